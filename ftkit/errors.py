@@ -28,11 +28,20 @@ class FtkitError(Exception):
         meaning: what it usually means; empty if `what` suffices.
         fix: what to do next.
         name: stable kebab-case name that tells errors of one class apart.
+
+    Subclasses set their exit code, unless it is their base's, and whether the cause is external to the request: then
+    the same request may succeed once it is fixed. The first sentence of a docstring is shown to users (`EXIT_CODES`).
     """
 
     exit_code: int = 1
     external: ClassVar[bool] = False
-    """Whether the cause is outside the request: the same request may succeed once it is fixed."""
+
+    def __init_subclass__(cls, *, exit_code: int | None = None, external: bool | None = None) -> None:
+        super().__init_subclass__()
+        if exit_code is not None:
+            cls.exit_code = exit_code
+        if external is not None:
+            cls.external = external
 
     def __init__(self, what: str, *, meaning: str = "", fix: str = "", name: str = "") -> None:
         super().__init__(what)
@@ -85,10 +94,8 @@ class Problem:
         return f"{place}{key}{self.message}" + (f" {self.fix}" if self.fix else "")
 
 
-class ConfigError(FtkitError):
-    """Files, options or their combination are wrong; the error has every problem found."""
-
-    exit_code = 3
+class ConfigError(FtkitError, exit_code=3):
+    """A recipe, profile, option or their combination is wrong."""
 
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__(f"{plural(len(problems), 'problem')} in the configuration; nothing was done")
@@ -98,116 +105,82 @@ class ConfigError(FtkitError):
         return "\n".join([self.what, *(f"  {problem}" for problem in self.problems)])
 
 
-class NotFoundError(FtkitError):
-    """A run, recipe, cluster, image or file does not exist."""
-
-    exit_code = 4
-    external = True
+class NotFoundError(FtkitError, exit_code=4, external=True):
+    """A run, recipe, cluster, image or file was not found."""
 
 
-class PrerequisiteError(FtkitError):
-    """A program, a Python package or a permission that the command needs is missing on this machine."""
-
-    exit_code = 5
-    external = True
+class PrerequisiteError(FtkitError, exit_code=5, external=True):
+    """A program, package or permission is missing on this machine."""
 
 
 class UnreachableError(PrerequisiteError):
     """A store can't be reached from this machine, so nothing is known about what it has."""
 
 
-class SubmitError(FtkitError):
-    """A job can't be submitted, canceled or removed: the scheduler refuses, or the run's state does not allow it."""
-
-    exit_code = 6
+class SubmitError(FtkitError, exit_code=6):
+    """The job can't be submitted, canceled or removed."""
 
 
-class NoAnswerError(SubmitError):
-    """The scheduler, or another program, did not answer."""
-
-    exit_code = 14
+class NoAnswerError(SubmitError, exit_code=14):
+    """The scheduler or another program did not answer in time."""
 
 
-class RunFailedError(FtkitError):
-    """The followed run failed; the exit code is that of its error, if it is known."""
+class RunFailedError(FtkitError, exit_code=7):
+    """The followed run did not complete; no other code applies.
 
-    exit_code = 7
+    The exit code is that of the run's error, if it is known.
+    """
 
     def __init__(self, what: str, *, exit_code: int = 7, meaning: str = "", fix: str = "") -> None:
         super().__init__(what, meaning=meaning, fix=fix)
         self.exit_code = exit_code
 
 
-class DataError(FtkitError):
-    """The data can't be read, formatted, tokenized or packed as the recipe specifies."""
-
-    exit_code = 8
+class DataError(FtkitError, exit_code=8):
+    """The data can't be used with the recipe."""
 
 
-class TrainingError(FtkitError):
-    """The trainer refused to start or to continue: a check failed, or a checkpoint does not fit."""
-
-    exit_code = 9
+class TrainingError(FtkitError, exit_code=9):
+    """The trainer refused to start or to continue."""
 
 
-class ImageError(FtkitError):
+class ImageError(FtkitError, exit_code=10):
     """An image can't be built, pushed, imported or verified."""
 
-    exit_code = 10
+
+class MemoryExhaustedError(FtkitError, exit_code=11):
+    """The run needs more memory than there is."""
 
 
-class MemoryExhaustedError(FtkitError):
-    """The run needs more memory than its GPUs or machines have."""
-
-    exit_code = 11
+class UnfitMachineError(FtkitError, exit_code=12, external=True):
+    """A check of the machines failed."""
 
 
-class UnfitMachineError(FtkitError):
-    """A check of machines failed: `ftkit doctor`, or a run's preflight."""
-
-    exit_code = 12
-    external = True
+class DiskFullError(FtkitError, exit_code=13, external=True):
+    """No space is left on a disk or in its quota."""
 
 
-class DiskFullError(FtkitError):
-    """A disk is full, or a quota is exceeded."""
+class UnusableFileError(FtkitError, exit_code=15):
+    """Files of a run or an image can't be used.
 
-    exit_code = 13
-    external = True
-
-
-class UnusableFileError(FtkitError):
-    """Files that ftkit wrote can't be used: damaged, changed, copied to another place, or of another version."""
-
-    exit_code = 15
+    They are damaged, changed, copied to another place, or of another version of ftkit.
+    """
 
 
-class ProvisionError(FtkitError):
-    """A command of a cloud provider's tools failed."""
-
-    exit_code = 16
+class ProvisionError(FtkitError, exit_code=16):
+    """A command of the cloud provider's tools failed."""
 
 
-class NotRepeatedError(FtkitError):
-    """A rerun completed, but did not reproduce its original."""
-
-    exit_code = 17
+class NotRepeatedError(FtkitError, exit_code=17):
+    """A rerun did not reproduce its original."""
 
 
 _EXTRAS: Final = {
-    **dict.fromkeys(
-        (
-            *("accelerate", "datasets", "fsspec", "numpy", "peft", "pyarrow", "regex", "safetensors"),
-            *("tokenizers", "torch", "transformers"),
-        ),
-        "train",
-    ),
-    **dict.fromkeys(("docker", "requests", "spython"), "images"),
-    "bitsandbytes": "qlora",
-    "deepspeed": "deepspeed",
-    "matplotlib": "report",
-    "sentencepiece": "gguf",
-}
+    "accelerate": "train", "datasets": "train", "fsspec": "train", "numpy": "train", "peft": "train",
+    "pyarrow": "train", "regex": "train", "safetensors": "train", "tokenizers": "train", "torch": "train",
+    "transformers": "train", "docker": "images", "requests": "images", "spython": "images", "bitsandbytes": "qlora",
+    "deepspeed": "deepspeed", "matplotlib": "report", "sentencepiece": "gguf",
+}  # fmt: skip
 """The extra of ftkit that installs a package, by the name under which the package is imported."""
 
 
@@ -231,27 +204,26 @@ def as_user_error(error: Exception) -> Exception:
     """
     if isinstance(error, DiskFullError):
         return error
-    is_known = isinstance(error, PrerequisiteError)
     if isinstance(error, OSError) and error.filename is not None and (found := _as_file_error(error)):
         return found
     if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # Path.resolve before Python 3.13
         return NotFoundError(str(error), fix="remove the symbolic links that point at each other")
-    for cause in _explicit_causes(error) if is_known else _causes(error):
-        if _is_disk_full(cause):
+    is_known = isinstance(error, PrerequisiteError)
+    for cause in _causes(error, only_explicit=is_known):
+        if (isinstance(cause, OSError) and cause.errno in _DISK_FULL) or _FULL_DISK_TEXT.search(str(cause)):
             path = cause.filename if isinstance(cause, OSError) else None
             return DiskFullError(
                 "the disk is full, or its quota is exceeded" + (f": can't write {path}" if path else ""),
                 meaning=one_line(error.what if isinstance(error, FtkitError) else error),
                 fix="free space ('df -h' and 'quota -s' show where), and try again",
             )
-    for cause in () if is_known else _explicit_causes(error):
+    for cause in () if is_known else _causes(error, only_explicit=True):
         if isinstance(cause, ModuleNotFoundError) and cause.name in _EXTRAS:
             return missing_package_error([cause.name], f"this command needs it: {sys.executable} does not find it")
     return error
 
 
 def _as_file_error(error: OSError) -> FtkitError | None:
-    """Return the error for a file that can't be opened or written as the user can act on it; None for others."""
     shown = str(error.filename)[:200]
     if isinstance(error, PermissionError):
         return PrerequisiteError(
@@ -268,42 +240,24 @@ def _as_file_error(error: OSError) -> FtkitError | None:
     if error.errno in _NO_FILE:
         return NotFoundError(
             f"can't read {shown}: {error.strerror}",
-            meaning=_NO_FILE[error.errno],
+            meaning="it is damaged, not a regular file, behind symbolic links that point at each other, or its name is "
+            "longer than file systems allow",
             fix="check the path, and the file that contains it",
         )
     return None
 
 
-_NO_FILE = {
-    **dict.fromkeys(
-        (errno.ENAMETOOLONG, errno.ELOOP),
-        "a name is longer than file systems allow, or symbolic links point at each other",
-    ),
-    **dict.fromkeys((errno.EINVAL, errno.EISDIR, errno.ENXIO), "a folder, pipe or device is in the file's place"),
-    errno.EFBIG: "the file is damaged, or another one was copied to its place",
-}
+_NO_FILE = (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO, errno.EFBIG)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-_SHORT_WRITE = re.compile(r"\d+ requested and \d+ written|unexpected pos \d+ vs \d+|database or disk is full")
-"""Messages of numpy, torch and sqlite about a short write, without the system's reason."""
+_FULL_DISK_TEXT = re.compile(
+    "|".join(re.escape(os.strerror(number)) for number in _DISK_FULL)
+    + r"|\d+ requested and \d+ written|unexpected pos \d+ vs \d+|database or disk is full"
+)
+"""The system's reason within a message, and what numpy, torch and sqlite say about a short write."""
 
 
-def _is_disk_full(error: BaseException) -> bool:
-    if isinstance(error, OSError) and error.errno in _DISK_FULL:
-        return True
-    text = str(error)
-    return any(os.strerror(number) in text for number in _DISK_FULL) or _SHORT_WRITE.search(text) is not None
-
-
-def _explicit_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and the errors that it was raised from."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and all of its causes."""
+def _causes(error: BaseException, *, only_explicit: bool) -> Iterator[BaseException]:
+    """Yield an error and the errors that it was raised from, or also those that were being handled."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -312,29 +266,23 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
             continue
         seen.add(id(cause))
         yield cause
-        waiting += [cause.__context__, cause.__cause__]
-        waiting += cause.exceptions if isinstance(cause, BaseExceptionGroup) else []
+        waiting.append(cause.__cause__)
+        if not only_explicit:
+            waiting.append(cause.__context__)
+            waiting += cause.exceptions if isinstance(cause, BaseExceptionGroup) else []
 
 
+def _meaning(error: type[FtkitError]) -> str:
+    sentence = (error.__doc__ or "").partition(".")[0]
+    return sentence[:1].lower() + sentence[1:]
+
+
+_WITH_CODES: list[type[FtkitError]] = [*FtkitError.__subclasses__(), NoAnswerError]
 EXIT_CODES: dict[int, str] = {
     0: "success",
     1: "a bug in ftkit: please report it",
     2: "wrong usage of the command line",
-    ConfigError.exit_code: "a recipe, profile, option or their combination is wrong",
-    NotFoundError.exit_code: "a run, recipe, cluster, image or file was not found",
-    PrerequisiteError.exit_code: "a program, package or permission is missing on this machine",
-    SubmitError.exit_code: "the job can't be submitted, canceled or removed",
-    RunFailedError.exit_code: "the followed run did not complete; no other code applies",
-    DataError.exit_code: "the data can't be used with the recipe",
-    TrainingError.exit_code: "the trainer refused to start or to continue",
-    ImageError.exit_code: "an image can't be built, pushed, imported or verified",
-    MemoryExhaustedError.exit_code: "the run needs more memory than there is",
-    UnfitMachineError.exit_code: "a check of the machines failed",
-    DiskFullError.exit_code: "no space is left on a disk or in its quota",
-    NoAnswerError.exit_code: "the scheduler or another program did not answer in time",
-    UnusableFileError.exit_code: "files of a run or an image can't be used",
-    ProvisionError.exit_code: "a command of the cloud provider's tools failed",
-    NotRepeatedError.exit_code: "a rerun did not reproduce its original",
+    **{each.exit_code: _meaning(each) for each in sorted(_WITH_CODES, key=lambda each: each.exit_code)},
     130: "interrupted from the keyboard",
 }
 
@@ -373,9 +321,7 @@ _SECRETS = tuple(
 def redact(text: str, environment: Mapping[str, str]) -> str:
     """Replace secrets with `***`, before an error or a command is printed or written to a file.
 
-    Args:
-        text: a message, a traceback, or part of a command line.
-        environment: variables; the values of those named like a secret (`..._TOKEN`) are replaced too.
+    The values of environment variables named like a secret (`..._TOKEN`) are replaced too.
     """
     for name, value in environment.items():
         if len(value) >= _MIN_SECRET_LENGTH and _SECRET_KEY.search(name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import secrets
@@ -11,7 +12,7 @@ import stat
 import tempfile
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 from ftkit.errors import PrerequisiteError, UnusableFileError, one_line
 
@@ -26,19 +27,13 @@ _MAX_BYTES = 2**24
 MAX_JSON_BYTES = 2**28
 """Limit of the JSON files of models: vocabularies have tens of megabytes."""
 _MAX_DETAILS = 3
-_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
-"""Some network file systems can't sync folders."""
 
 
 # --- Atomic writes -------------------------------------------------------------------------------
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file atomically: readers see either the former content or all of the new one, even after a crash.
-
-    Raises:
-        OSError: it can't be written; a former file is unchanged.
-    """
+    """Write a file atomically: readers see either the former content or all of the new one, even after a crash."""
     with atomic_file(path) as temporary:
         temporary.write_bytes(data)
 
@@ -80,11 +75,8 @@ def output_file(path: Path) -> Iterator[Path]:
 def atomic_folder(path: Path, temporary: Path | None = None) -> Iterator[Path]:
     """Yield an empty temporary folder next to `path`, which is renamed to `path` at the end of the block.
 
-    If the block raises, the temporary folder is removed. An existing folder `path` is replaced.
-
-    Args:
-        path: the final name. Missing parents are created.
-        temporary: the temporary name, if several processes need to know it; existing content is removed first.
+    If the block raises, the temporary folder is removed. An existing folder `path` is replaced, missing parents are
+    created. Several processes may agree on the name `temporary`; existing content of that folder is removed first.
     """
     temporary = temporary or path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     remove(temporary)
@@ -105,34 +97,26 @@ def publish(temporary: Path, path: Path) -> None:
         if not inner.is_symlink():
             sync(inner)
     sync(temporary)
-    if temporary.is_dir() and path.exists():
-        _replace_folder(temporary, path)
+    if temporary.is_dir() and path.exists():  # rename(2) only replaces empty folders
+        former = path.with_name(f".{path.name}.{secrets.token_hex(4)}.deleted")
+        path.rename(former)
+        try:
+            temporary.rename(path)
+        except OSError:
+            former.rename(path)
+            raise
+        remove(former)
     else:
         temporary.rename(path)
     sync(path.parent)
-
-
-def _replace_folder(temporary: Path, path: Path) -> None:
-    """Replace a folder, since rename(2) only replaces empty ones."""
-    former = path.with_name(f".{path.name}.{secrets.token_hex(4)}.deleted")
-    path.rename(former)
-    try:
-        temporary.rename(path)
-    except OSError:
-        former.rename(path)
-        raise
-    remove(former)
 
 
 @contextmanager
 def file_lock(path: Path, on_wait: Callable[[], object] | None = None) -> Iterator[None]:
     """Hold the exclusive lock of a file (flock), which is created; call `on_wait` before waiting for it.
 
-    Raises:
-        OSError: the file can't be created, or its file system has no locks.
+    Raises OSError if the file can't be created, or its file system has no locks.
     """
-    import fcntl  # noqa: PLC0415
-
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         try:
@@ -161,7 +145,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in _NO_SYNC:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems can't sync folders
             raise
     finally:
         os.close(descriptor)
@@ -203,12 +187,10 @@ def parse_json(data: str | bytes, kind: type[ValueT]) -> ValueT:
     Raises:
         InvalidJsonError: it is not JSON, or has another structure.
     """
-    from pydantic import ValidationError  # noqa: PLC0415 - slow to import
-
     try:
         value: ValueT = _adapter(kind).validate_json(data)
-    except ValidationError as error:
-        raise InvalidJsonError(error) from error
+    except ValueError as error:
+        raise InvalidJsonError(cast("ValidationError", error)) from error
     return value
 
 
@@ -217,18 +199,17 @@ class InvalidJsonError(ValueError):
 
     def __init__(self, error: ValidationError) -> None:
         details = error.errors(include_input=False, include_url=False)[:_MAX_DETAILS]
-        shown = [_describe_detail(".".join(map(str, each["loc"])), each["msg"]) for each in details]
+        located = [(".".join(map(str, each["loc"])), each["msg"].removeprefix("Value error, ")) for each in details]
         more = error.error_count() - len(details)
-        super().__init__("; ".join(shown) + (f"; and {more} more" if more else ""))
+        shown = "; ".join(f"{key}: {message}" if key else message for key, message in located)
+        super().__init__(shown + (f"; and {more} more" if more else ""))
 
 
-def _describe_detail(key: str, message: str) -> str:
-    message = message.removeprefix("Value error, ")
-    return f"{key}: {message}" if key else message
+_ADAPTERS: dict[object, TypeAdapter[Any]] = {}
+"""Pydantic's adapters by type: creating one takes milliseconds."""
 
 
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return pydantic's adapter of a type, cached: creating one takes milliseconds."""
     from pydantic import TypeAdapter  # noqa: PLC0415 - slow to import
 
     if kind not in _ADAPTERS:
@@ -236,15 +217,8 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return _ADAPTERS[kind]
 
 
-_ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
-
-
 def write_json(path: Path, value: object) -> None:
-    """Write a dataclass, or a dictionary of plain values, atomically as a JSON file.
-
-    Raises:
-        OSError: it can't be written.
-    """
+    """Write a dataclass, or a dictionary of plain values, atomically as a JSON file."""
     write_file(path, to_json(value).encode())
 
 
@@ -276,12 +250,7 @@ def read_json_if_valid(path: Path, kind: type[ValueT]) -> ValueT | None:
 
 
 class DamagedFileError(UnusableFileError):
-    """A file can't be read, or has unexpected content.
-
-    Args:
-        path: the file.
-        reason: why, on one line.
-    """
+    """A file can't be read, or has unexpected content, for a `reason` on one line."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(
@@ -292,28 +261,17 @@ class DamagedFileError(UnusableFileError):
         self.reason = reason
 
 
-class PrivateFileError(DamagedFileError):
-    """This user may not read a file, or the folder that it is in.
-
-    Args:
-        path: the file.
-    """
-
-    exit_code = PrerequisiteError.exit_code
+class PrivateFileError(DamagedFileError, exit_code=PrerequisiteError.exit_code):
+    """This user may not read a file, or the folder that it is in."""
 
     def __init__(self, path: Path) -> None:
-        owner = _owner(path)
+        owner = ""
+        for each in (path.parent, path):
+            with suppress(OSError, KeyError):
+                owner = each.owner()
         super().__init__(path, "you have no permission" + (f"; it belongs to {owner}" if owner else ""))
         self.meaning = f"{path} was not shared with other users, or with your group"
         self.fix = f"ask {owner or 'its owner'} for read permission for it"
-
-
-def _owner(path: Path) -> str:
-    """Return who owns a file, or else the folder that it is in; empty if that is not known."""
-    for each in (path, path.parent):
-        with suppress(OSError, KeyError):
-            return each.owner()
-    return ""
 
 
 def copy_new(path: Path, offset: int, output: IO[bytes]) -> int:
@@ -352,18 +310,6 @@ def open_regular(path: Path) -> BufferedReader:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return os.fdopen(descriptor, "rb")
-
-
-def check_regular(path: Path) -> os.stat_result:
-    """Return the status of a regular file.
-
-    Raises:
-        OSError: it is something else, such as a pipe or device, which might never end; or there is none.
-    """
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return status
 
 
 def load_json(content: str | bytes) -> Any:

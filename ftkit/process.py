@@ -9,25 +9,24 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, Final, NoReturn
+from io import TextIOWrapper
+from typing import IO, TYPE_CHECKING, Final, NoReturn, cast
 
 from ftkit.errors import FtkitError, NoAnswerError, PrerequisiteError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from io import BufferedReader
     from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 _STOP_SECONDS: Final = 60
 """Time for an interrupted program to clean up."""
-
-
 _COLOR: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -50,10 +49,36 @@ class ProgramOutput:
     stderr: str
 
 
-class ProgramTimeoutError(FtkitError):
+class ProgramTimeoutError(FtkitError, exit_code=NoAnswerError.exit_code):
     """A program did not end in time."""
 
-    exit_code = NoAnswerError.exit_code
+    def __init__(self, program: str, timeout_seconds: float, stderr: bytes = b"") -> None:
+        last_line = (
+            stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        )  # why it waits, as sbatch at MaxJobCount
+        printed = f"; it printed: {last_line}" if last_line else ""
+        super().__init__(
+            f"'{program}' did not answer within {timeout_seconds:g} seconds{printed}",
+            meaning="the service behind it is overloaded or down",
+            fix="try again in a minute",
+        )
+
+
+# Each function that runs a program raises PrerequisiteError if it is not on PATH.
+
+
+def _start(args: Sequence[str], **options: object) -> subprocess.Popen[bytes]:
+    """Start a program with options of `subprocess.Popen`."""
+    log.debug("run %s", shlex.join(args))
+    try:
+        started: subprocess.Popen[bytes] = subprocess.Popen(list(args), **options)  # type: ignore[call-overload]
+    except FileNotFoundError as error:
+        raise PrerequisiteError(
+            f"the program '{args[0]}' was not found on PATH",
+            meaning="it is not installed here, or you are logged in to another machine than you think",
+            fix=f"install it, or log in where '{args[0]}' works",
+        ) from error
+    return started
 
 
 def run(
@@ -68,53 +93,19 @@ def run(
     `environment` replaces this process's environment, which the program inherits if it is None.
 
     Raises:
-        PrerequisiteError: the program is not on PATH.
         ProgramTimeoutError: it did not end within `timeout_seconds`.
     """
-    started = _start(
-        args, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-        cwd=cwd, env=environment,
-    )  # fmt: skip
-    with started:
+    pipe = subprocess.PIPE
+    with _start(args, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, cwd=cwd, env=environment) as started:
         try:
-            stdout, stderr = started.communicate(timeout=timeout_seconds)
+            outputs = started.communicate(timeout=timeout_seconds)
         except BaseException as error:
             started.kill()
             started.wait()  # `subprocess.run` does not, after Ctrl-C
             if isinstance(error, subprocess.TimeoutExpired):
-                raise _too_slow(args[0], timeout_seconds, error.stderr or b"") from error
+                raise ProgramTimeoutError(args[0], timeout_seconds, error.stderr or b"") from error
             raise
-    return ProgramOutput(started.returncode, stdout, stderr)
-
-
-def _start(args: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """Start a program, as `subprocess.Popen` does.
-
-    Raises:
-        PrerequisiteError: it is not on PATH.
-    """
-    log.debug("run %s", shlex.join(args))
-    try:
-        return subprocess.Popen(list(args), **options)
-    except FileNotFoundError as error:
-        raise _not_found(args[0]) from error
-
-
-def _too_slow(program: str, timeout_seconds: float, stderr: bytes = b"") -> ProgramTimeoutError:
-    said = stderr.decode(errors="replace").strip().rpartition("\n")[2]  # why it waits, as sbatch at MaxJobCount
-    return ProgramTimeoutError(
-        f"'{program}' did not answer within {timeout_seconds:g} seconds" + (f"; it printed: {said}" if said else ""),
-        meaning="the service behind it is overloaded or down",
-        fix="try again in a minute",
-    )
-
-
-def _not_found(program: str) -> PrerequisiteError:
-    return PrerequisiteError(
-        f"the program '{program}' was not found on PATH",
-        meaning="it is not installed here, or you are logged in to another machine than you think",
-        fix=f"install it, or log in where '{program}' works",
-    )
+    return ProgramOutput(started.returncode, *(each.decode(errors="replace") for each in outputs))
 
 
 def run_stoppable(
@@ -129,10 +120,6 @@ def run_stoppable(
     The program leads a new process group, so that Ctrl-C reaches only this process. When this process is interrupted,
     or the time is over, it calls `stop`, sends SIGTERM to the group, waits until the group has ended, and kills the
     rest.
-
-    Raises:
-        PrerequisiteError: the program is not on PATH.
-        ProgramTimeoutError: it did not end within `timeout_seconds`.
     """
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         started = _start(
@@ -143,12 +130,14 @@ def run_stoppable(
         except BaseException as error:
             _end_group(started, stop)
             if isinstance(error, subprocess.TimeoutExpired):
-                raise _too_slow(args[0], timeout_seconds) from error
+                raise ProgramTimeoutError(args[0], timeout_seconds) from error
             raise
-        stdout.seek(0)
-        stderr.seek(0)
-        outputs = (stream.read().decode(errors="replace") for stream in (stdout, stderr))
-        return ProgramOutput(started.returncode, *outputs)
+        return ProgramOutput(started.returncode, _content(stdout), _content(stderr))
+
+
+def _content(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 def _end_group(leader: subprocess.Popen[bytes], stop: Callable[[], object] | None) -> None:
@@ -172,16 +161,14 @@ def exit_on_termination() -> Iterator[None]:
     def exit_by(number: int, _: object) -> NoReturn:
         raise SystemExit(128 + number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler is signal.SIG_DFL:
-            signal.signal(number, exit_by)
+    handled = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    for number in handled:
+        signal.signal(number, exit_by)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            if handler is signal.SIG_DFL:
-                signal.signal(number, signal.SIG_DFL)
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def run_with_input(
@@ -191,43 +178,26 @@ def run_with_input(
 
     Its output and errors are both in the result's `stderr`. A program that ends early is not an error here: its exit
     status and message are more helpful than a broken pipe. It is killed if `feed` raises.
-
-    Raises:
-        PrerequisiteError: the program is not on PATH.
     """
     with tempfile.TemporaryFile() as output:
-        started = _start(args, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment)
-        with started:
-            stdin = started.stdin
-            if stdin is None:
-                raise AssertionError("stdin is a pipe")
+        with _start(args, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment) as started:
             try:
-                feed(stdin)
-                stdin.close()
-            except BrokenPipeError:
                 with contextlib.suppress(BrokenPipeError):
-                    stdin.close()
+                    feed(cast("IO[bytes]", started.stdin))
             except BaseException:
                 started.kill()
                 raise
-        output.seek(0)
-        return ProgramOutput(started.returncode, "", output.read().decode(errors="replace"))
+            started.communicate()  # closes its input, which may be a broken pipe
+        return ProgramOutput(started.returncode, "", _content(output))
 
 
 def run_lines(args: Sequence[str], on_line: Callable[[str], None], *, cwd: Path) -> int:
     """Run a program to its end and pass on each line that it prints; return its exit status.
 
     Ctrl-C reaches the program too; this waits until it has cleaned up.
-
-    Raises:
-        PrerequisiteError: the program is not on PATH.
     """
-    started = _start(
-        args, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-        cwd=cwd,
-    )  # fmt: skip
-    with started:
-        lines = started.stdout or ()
+    started = _start(args, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=cwd)
+    with started, TextIOWrapper(cast("BufferedReader", started.stdout), errors="replace") as lines:
         try:
             for line in lines:
                 on_line(line.rstrip("\n"))
@@ -239,27 +209,12 @@ def run_lines(args: Sequence[str], on_line: Callable[[str], None], *, cwd: Path)
     return started.returncode
 
 
-def run_attached(args: Sequence[str]) -> int:
+def run_attached(args: Sequence[str], stdout: int | None = None) -> int:
     """Run a program on this process's own terminal and streams; return its exit status, negative for a signal.
 
-    Raises:
-        PrerequisiteError: the program is not on PATH.
+    `stdout` is the descriptor for its output: that of stderr, if stdout is for this process's data.
     """
-    started = _start(args)
-    with _ending_with_this(started):
-        return started.wait()
-
-
-def run_asking(args: Sequence[str]) -> int:
-    """Run a program that may prompt the user; return its exit status like `run_attached`.
-
-    Its output goes to stderr: stdout is for this process's data.
-
-    Raises:
-        PrerequisiteError: the program is not on PATH.
-    """
-    started = _start(args, stdout=sys.stderr.fileno())
-    with _ending_with_this(started):
+    with _terminated_with_this(_start(args, stdout=stdout)) as started:
         return started.wait()
 
 
@@ -267,34 +222,29 @@ def run_passing(args: Sequence[str], stdin: bytes | None, on_output: Callable[[b
     """Run a program with `stdin`, and pass on its output immediately; return its exit status like `run_attached`.
 
     With None, its stdin is this process's. Its stderr is this process's stderr.
-
-    Raises:
-        PrerequisiteError: the program is not on PATH.
     """
     started = _start(args, stdin=None if stdin is None else subprocess.PIPE, stdout=subprocess.PIPE)
-    with _ending_with_this(started):
-        if started.stdout is None:
-            raise AssertionError("stdout is a pipe")
+    with _terminated_with_this(started):
         if started.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # its exit status is more helpful
                 started.stdin.write(stdin or b"")
                 started.stdin.flush()
             with contextlib.suppress(BrokenPipeError):
                 started.stdin.close()
-        while chunk := os.read(started.stdout.fileno(), 2**16):
+        while started.stdout and (chunk := os.read(started.stdout.fileno(), 2**16)):
             on_output(chunk)
     return started.returncode
 
 
 @contextmanager
-def _ending_with_this(started: subprocess.Popen[bytes]) -> Iterator[None]:
+def _terminated_with_this(started: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
     """Wait for a program at the end of the block; terminate it if the block raises, as SIGTERM and SIGHUP do.
 
     Otherwise this process would wait for a program that does not know that it should end.
     """
     with started:
         try:
-            yield
+            yield started
         except BaseException:
             started.terminate()
             raise
@@ -307,30 +257,30 @@ def start_detached(args: Sequence[str], *, log: Path, cwd: Path, environment: Ma
     """
     with log.open("ab") as output:
         started = _start(
-            args,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            cwd=cwd,
+            args, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd=cwd,
             env=dict(environment),
-        )
-    pid = started.pid
+        )  # fmt: skip
     started.returncode = 0  # no process waits for it; without this its destructor would warn
-    return pid
+    return started.pid
+
+
+def _status_fields(pid: int | str) -> list[str] | None:
+    """Return the fields of /proc/PID/stat (proc(5)) after the name; None if the process has ended, as a zombie has."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - hot path
+            fields = file.read().rpartition(")")[2].split()
+    except (FileNotFoundError, NotADirectoryError, ProcessLookupError):
+        return None
+    return None if fields[0] == "Z" else fields
 
 
 def start_time(pid: int) -> str | None:
     """Return a value that distinguishes a process from a later one with the same id; None if it has ended.
 
-    It is the start time in clock ticks, field 22 of /proc/PID/stat (proc(5)). A zombie has ended.
+    It is the start time in clock ticks.
     """
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - hot path
-            fields = file.read().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] == "Z" else fields[19]
+    fields = _status_fields(pid)
+    return fields[19] if fields else None
 
 
 def system_start() -> float:
@@ -342,35 +292,23 @@ def system_start() -> float:
 
 def group_members(pid: int) -> list[int]:
     """Return the processes of the group that `pid` leads or led, without zombies."""
-    members = []
-    for name in os.listdir("/proc"):  # noqa: PTH208 - names are all that is needed
-        try:
-            with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - hot path
-                fields = file.read().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if fields[2] == str(pid) and fields[0] != "Z":
-            members.append(int(name))
-    return members
+    pids = [name for name in os.listdir("/proc") if name.isdecimal()]  # noqa: PTH208 - names are all that is needed
+    return [int(each) for each in pids if (fields := _status_fields(each)) and fields[2] == str(pid)]
 
 
 def signal_group(pid: int, signal_number: int) -> None:
     """Send a signal to the process group that `pid` leads; do nothing if the group has ended."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal_number)
-    except ProcessLookupError:
-        return
 
 
 _SLURM_CLIENT_VARIABLES: Final = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_CONF_SERVER"}
 """SLURM_* variables that configure Slurm's programs, rather than describe an enclosing job."""
-
-IGNORED_SBATCH_VARIABLES: Final = frozenset(
-    f"SBATCH_{name}"
-    for name in (
-        "ARRAY_INX", "ERROR", "INPUT", "NO_KILL", "NO_REQUEUE", "OPEN_MODE", "OUTPUT", "REQUEUE", "SIGNAL", "WAIT",
-    )
-)  # fmt: skip
+_CHANGING_SLURM: Final = ("SLURM_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_")
+IGNORED_SBATCH_VARIABLES: Final = frozenset([
+    "SBATCH_ARRAY_INX", "SBATCH_ERROR", "SBATCH_INPUT", "SBATCH_NO_KILL", "SBATCH_NO_REQUEUE", "SBATCH_OPEN_MODE",
+    "SBATCH_OUTPUT", "SBATCH_REQUEUE", "SBATCH_SIGNAL", "SBATCH_WAIT",
+])  # fmt: skip
 """Variables that contradict how ftkit submits and follows a job: one job, with its log in the run's folder, that is
 told to stop and requeued."""
 
@@ -381,10 +319,7 @@ def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
     It lacks the variables of an enclosing job and those that change what the programs do or print; times are printed as
     epoch seconds.
     """
-    kept = {
-        key: value
-        for key, value in environment.items()
-        if (not key.startswith(("SLURM_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_")) or key in _SLURM_CLIENT_VARIABLES)
-        and key not in IGNORED_SBATCH_VARIABLES
-    }
+    removed = {key for key in environment if key.startswith(_CHANGING_SLURM)} - _SLURM_CLIENT_VARIABLES
+    removed |= IGNORED_SBATCH_VARIABLES
+    kept = {key: value for key, value in environment.items() if key not in removed}
     return kept | {"SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"}

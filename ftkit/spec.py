@@ -16,6 +16,8 @@ from pydantic_core import PydanticKnownError
 from ftkit.paths import is_path
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pydantic import GetJsonSchemaHandler
     from pydantic.json_schema import JsonSchemaValue
     from pydantic_core import CoreSchema
@@ -66,29 +68,23 @@ def attribute_docstrings(model: type[BaseModel]) -> dict[str, str]:
     return texts
 
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?")
 RUN = "run:"
 """Prefix of an earlier run's name as a model."""
 _RUN = re.compile(r"run:[A-Za-z0-9][A-Za-z0-9._-]*(@(\d{1,18}|best|last))?")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-def check_name(value: str) -> str:
-    """Return a name that folders, Slurm jobs and commands may have; raise ValueError for others."""
-    if not _NAME.fullmatch(value):
-        raise ValueError("a name is 1 to 63 letters, digits, '.', '_' or '-', and starts with a letter or digit")
-    return value
-
-
-def _check_variable(value: str) -> str:
-    if not _VARIABLE.fullmatch(value):
-        raise ValueError("an environment variable's name has letters, digits and '_', and does not start with a digit")
-    return value
-
-
 SCHEMES = ("s3", "gs", "hf")
 """Schemes of data addresses."""
+
+
+def _require(pattern: str, message: str) -> Callable[[str], str]:
+    """Return a function that returns a text of this form, and raises ValueError for others."""
+
+    def check(value: str) -> str:
+        if not re.fullmatch(pattern, value):
+            raise ValueError(message)
+        return value
+
+    return check
 
 
 def _check_data_path(value: str) -> str:
@@ -107,31 +103,32 @@ def _check_hub_id_or_folder(value: str) -> str:
 
 
 def _check_weights(value: str) -> str:
-    if value.startswith(RUN):
-        if not _RUN.fullmatch(value):
-            raise ValueError(
-                "a run is given as run:NAME or run:NAME@STEP (a step, best, or last); NAME is what 'ftkit status' takes"
-            )
-        return value
-    return _check_hub_id_or_folder(value)
-
-
-def _check_one_line(value: str) -> str:
-    if any(ord(character) < ord(" ") or character == "\x7f" for character in value):
-        raise ValueError("an #SBATCH line can't contain control characters or line breaks")
+    if not value.startswith(RUN):
+        return _check_hub_id_or_folder(value)
+    if not _RUN.fullmatch(value):
+        raise ValueError(
+            "a run is given as run:NAME or run:NAME@STEP (a step, best, or last); NAME is what 'ftkit status' takes"
+        )
     return value
 
 
+check_name = _require(
+    r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}",
+    "a name is 1 to 63 letters, digits, '.', '_' or '-', and starts with a letter or digit",
+)
 Name = Annotated[str, AfterValidator(check_name)]
 """A name that is safe as a folder, a job name and a label."""
-
+_check_variable = _require(
+    "[A-Za-z_][A-Za-z0-9_]*",
+    "an environment variable's name has letters, digits and '_', and does not start with a digit",
+)
 VariableName = Annotated[str, AfterValidator(_check_variable)]
-
+_check_line = _require(r"[^\x00-\x1f\x7f]*", "an #SBATCH line can't contain control characters or line breaks")
+OneLine = Annotated[str, AfterValidator(_check_line)]
 DataPath = Annotated[str, AfterValidator(_check_data_path)]
 """A path, a pattern of paths, or an address."""
 HubIdOrFolder = Annotated[str, AfterValidator(_check_hub_id_or_folder)]
 Weights = Annotated[str, AfterValidator(_check_weights)]
-OneLine = Annotated[str, AfterValidator(_check_one_line)]
 
 
 def _check_is_no_bool(kind: Literal["int_type", "float_type"]) -> BeforeValidator:

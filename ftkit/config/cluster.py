@@ -53,24 +53,15 @@ def recognize_gpu(name: str) -> GpuModel | None:
 
 
 def _gpu_model(name: object) -> object:
-    """Return the planner's name of a GPU.
-
-    Raises:
-        ValueError: it has none, or the name is that of two GPUs.
-    """
-    if name is None:
-        return None
-    models = _models_of(str(name))
+    models = [] if name is None else _models_of(str(name))
     if len(models) > 1:
         raise ValueError(f"{name!r} is the name of several GPUs: give {' or '.join(models)}")
-    if not models:
+    if name is not None and not models:
         raise ValueError(f"{name!r} is none of {', '.join(_GPU_VARIANTS)}: omit 'gpu' for another one")
-    return models[0]
+    return models[0] if models else None
 
 
 Device = Literal["auto", "cpu", "cuda"]
-_SECONDS: Final = (86400, 3600, 60, 1)
-"""Seconds of a day, an hour, a minute and a second."""
 
 
 class NcclSpec(Spec):
@@ -134,8 +125,7 @@ class ClusterProfile(Spec):
     cpus_per_node: PositiveInt | None = None
     """CPUs to request per node. The site's default if null."""
     memory_per_node_gib: PositiveFloat | None = None
-    """Host memory of a node in GiB, with which the plan compares what a run offloads (`training.offload`,
-    `training.activation_offload`). Unknown if null."""
+    """Host memory of a node in GiB, with which the plan compares what a run offloads. Unknown if null."""
     partition: OneLine | None = None
     """Slurm partition. The site's default if null."""
     account: OneLine | None = None
@@ -165,8 +155,8 @@ class ClusterProfile(Spec):
     stage: Literal["shared", "local"] = "shared"
     """Where nodes read the image and pretrained weights. `shared`: from the shared file system. `local`: each node
     copies them to its `node_local_dir` once, and verifies the copy at later starts; sbcast passes the image from node
-    to node, and on more than 15 nodes ranks read only their shards of the weights from the shared file system, which is
-    faster. Without enough space, they are read from the shared file system, with a warning in the log."""
+    to node, and on more than 15 nodes ranks read only their shards of the weights, from the shared file system. Without
+    enough space, they are read from the shared file system, with a warning in the log."""
     mounts: tuple[str, ...] = ()
     """Folders to mount into the container: `PATH` or `FROM:TO`, absolute; pyxis's flags may follow after a colon."""
     environment: dict[VariableName, str] = Field(default_factory=dict)
@@ -203,16 +193,19 @@ class ClusterProfile(Spec):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        if self.scheduler == "local" and self.runtime == "pyxis":
-            raise ValueError("runtime 'pyxis' is a plug-in of Slurm: it needs scheduler 'slurm'")
-        if self.scheduler == "slurm" and self.runtime == "docker":
-            raise ValueError("runtime 'docker' is for one machine: it needs scheduler 'local'")
-        if self.scheduler == "slurm" and self.device == "auto":
-            raise ValueError("device 'auto' detects the devices of this machine: it needs scheduler 'local'")
+        if self.scheduler == "local":
+            wrong, needed = (
+                {"runtime 'pyxis'": self.runtime == "pyxis", "stage 'local'": self.stage == "local"},
+                "slurm",
+            )
+        else:
+            wrong = {"runtime 'docker'": self.runtime == "docker", "device 'auto'": self.device == "auto"}
+            needed = "local"
+        for setting, is_set in wrong.items():
+            if is_set:
+                raise ValueError(f"{setting} needs scheduler '{needed}'")
         if self.stage == "local" and self.node_local_kind == "memory":
             raise ValueError("stage 'local' needs a disk: here node_local_dir is in the node's memory")
-        if self.stage == "local" and self.scheduler == "local":
-            raise ValueError("stage 'local' is for nodes that share a file system: it needs scheduler 'slurm'")
         return self
 
 
@@ -253,22 +246,21 @@ def mounted_folders(
 
 def parse_time_limit(text: str) -> int | None:
     """Parse Slurm's time format, `[days-]hours:minutes:seconds` and shorter; None: unlimited, or unknown."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(?:(\d+):)?(\d+)", text.strip())
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", text.strip())
     if match is None:
         return None
-    days, *rest = match.groups()
-    given = [int(part) for part in rest if part is not None]
-    if days is not None:  # D-H, D-H:M, D-H:M:S
-        padded = [int(days), *given, 0, 0]
+    given = [int(part) for part in match[2].split(":")]
+    if match[1] is not None:  # D-H, D-H:M, D-H:M:S
+        hours, minutes, seconds = [*given, 0, 0][:3]
     elif len(given) == 1:  # M
-        padded = [0, 0, *given, 0]
+        hours, minutes, seconds = 0, given[0], 0
     else:  # M:S, H:M:S
-        padded = [0, *([0] if len(given) == len("MS") else []), *given]
-    return sum(number * seconds for number, seconds in zip(padded, _SECONDS, strict=False))
+        hours, minutes, seconds = [0, *given][-3:]
+    return 86400 * int(match[1] or 0) + 3600 * hours + 60 * minutes + seconds
 
 
 def format_time_limit(seconds: int) -> str:
     """Format a time limit for Slurm."""
-    days, rest = divmod(seconds, _SECONDS[0])
+    days, rest = divmod(seconds, 86400)
     clock = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
     return f"{days}-{clock}" if days else clock

@@ -10,6 +10,7 @@ import os
 import pwd
 import re
 from collections.abc import Iterable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -17,6 +18,7 @@ from typing import Final
 from ftkit import assets
 from ftkit.config.layers import Layers
 from ftkit.errors import ConfigError, NotFoundError, Problem, one_line
+from ftkit.files import read_small
 from ftkit.paths import absolute_path
 
 PROJECT_FILE = "ftkit.yaml"
@@ -35,11 +37,7 @@ class Context:
 
     @classmethod
     def here(cls) -> Context:
-        """Create the context from the current folder and the process's environment.
-
-        Raises:
-            NotFoundError: the current folder was removed.
-        """
+        """Create the context from the current folder and the process's environment."""
         try:
             current = Path.cwd()
         except FileNotFoundError as error:
@@ -58,14 +56,9 @@ def set_home(environment: MutableMapping[str, str]) -> None:
     Python and libraries end with an error if neither HOME nor an account tells them.
     """
     if not environment.get("HOME"):
-        environment["HOME"] = _account_home() or "/"
-
-
-def _account_home() -> str:
-    try:
-        return pwd.getpwuid(os.getuid()).pw_dir
-    except KeyError:
-        return ""
+        environment["HOME"] = "/"
+        with suppress(KeyError):
+            environment["HOME"] = pwd.getpwuid(os.getuid()).pw_dir or "/"
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
@@ -107,10 +100,7 @@ def settings_files(ctx: Context) -> list[Path]:
 
 
 def read_settings_layers(ctx: Context, keys: Iterable[str], options: Layers | None = None) -> Layers:
-    """Read the user's file, the project's file, `FTKIT_*` variables of `keys`, and options; later wins.
-
-    Values are not validated.
-    """
+    """Read the user's file, the project's, `FTKIT_*` variables of `keys` and options, unvalidated; later wins."""
     layers = Layers()
     for path in settings_files(ctx):
         if os.path.lexists(path):
@@ -123,33 +113,28 @@ def read_settings_layers(ctx: Context, keys: Iterable[str], options: Layers | No
 
 
 def workspace_folder(layers: Layers, ctx: Context) -> Path:
-    """Return the workspace's folder; a relative path is relative to the project.
-
-    Raises:
-        ConfigError: the path is impossible.
-    """
+    """Return the workspace's folder; a relative path is relative to the project."""
     key = ("workspace",)
     return absolute_path(layers.value(key) or ".", ctx.project, layers.origin(key), "workspace")
 
 
 # --- The project's .env: variables such as HF_TOKEN for every command and the jobs that it starts ------
 #
-# The syntax is the common subset of python-dotenv and shells: `NAME=value`, `export NAME=value`, comments, and both
-# kinds of quotes. Lines that these read differently are refused. Messages contain lines and variables, never values.
+# The syntax is what python-dotenv and shells read in the same way: `NAME=value`, `export NAME=value`, comments, both
+# kinds of quotes, no escapes and no expansion. Messages contain lines and variables, never values.
 
 DOTENV: Final = ".env"
-_LINE: Final = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)\s*=\s*(?P<value>.*)")
-_QUOTED: Final = re.compile(r"""(?:'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)")\s*(?:\#.*)?""")
-_ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r"}
-_ALLOWED: Final = """
-HF_TOKEN HUGGING_FACE_HUB_TOKEN HF_HUB_OFFLINE HF_HUB_DISABLE_TELEMETRY HF_HUB_DISABLE_XET HF_HUB_DOWNLOAD_TIMEOUT
-HF_HUB_ETAG_TIMEOUT HF_DATASETS_OFFLINE
-WANDB_API_KEY WANDB_ENTITY WANDB_JOB_TYPE WANDB_MODE WANDB_NAME WANDB_NOTES WANDB_PROJECT WANDB_RUN_GROUP WANDB_TAGS
-MLFLOW_TRACKING_USERNAME MLFLOW_TRACKING_PASSWORD MLFLOW_TRACKING_TOKEN MLFLOW_EXPERIMENT_NAME
-AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN
-FTKIT_DEBUG FTKIT_REPORT NO_COLOR
-"""
-ALLOWED: Final = frozenset(_ALLOWED.split())
+_LINE: Final = re.compile(
+    r"""(?:export\s+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)\s*=\s*"""
+    r"""(?:'(?P<single>[^'\0]*)'|"(?P<double>[^"$\\\0]*)"|(?P<bare>(?:(?!\s\#)[^'"$\\\0])*))\s*(?:\#.*)?"""
+)
+ALLOWED: Final = frozenset([
+    "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_XET",
+    "HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT", "HF_DATASETS_OFFLINE", "WANDB_API_KEY", "WANDB_ENTITY",
+    "WANDB_JOB_TYPE", "WANDB_MODE", "WANDB_NAME", "WANDB_NOTES", "WANDB_PROJECT", "WANDB_RUN_GROUP", "WANDB_TAGS",
+    "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "MLFLOW_EXPERIMENT_NAME",
+    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "FTKIT_DEBUG", "FTKIT_REPORT", "NO_COLOR",
+])  # fmt: skip
 """Credentials and settings that start no program, read no other file, and lead to no other server.
 
 Others can: the file may come with a project that the user has only cloned.
@@ -165,28 +150,24 @@ _MAX_BYTES: Final = 2**16
 
 
 def load_dotenv(project: Path, environment: MutableMapping[str, str]) -> None:
-    """Add the variables of a project's `.env` to an environment; existing ones take precedence.
-
-    Raises:
-        ConfigError: with every line that can't be used.
-    """
+    """Add the variables of a project's `.env` to an environment; existing ones take precedence."""
     for name, value in read_dotenv(project).items():
         environment.setdefault(name, value)
 
 
 def read_dotenv(project: Path) -> dict[str, str]:
-    """Return the variables of a project's `.env`; none if there is no such file. Raises as `load_dotenv`."""
+    """Return the variables of a project's `.env`; none if there is no such file.
+
+    Raises:
+        ConfigError: with every line that can't be used.
+    """
     path = project / DOTENV
     try:
         if not path.is_file():
             return {}
-        with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
-        text = content.decode("utf-8-sig")
+        text = read_small(path, _MAX_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem(str(path), "", f"can't be read: {one_line(error)}.")]) from error
-    if len(content) > _MAX_BYTES:
-        raise ConfigError([Problem(str(path), "", f"is larger than {_MAX_BYTES:,} bytes.")])
     variables: dict[str, str] = {}
     problems: list[Problem] = []
     for number, line in enumerate(map(str.strip, text.split("\n")), 1):
@@ -194,39 +175,17 @@ def read_dotenv(project: Path) -> dict[str, str]:
             continue
         match = _LINE.fullmatch(line)
         name = match["name"] if match else ""
-        if match is None:
-            problem = "is not NAME=value."
-        elif name not in ALLOWED:
-            problem = _refusal(name)
-        else:
-            variables[name], problem = _value(match["value"])
-        if problem:
-            problems.append(Problem(f"{path}:{number}", name, problem))
+        if match and name in ALLOWED:
+            variables[name] = match["single"] or match["double"] or (match["bare"] or "").strip()
+            continue
+        reason = "is not NAME=value. Put a value with quotes, '$' or backslashes in single quotes."
+        if match:
+            reason = (
+                "is not among the tokens and settings that a project's .env may set (docs/reference/security.md): "
+                "others can run programs or redirect connections. Remove the line; "
+                f"{_ELSEWHERE.get(name, 'export it in your shell, or in its startup file, if you need it')}."
+            )
+        problems.append(Problem(f"{path}:{number}", name, reason))
     if problems:
         raise ConfigError(problems)
     return variables
-
-
-def _refusal(name: str) -> str:
-    fix = _ELSEWHERE.get(name, "export it in your shell, or in its startup file, if you need it")
-    return (
-        "is not among the tokens and settings that a project's .env may set (docs/reference/security.md): others can "
-        f"run programs or redirect connections. Remove the line; {fix}."
-    )
-
-
-def _value(text: str) -> tuple[str, str]:
-    """Return a value, and its problem."""
-    quoted = _QUOTED.fullmatch(text)
-    if quoted and quoted["single"] is not None:
-        return quoted["single"], ""
-    if text[:1] in ("'", '"') and not quoted:
-        return "", "the quote does not end on its line, or is followed by other text."
-    value = quoted["double"] if quoted else re.split(r"\s+#", f" {text}", maxsplit=1)[0].strip()
-    if "\0" in value:
-        return "", "a variable can't contain a NUL byte."
-    if "$" in value.replace("\\$", ""):
-        return "", "'$' is not expanded: put the value in single quotes."
-    if quoted:
-        value = re.sub(r"\\(.)", lambda escape: _ESCAPES.get(escape[1], escape[1]), value)
-    return value, ""

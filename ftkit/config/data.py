@@ -1,5 +1,9 @@
-"""The data: its sources, its format, the chat template, and the trained tokens."""
+"""The data: its sources, its task, its format, the chat template, and the trained tokens."""
 
+import ast
+import hashlib
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -17,23 +21,94 @@ from ftkit.config.data_sources import (
     is_inline_template,
     variables_of,
 )
-from ftkit.config.task import Task
 from ftkit.paths import is_path
-from ftkit.spec import NonNegativeInt, Spec
+from ftkit.spec import NonNegativeInt, OneLine, Spec
+
+# --- A task: a Python file of the project with functions that generate, format and score rows ----------------
+#
+# Loading a recipe reads and parses the file; `ftkit.data.tasks` runs it. The file's text is part of the plan, so a job
+# runs what was submitted, and no node needs the file.
+
+METRIC_PARAMETERS = ["row", "completion"]
+"""A public function with these parameters is a metric."""
+_GENERATE_PARAMETERS = ("seed", "num_train", "num_heldout")
 
 
-class AutoFormat(Spec):
+class TaskFile(Spec):
+    """A task's file, and its text once the recipe is loaded."""
+
+    file: OneLine
+    text: str = ""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the file."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @cached_property
+    def functions(self) -> dict[str, ast.FunctionDef]:
+        """The public functions of the file by name, read without running it.
+
+        Raises:
+            SyntaxError: the file is not Python.
+        """
+        parsed = ast.parse(self.text, self.file).body
+        return {each.name: each for each in parsed if isinstance(each, ast.FunctionDef) and each.name[0] != "_"}
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names of the functions that score completions."""
+        return [name for name, each in self.functions.items() if _parameters(each) == METRIC_PARAMETERS]
+
+    def find_problems(self, needed: tuple[str, ...], options: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+        """Yield lines and problems of a file with the `needed` functions, whose `generate` gets the `options`."""
+        try:
+            functions = self.functions
+        except (SyntaxError, ValueError) as error:  # ValueError: NUL bytes
+            yield getattr(error, "lineno", None) or 1, f"it is not Python: {getattr(error, 'msg', error)}."
+            return
+        for name in needed:
+            if name not in functions:
+                yield 1, f"it has no function '{name}'."
+        if "generate" in needed and "generate" in functions:
+            found = functions["generate"]
+            own = _parameters(found)
+            missing = [name for name in _GENERATE_PARAMETERS if name not in own]
+            if missing:
+                yield found.lineno, f"'generate' has no parameter {', '.join(missing)}."
+            unknown = [name for name in options if name not in own or name in _GENERATE_PARAMETERS]
+            if unknown and found.args.kwarg is None:
+                yield found.lineno, f"'generate' has no option {', '.join(unknown)}."
+
+
+def _parameters(function: ast.FunctionDef) -> list[str]:
+    return [each.arg for each in (*function.args.args, *function.args.kwonlyargs)]
+
+
+def _from_path(value: object) -> object:
+    return {"file": value} if isinstance(value, str) else value
+
+
+Task = Annotated[TaskFile, BeforeValidator(_from_path, json_schema_input_type=str)]
+
+
+# --- Formats -----------------------------------------------------------------------------------------
+
+
+class _Format(Spec):
+    @property
+    def columns(self) -> list[str]:
+        """The columns that it uses; empty if that is unknown before rows are read."""
+        return []
+
+
+class AutoFormat(_Format):
     """The format is detected from the first rows."""
 
     kind: Literal["auto"] = "auto"
 
-    @property
-    def columns(self) -> list[str]:
-        """No columns: they are unknown before rows are read."""
-        return []
 
-
-class PromptCompletionFormat(Spec):
+class PromptCompletionFormat(_Format):
     """Columns filled into a prompt and a completion: one user turn, one assistant turn.
 
     If a prompt or completion is a single column with a list of turns, these turns are used.
@@ -50,7 +125,6 @@ class PromptCompletionFormat(Spec):
 
     @property
     def columns(self) -> list[str]:
-        """The columns that it uses."""
         return [name for text in (self.system, self.prompt, self.completion) if text for name in columns_of(text)]
 
     @model_validator(mode="after")
@@ -63,7 +137,7 @@ class PromptCompletionFormat(Spec):
         return self
 
 
-class JinjaFormat(Spec):
+class JinjaFormat(_Format):
     """Jinja templates over an example's columns: one user turn, one assistant turn."""
 
     kind: Literal["jinja"] = "jinja"
@@ -76,11 +150,10 @@ class JinjaFormat(Spec):
 
     @property
     def columns(self) -> list[str]:
-        """The columns that it uses."""
         return [name for text in (self.system, self.prompt, self.completion) if text for name in variables_of(text)]
 
 
-class MessagesFormat(Spec):
+class MessagesFormat(_Format):
     """A column that holds a conversation."""
 
     kind: Literal["messages"] = "messages"
@@ -94,33 +167,30 @@ class MessagesFormat(Spec):
 
     @property
     def columns(self) -> list[str]:
-        """The columns that it uses."""
         return [self.column, self.tools_column]
 
 
-class AlpacaFormat(Spec):
+class AlpacaFormat(_Format):
     """Columns instruction, input and output, as in Alpaca; also `system` and `history` if present."""
 
     kind: Literal["alpaca"] = "alpaca"
 
     @property
     def columns(self) -> list[str]:
-        """The columns that it uses."""
         return ["instruction", "input", "output", "system", "history"]
 
 
-class DollyFormat(Spec):
+class DollyFormat(_Format):
     """Columns instruction, context and response, as in Dolly."""
 
     kind: Literal["dolly"] = "dolly"
 
     @property
     def columns(self) -> list[str]:
-        """The columns that it uses."""
         return ["instruction", "context", "response"]
 
 
-class TextFormat(Spec):
+class TextFormat(_Format):
     """A column of plain text, for continued pretraining: no chat template, an end token after each text."""
 
     kind: Literal["text"] = "text"
@@ -131,32 +201,19 @@ class TextFormat(Spec):
 
     @property
     def columns(self) -> list[str]:
-        """The columns that it uses."""
         return [self.column]
 
 
-class TaskFormat(Spec):
+class TaskFormat(_Format):
     """The prompt and the completion are returned by the functions `prompt(row)` and `completion(row)` of the task."""
 
     kind: Literal["task"] = "task"
 
-    @property
-    def columns(self) -> list[str]:
-        """No columns: only the task knows which it reads."""
-        return []
-
 
 _AnyFormat = Annotated[
-    AutoFormat
-    | MessagesFormat
-    | AlpacaFormat
-    | DollyFormat
-    | PromptCompletionFormat
-    | JinjaFormat
-    | TextFormat
-    | TaskFormat,
-    Field(discriminator="kind"),
-]
+    AutoFormat | MessagesFormat | AlpacaFormat | DollyFormat | PromptCompletionFormat | JinjaFormat | TextFormat
+    | TaskFormat, Field(discriminator="kind")
+]  # fmt: skip
 FormatName = Literal["auto", "messages", "sharegpt", "alpaca", "dolly", "prompt-completion", "text", "task"]
 """Names of formats that need no fields."""
 
@@ -192,14 +249,14 @@ ChatTemplateText = Annotated[str, AfterValidator(_check_chat_template)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
-def _check_option(value: object) -> object:
-    if isinstance(value, bool | int | float | str):
-        return value
-    raise ValueError("an option of a template is text, a number, true, or false")
-
-
 Packing = Literal["auto", "off"]
 TrainOn = Literal["assistant", "last", "completion", "all"]
+
+
+def _check_option(value: object) -> object:
+    if not isinstance(value, bool | int | float | str):
+        raise ValueError("an option of a template is text, a number, true, or false")  # noqa: TRY004
+    return value
 
 
 def _check_train_on(value: object) -> object:
@@ -209,6 +266,9 @@ def _check_train_on(value: object) -> object:
     raise ValueError(
         f"write {', '.join(get_args(TrainOn))}, or a list of roles: [{', '.join(get_args(Role))}] or some of them"
     )
+
+
+_TemplateOption = Annotated[bool | int | float | str, BeforeValidator(_check_option)]
 
 
 class DataSpec(Spec):
@@ -224,8 +284,7 @@ class DataSpec(Spec):
     """The validation split. If null, the source's `num_heldout` or `heldout` define it; without these, there is
     none."""
     format: Format = AutoFormat.model_construct()
-    """How an example becomes a conversation or a text; a name, or a mapping with the format's own fields. If null, it
-    is detected from the first rows."""
+    """How an example becomes a conversation or a text. If null, it is detected from the first rows."""
     ignore_columns: tuple[str, ...] = ()
     """Columns of an example, and keys of a turn, to ignore. Any other unknown column or key is an error, except plain
     metadata such as `id` and `source`."""
@@ -233,9 +292,7 @@ class DataSpec(Spec):
     """How a conversation becomes text. `model`: the template that comes with the tokenizer; the name of a shipped one
     (`chatml`, which Qwen's models use too, `gemma`, `llama3`, `mistral`, `olmo`, `phi4`); a file (`./chat.jinja`,
     relative to the recipe's folder); or Jinja text."""
-    template_options: dict[str, Annotated[bool | int | float | str, BeforeValidator(_check_option)]] = Field(
-        default_factory=dict
-    )
+    template_options: dict[str, _TemplateOption] = Field(default_factory=dict)
     """Variables for the chat template, such as `enable_thinking: false` of Qwen 3 or `reasoning_effort` of gpt-oss."""
     train_on: Annotated[TrainOn | list[Role], BeforeValidator(_check_train_on)] = "assistant"
     """Which tokens count in the loss: those of all assistant turns with their end-of-turn token, of the last one, of
@@ -255,20 +312,13 @@ class DataSpec(Spec):
         return self.source.sources if isinstance(self.source, MixtureSource) else (self.source,)
 
     @property
-    def has_validation(self) -> bool:
-        """Whether there is a validation split."""
-        return self.validation is not None or any(
-            source.num_heldout > 0 or _heldout_file(source) is not None for source in self.sources
-        )
+    def _sources_hold_out(self) -> bool:
+        return any(each.num_heldout or getattr(each, "heldout", None) for each in self.sources)
 
     @property
-    def num_validation_rows(self) -> int | None:
-        """Rows of the validation split; None if that is not known before the data is read."""
-        if self.validation is not None:
-            return self.validation.count
-        if any(_heldout_file(source) is not None for source in self.sources):
-            return None
-        return sum(source.num_heldout for source in self.sources)
+    def has_validation(self) -> bool:
+        """Whether there is a validation split."""
+        return self.validation is not None or self._sources_hold_out
 
     @property
     def files(self) -> list[tuple[str, str]]:
@@ -284,12 +334,6 @@ class DataSpec(Spec):
             files.append(("data.validation.file", self.validation.file))
         return files
 
-    @model_validator(mode="after")
-    def _validation_is_set_once(self) -> Self:
-        if self.validation is not None and any(source.num_heldout or _heldout_file(source) for source in self.sources):
-            raise ValueError("validation, and the source's num_heldout or heldout, set the same thing: keep one")
-        return self
-
     @property
     def task_functions(self) -> tuple[str, ...]:
         """The functions that the task must have."""
@@ -297,14 +341,12 @@ class DataSpec(Spec):
         return generates + (("prompt", "completion") if isinstance(self.format, TaskFormat) else ())
 
     @model_validator(mode="after")
-    def _has_task(self) -> Self:
+    def _settings_agree(self) -> Self:
+        if self.validation is not None and self._sources_hold_out:
+            raise ValueError("validation, and the source's num_heldout or heldout, set the same thing: keep one")
         if self.task is None and self.task_functions:
             raise ValueError(f"a Python file with {' and '.join(self.task_functions)} is needed: set data.task")
         return self
-
-
-def _heldout_file(source: SingleSource) -> str | None:
-    return source.heldout if isinstance(source, FilesSource) else None
 
 
 def describe_format(form: Format) -> str:

@@ -6,7 +6,7 @@ Recipes combine columns in format strings and Jinja templates, which are validat
 import re
 import string
 from functools import lru_cache
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -39,13 +39,9 @@ def parse_format_string(text: str) -> tuple[tuple[str, str | None], ...]:
     for _, column, specification, conversion in pieces:
         if column is None:
             continue
-        written = (
-            "{" + column + (f"!{conversion}" if conversion else "") + (f":{specification}" if specification else "")
-        )
-        if not column.strip():
-            raise ValueError(f"{written}}} has no column name: {_BRACES}")
-        if specification or conversion or any(character in column for character in '.[]{}"'):
-            raise ValueError(f"{written}}} is not a column name in braces: {_BRACES}")
+        if not column.strip() or specification or conversion or any(each in column for each in '.[]{}"'):
+            written = column + (f"!{conversion}" if conversion else "") + (f":{specification}" if specification else "")
+            raise ValueError(f"{{{written}}} is not a column name in braces: {_BRACES}")
     return tuple((literal, column) for literal, column, _, _ in pieces)
 
 
@@ -54,13 +50,12 @@ def columns_of(text: str) -> list[str]:
     return [column for _, column in parse_format_string(text) if column is not None]
 
 
-def _check(text: str) -> str:
+def _check_format_string(text: str) -> str:
     parse_format_string(text)
     return text
 
 
-FormatString = Annotated[str, AfterValidator(_check)]
-"""A validated format string."""
+FormatString = Annotated[str, AfterValidator(_check_format_string)]
 
 
 @lru_cache(maxsize=16)
@@ -91,7 +86,6 @@ def is_inline_template(text: str) -> bool:
 
 
 JinjaText = Annotated[str, AfterValidator(_check_jinja)]
-"""A validated Jinja template over columns."""
 
 
 class GeneratedSource(Spec):
@@ -109,7 +103,6 @@ class GeneratedSource(Spec):
 
     @property
     def name(self) -> str:
-        """Name of this source in plan and metrics."""
         return "generated"
 
 
@@ -117,7 +110,7 @@ _DATA_FILE = re.compile(r"\.(jsonl|ndjson|json|parquet|csv|tsv|arrow|feather)(\.
 
 
 def _short_name(place: str) -> str:
-    """Return the last meaningful part of a path, address or id."""
+    """Return the last meaningful part of a path, address or id: a source's name in plan and metrics."""
     parts = [part for part in place.split("/") if part.strip("*.")]
     return parts[-1] if parts else place
 
@@ -153,7 +146,6 @@ class FilesSource(_SampledSource):
 
     @property
     def name(self) -> str:
-        """Name of this source in plan and metrics."""
         return _short_name(self.train)
 
     @model_validator(mode="after")
@@ -178,7 +170,6 @@ class HubSource(_SampledSource):
 
     @property
     def name(self) -> str:
-        """Name of this source in plan and metrics."""
         return _short_name(self.dataset) + (f"/{self.subset}" if self.subset else "")
 
 
@@ -211,26 +202,27 @@ class MixtureSource(Spec):
 
 
 def expand_source(value: object) -> object:
-    """Read the short forms of `data.source`: a path, an address, a hub id, or a list of these and of mappings."""
+    """Read the short forms of `data.source`: a path, an address, a hub id, or a list of these and of mappings.
+
+    A mapping in a list may be `{source: chats.jsonl, weight: 2}`.
+    """
     if isinstance(value, str):
         is_hub = HUB_ID.fullmatch(value) and not _DATA_FILE.search(value)
         return {"kind": "hub", "dataset": value} if is_hub else {"kind": "files", "train": value}
-    if isinstance(value, list | tuple):
-        return {"kind": "mixture", "sources": [_expand_listed(each) for each in value]}
-    return value
-
-
-def _expand_listed(value: object) -> object:
-    """Read `{source: chats.jsonl, weight: 2}` of a list, and the short forms."""
-    if isinstance(value, dict) and isinstance(value.get("source"), str):
-        rest = {key: each for key, each in value.items() if key != "source"}
-        expanded = expand_source(value["source"])
-        return {**expanded, **rest} if isinstance(expanded, dict) else value
-    return expand_source(value) if isinstance(value, str) else value
+    if not isinstance(value, list | tuple):
+        return value
+    sources: list[object] = []
+    for each in value:
+        if isinstance(each, dict) and isinstance(each.get("source"), str):
+            rest = {key: setting for key, setting in each.items() if key != "source"}
+            sources.append({**cast("dict[str, object]", expand_source(each["source"])), **rest})
+        else:
+            sources.append(expand_source(each) if isinstance(each, str) else each)
+    return {"kind": "mixture", "sources": sources}
 
 
 _AnySource = Annotated[GeneratedSource | FilesSource | HubSource | MixtureSource, Field(discriminator="kind")]
-_ShortSource = str | list[str | dict[str, Any]]
+_ShortSource = str | list[str | dict[str, object]]
 Source = Annotated[_AnySource, BeforeValidator(expand_source, json_schema_input_type=_AnySource | _ShortSource)]
 SingleSource = GeneratedSource | FilesSource | HubSource
 

@@ -32,12 +32,9 @@ ZERO3_BUCKET: Final = 10**8
 
 def indivisible_sizes(num_heads: int, num_key_value_heads: int, intermediate_size: int, parts: int) -> dict[str, int]:
     """Return the sizes of a decoder layer, by name, that tensor parallelism can't divide into equal parts."""
-    sizes = {
-        "attention heads": num_heads,
-        "key-value heads": num_key_value_heads,
-        "intermediate dimensions": intermediate_size,
-    }
-    return {name: size for name, size in sizes.items() if size % parts}
+    names = ("attention heads", "key-value heads", "intermediate dimensions")
+    sizes = zip(names, (num_heads, num_key_value_heads, intermediate_size), strict=True)
+    return {name: size for name, size in sizes if size % parts}
 
 
 def logits_rows(num_targets: int, vocabulary: int) -> int:
@@ -126,11 +123,6 @@ def _quantized_matrices(shape: ArchitectureSpec, training: TrainingSpec) -> Iter
             yield matrix.count * matrix.experts, matrix.inputs, matrix.outputs
 
 
-def count_quantized_parameters(shape: ArchitectureSpec, training: TrainingSpec) -> int:
-    """Count the frozen weights that are stored in 4 or 8 bits: those of linear layers and, in 8 bits, of experts."""
-    return sum(num * inputs * outputs for num, inputs, outputs in _quantized_matrices(shape, training))
-
-
 def saved_by_quantization(shape: ArchitectureSpec, training: TrainingSpec) -> int:
     """Return the bytes that quantized matrices save compared with the compute dtype."""
     kind, width = training.quantization, training.compute_bytes
@@ -146,4 +138,5 @@ def method_counts(shape: ArchitectureSpec, training: TrainingSpec) -> ParameterC
     if training.adapters is None:
         return ParameterCounts(total=base, trained=base)
     adapters = count_adapter_parameters(shape, training.adapters)
-    return ParameterCounts(base + adapters, adapters, count_quantized_parameters(shape, training))
+    quantized = sum(num * inputs * outputs for num, inputs, outputs in _quantized_matrices(shape, training))
+    return ParameterCounts(base + adapters, adapters, quantized)

@@ -78,10 +78,6 @@ class ImageSpec(Spec):
 
 
 BASE_LOCK_NAME: Final = "bases.lock"
-_HEAD: Final = """\
-# Digest of each base when 'ftkit build' first used it; later builds use the same digest.
-# 'ftkit build NAME:TAG --repin' resolves the tag again. Keep this file with the definitions.
-"""
 
 
 def read_base_lock(path: Path) -> dict[str, Digest]:
@@ -90,26 +86,27 @@ def read_base_lock(path: Path) -> dict[str, Digest]:
     Raises:
         ConfigError: it can't be read, or a line is not a reference with a digest.
     """
+    fix = "Correct it, or remove it: the next build writes a new one."
     try:
         text = read_small(path).decode()
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([Problem(str(path), "", f"can't be read: {error}.", _FIX)]) from error
+        raise ConfigError([Problem(str(path), "", f"can't be read: {error}.", fix)]) from error
     found = {}
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip() or line.startswith("#"):
             continue
         base = parse_reference(line.strip(), f"{path}:{number}")
         if base.digest is None:
-            raise ConfigError([Problem(f"{path}:{number}", "", f"{line!r} has no digest.", _FIX)])
+            raise ConfigError([Problem(f"{path}:{number}", "", f"{line!r} has no digest.", fix)])
         found[base.tagged] = base.digest
     return found
 
 
-_FIX: Final = "Correct it, or remove it: the next build writes a new one."
-
-
 def base_lock_text(digests: Mapping[str, Digest]) -> str:
     """Return the content of the file."""
-    return _HEAD + "".join(f"{base}@{digest}\n" for base, digest in sorted(digests.items()))
+    return (
+        "# Digest of each base when 'ftkit build' first used it; later builds use the same digest.\n"
+        "# 'ftkit build NAME:TAG --repin' resolves the tag again. Keep this file with the definitions.\n"
+    ) + "".join(f"{base}@{digest}\n" for base, digest in sorted(digests.items()))

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Final, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic_core import core_schema
@@ -18,7 +18,6 @@ from ftkit.errors import ConfigError, Problem
 from ftkit.paths import absolute_path, is_path
 
 if TYPE_CHECKING:
-    from pydantic import GetCoreSchemaHandler
     from pydantic_core import CoreSchema
 
 DIGEST_PATTERN: Final = r"sha256:[0-9a-f]{64}"
@@ -27,13 +26,10 @@ _LONGEST_SHOWN: Final = 80
 
 
 class Digest(str):
-    """`sha256:` and 64 lowercase hexadecimal digits.
+    """`sha256:` and 64 lowercase hexadecimal digits; another text raises ValueError.
 
     Digests from registries, engines and files are used in paths, addresses and labels, so they are validated on
     arrival.
-
-    Raises:
-        ValueError: it is not a digest, or of another algorithm.
     """
 
     __slots__ = ()
@@ -55,9 +51,8 @@ class Digest(str):
         return f"sha256-{self.hex}"
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: type[Any], handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(cls, _source: object, _handler: object) -> CoreSchema:
         """Allow fields of this type in specs and manifests; in JSON schemas it is text with a pattern."""
-        del source, handler
         return core_schema.no_info_after_validator_function(
             cls, core_schema.str_schema(strict=True), serialization=core_schema.to_string_ser_schema(),
             metadata={"pydantic_js_updates": {"pattern": f"^{DIGEST_PATTERN}$"}},
@@ -78,12 +73,7 @@ _HOST = rf"{_LABEL}(?:\.{_LABEL})*(?::(?P<port>[0-9]{{1,5}}))?"
 _LARGEST_PORT: Final = 65535
 _TAG = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
 _NAMED = re.compile(rf"(?P<path>{_COMPONENT}(?:/{_COMPONENT})*)(?::(?P<tag>{_TAG}))?(?:@(?P<digest>{DIGEST_PATTERN}))?")
-
-
-_FILE_SUFFIXES: Final = (".sqsh", ".squashfs", ".sif")
 _DOCKERD: Final = "dockerd://"
-_DOCKER_PREFIX: Final = "ftkit/"
-"""Images built here are `ftkit/NAME:TAG` in the docker engine, so that they can't shadow other images."""
 
 ImageFormat = Literal["sqsh", "sif"]
 """squashfs, which enroot and pyxis read, or Apptainer's SIF."""
@@ -97,13 +87,8 @@ class NamedImage:
 
     @property
     def docker_name(self) -> str:
-        """Its name in the docker engine: `REPOSITORY:TAG`."""
-        return _DOCKER_PREFIX + self.reference
-
-    @property
-    def docker_repository(self) -> str:
-        """Its name in the docker engine, without the tag."""
-        return self.docker_name.removesuffix(f":{self.tag}")
+        """Its name in the docker engine: with `ftkit/` before it, so that it can't shadow other images."""
+        return f"ftkit/{self.reference}"
 
     @property
     def tag(self) -> str:
@@ -115,11 +100,7 @@ class NamedImage:
         return f"{self.reference.replace(':', '+')}.{image_format}"
 
     def in_registry(self, registry: str) -> RegistryImage:
-        """Return its address below `registry`, which is `HOST` or `HOST/PATH`.
-
-        Raises:
-            ConfigError: the address is not valid.
-        """
+        """Return its address below `registry`, which is `HOST` or `HOST/PATH`. Raises like `parse_reference`."""
         return parse_reference(f"{registry.removeprefix('docker://').rstrip('/')}/{self.reference}")
 
     def __str__(self) -> str:
@@ -131,11 +112,6 @@ class ImageFile:
     """A squashfs or SIF file, by its absolute path."""
 
     path: Path
-
-    @property
-    def is_sif(self) -> bool:
-        """Whether it is in Apptainer's format, which enroot and pyxis can't read."""
-        return self.path.suffix == ".sif"
 
     def __str__(self) -> str:
         return str(self.path)
@@ -153,8 +129,7 @@ class RegistryImage:
     @property
     def repository(self) -> str:
         """Host and path in the docker engine's notation."""
-        host = "docker.io" if self.host == DOCKER_HUB else self.host
-        return f"{host}/{self.path}"
+        return f"{'docker.io' if self.host == DOCKER_HUB else self.host}/{self.path}"
 
     @property
     def wanted(self) -> str:
@@ -170,11 +145,6 @@ class RegistryImage:
     def tagged(self) -> str:
         """The address by its tag, whose image may change."""
         return f"{self.repository}:{self.tag}"
-
-    @property
-    def docker_uri(self) -> str:
-        """The address in Apptainer's notation."""
-        return f"docker://{self.pinned}"
 
     @property
     def enroot_uri(self) -> str:
@@ -216,26 +186,19 @@ class DockerdImage:
 
 AnyImage = NamedImage | ImageFile | RegistryImage
 """Values of `--image`. Parsing the text of a value returns an equal value."""
-
 ImportableImage = NamedImage | RegistryImage | DockerdImage
 """Images that can be imported into a file."""
 
 
 def parse_importable(text: str, folder: Path, key: str = "NAME:TAG|URI") -> ImportableImage:
-    """Parse the image of an import: as `parse_image` does, or `dockerd://NAME:TAG`.
-
-    Raises:
-        ConfigError: it is neither, is an invalid name, or is a file, which needs no import.
-    """
+    """Parse the image of an import: like `parse_image`, but `dockerd://NAME:TAG` instead of a file."""
     if text.startswith(_DOCKERD):
         parse_reference(text.removeprefix(_DOCKERD), key=key)
         return DockerdImage(text.removeprefix(_DOCKERD))
     image = parse_image(text, folder, key=key)
     if isinstance(image, ImageFile):
-        raise ConfigError(
-            [Problem("", key, f"{text} is the path of an image file, which needs no import.",
-                     f"To run in it: ftkit run --image {text}")]
-        )  # fmt: skip
+        what = f"{text} is the path of an image file, which needs no import."
+        raise ConfigError([Problem("", key, what, f"To run in it: ftkit run --image {text}")])
     return parse_name(image.reference) if isinstance(image, NamedImage) else image
 
 
@@ -256,14 +219,13 @@ def parse_image(text: str, folder: Path, where: str = "", key: str = "--image") 
     Raises:
         ConfigError: it is none of these.
     """
-    if is_path(text) or ("://" not in text and text.endswith(_FILE_SUFFIXES)):
+    if is_path(text) or ("://" not in text and text.endswith((".sqsh", ".squashfs", ".sif"))):
         return ImageFile(absolute_path(text, folder, where, key))
     if "/" not in text and "#" not in text:
         return NamedImage(text)
     if "://" in text and not text.startswith("docker://"):
-        raise ConfigError(
-            [Problem(where, key, f"{text!r} is not NAME:TAG, a .sqsh or .sif file, or docker://HOST/PATH:TAG.")]
-        )
+        what = f"{text!r} is not NAME:TAG, a .sqsh or .sif file, or docker://HOST/PATH:TAG."
+        raise ConfigError([Problem(where, key, what)])
     return parse_reference(text, where, key)
 
 
@@ -282,18 +244,30 @@ def parse_reference(text: str, where: str = "", key: str = "") -> RegistryImage:
         host, rest = (first, after) if is_host else (DOCKER_HUB, bare)
     found, named = re.fullmatch(_HOST, host), _NAMED.fullmatch(rest)
     if not found or int(found["port"] or 0) > _LARGEST_PORT:
-        raise ConfigError(
-            [Problem(where, key, f"{text!r} is not a reference to an image: {host!r} is not a host.", _GRAMMAR)]
-        )
+        what = f"{text!r} is not a reference to an image: {host!r} is not a host."
+        raise ConfigError([Problem(where, key, what, _GRAMMAR)])
     if not named:
-        raise ConfigError([Problem(where, key, f"{text!r} is not a reference to an image: {_reason(rest)}.", _GRAMMAR)])
+        what = f"{text!r} is not a reference to an image: {_reason(rest)}."
+        raise ConfigError([Problem(where, key, what, _GRAMMAR)])
     path = named["path"]
     if host in ("docker.io", "index.docker.io"):
         host = DOCKER_HUB
     if host == DOCKER_HUB and "/" not in path:
         path = f"library/{path}"
-    digest = Digest(named["digest"]) if named["digest"] else None
-    return RegistryImage(host, path, named["tag"] or "latest", digest)
+    return RegistryImage(host, path, named["tag"] or "latest", Digest(named["digest"]) if named["digest"] else None)
+
+
+def parse_name(text: str) -> NamedImage:
+    """Parse `NAME:TAG`, which must be valid in the docker engine and in a registry.
+
+    Raises:
+        ConfigError: it is not valid, with the reason.
+    """
+    name, _, tag = text.partition(":")
+    if "/" in name or not tag or not _NAMED.fullmatch(text):
+        reason = _reason(text) if tag else f"{text!r} has no tag"
+        raise ConfigError([Problem("", "", f"{text!r} can't be an image's name: {reason}.", _GRAMMAR)])
+    return NamedImage(text)
 
 
 _GRAMMAR = "The form is HOST/PATH:TAG; PATH has lowercase letters and digits, with single '.', '_' or '-' between them."
@@ -302,10 +276,6 @@ _GRAMMAR = "The form is HOST/PATH:TAG; PATH has lowercase letters and digits, wi
 def _reason(rest: str) -> str:
     name, _, tag = rest.partition("@")[0].rpartition(":")
     name = name or tag
-    if not rest:
-        return "there is nothing after the host"
-    if any(character.isspace() or not character.isprintable() for character in rest):
-        return "spaces and control characters are not allowed"
     if name != name.lower():
         return f"uppercase letters are not allowed in {name!r}"
     if not re.fullmatch(rf"{_COMPONENT}(?:/{_COMPONENT})*", name):
@@ -320,16 +290,3 @@ def is_loopback(host: str) -> bool:
         return name == "localhost" or ip_address(name).is_loopback
     except ValueError:
         return False
-
-
-def parse_name(text: str) -> NamedImage:
-    """Parse `NAME:TAG`, which must be valid in the docker engine and in a registry.
-
-    Raises:
-        ConfigError: it is not valid, with the reason.
-    """
-    name, _, tag = text.partition(":")
-    if "/" in name or not tag or not _NAMED.fullmatch(text):
-        reason = _reason(text) if tag else f"{text!r} has no tag"
-        raise ConfigError([Problem("", "", f"{text!r} can't be an image's name: {reason}.", _GRAMMAR)])
-    return NamedImage(text)

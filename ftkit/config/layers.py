@@ -31,7 +31,8 @@ class Layers:
         merged: set[KeyPath] = {()}
         replaced: set[KeyPath] = set()
         _merge(values, self.values, (), merged, replaced)
-        kept = {path: place for path, place in below.origins.items() if not _is_within(path, replaced)}
+        prefixes = {path: {path[:length] for length in range(len(path) + 1)} for path in below.origins}
+        kept = {path: place for path, place in below.origins.items() if prefixes[path].isdisjoint(replaced)}
         typed_through = {path for path in merged if path in kept and self.origins.get(path) == COMMAND_LINE}
         own = {path: place for path, place in self.origins.items() if path not in typed_through}
         new = {path: self.origin(path) for path in replaced}
@@ -66,18 +67,14 @@ def _merge(
 ) -> None:
     """Merge `above` into `values`, in place; record the paths of merged mappings, and of replaced values."""
     for key, value in above.items():
-        inner, old = (*path, key), values.get(key)
-        if (
-            isinstance(old, Mapping)
-            and isinstance(value, Mapping)
-            and value.get("kind", old.get("kind")) == old.get("kind")
-        ):
-            values[key] = dict(old)
-            merged.add(inner)
-            _merge(values[key], value, inner, merged, replaced)
+        old = dict(kept) if isinstance(kept := values.get(key), Mapping) else None
+        if old is not None and isinstance(value, Mapping) and value.get("kind", old.get("kind")) == old.get("kind"):
+            merged.add((*path, key))
+            _merge(old, value, (*path, key), merged, replaced)
+            values[key] = old
         else:
+            replaced.add((*path, key))
             values[key] = value
-            replaced.add(inner)
 
 
 def _without(values: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
@@ -86,7 +83,3 @@ def _without(values: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
     if rest and isinstance(kept.get(first), Mapping):
         kept[first] = _without(kept[first], tuple(rest))
     return kept
-
-
-def _is_within(path: KeyPath, others: set[KeyPath]) -> bool:
-    return any(path[:length] in others for length in range(len(path) + 1))

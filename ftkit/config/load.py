@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pydantic import BaseModel
 
 from ftkit import assets
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.context import list_images, list_names, search_folders
-from ftkit.config.data_sources import (
-    FilesSource,
-    GeneratedSource,
-    HubSource,
-    MixtureSource,
-    SingleSource,
-    expand_source,
-    is_inline_template,
-)
+from ftkit.config.data_sources import GeneratedSource, expand_source, is_inline_template
 from ftkit.config.image import BASE_LOCK_NAME, ImageSpec, read_base_lock
 from ftkit.config.image_reference import parse_image, parse_reference
 from ftkit.config.layers import Layers
 from ftkit.config.problems import validate
 from ftkit.config.recipe import RecipeSpec
-from ftkit.config.task import TaskFile
 from ftkit.config.yaml_files import parse_override, read_yaml
 from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.files import read_small
@@ -36,15 +28,12 @@ from ftkit.paths import absolute_path, is_address, is_file, is_path, path_proble
 from ftkit.spec import RUN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from ftkit.config.context import Context
-    from ftkit.config.data import DataSpec
+    from ftkit.config.layers import KeyPath
 
 SpecT = TypeVar("SpecT", bound=BaseModel)
-
-_LENGTHS: Final = (("training", "max_steps"), ("training", "num_epochs"))
-"""Keys that replace each other, as in Hugging Face's TrainingArguments: the last one wins."""
 
 
 @dataclass(frozen=True)
@@ -62,27 +51,21 @@ def read_recipe(name: str, ctx: Context, overrides: Iterable[str] = ()) -> Loade
         NotFoundError: there is no such recipe.
         ConfigError: with every problem found.
     """
-    path = _find("recipe", name, ctx)
-    typed, names_model = Layers(), False
-    for override in overrides:
-        one = _expand_short_forms(parse_override(override))
-        names_model = names_model or isinstance(one.values.get("model"), str)
-        typed = _with_weights(one).over(_with_weights(typed))
-    below = _read_extended("recipe", path, ctx)
-    layers = _merge_over(typed, below.without(("model",)) if names_model else below)
-    return Loaded(_with_absolute_paths(validate(RecipeSpec, layers), layers), layers)
+    layers = _override(_read_extended("recipe", _find("recipe", name, ctx), ctx), overrides)
+    validate(RecipeSpec, layers)  # so that paths are resolved only if all values have the right types
+    spec = validate(RecipeSpec, _resolve_files(layers))
+    if spec.data.task is not None:
+        options = tuple(spec.data.source.options) if isinstance(spec.data.source, GeneratedSource) else ()
+        found = spec.data.task.find_problems(spec.data.task_functions, options)
+        where, file = layers.origin(("data", "task")), spec.data.task.file
+        if problems := [Problem(where, "data.task", f"{file}:{line}: {text}") for line, text in found]:
+            raise ConfigError(problems)
+    return Loaded(spec, layers)
 
 
-def override_recipe(recipe: Mapping[str, Any], overrides: Iterable[str]) -> Loaded[RecipeSpec]:
-    """Apply `key.path=value` overrides to the values of a recipe that was read before, and validate the result.
-
-    Raises:
-        ConfigError: with every problem found.
-    """
-    typed = Layers()
-    for override in overrides:
-        typed = _model_over(parse_override(override), typed)
-    layers = _merge_over(typed, Layers(dict(recipe)))
+def override_recipe(recipe: Mapping[str, object], overrides: Iterable[str]) -> Loaded[RecipeSpec]:
+    """Apply overrides to the values of a recipe that was read before, and validate the result like `read_recipe`."""
+    layers = _override(Layers(dict(recipe)), overrides)
     return Loaded(validate(RecipeSpec, layers), layers)
 
 
@@ -104,21 +87,18 @@ def load_cluster(name: str, ctx: Context) -> ClusterProfile:
 
 @dataclass(frozen=True)
 class ImageDefinition:
-    """An image's definition and its files.
-
-    Args:
-        spec: the definition; its base has the digest that a lock records, if the definition gives none.
-        base_file: the file that sets the base.
-        base_locks: files that may record the base's digest: next to that file, and in the user's configuration.
-        is_base_recorded: whether the base's digest is from one of these.
-        lock_file: the lock of the packages, next to the file that lists them.
-    """
+    """An image's definition and its files."""
 
     spec: ImageSpec
+    """The definition; its base has the digest that a lock records, if the definition gives none."""
     base_file: Path
+    """The file that sets the base."""
     base_locks: tuple[Path, ...]
+    """Files that may record the base's digest: next to `base_file`, which comes first, and in the user's folder."""
     is_base_recorded: bool
+    """Whether the base's digest is from one of these."""
     lock_file: Path
+    """The lock of the packages, next to the file that lists them."""
 
 
 def load_image(reference: str, ctx: Context) -> ImageSpec:
@@ -130,34 +110,28 @@ def find_image(reference: str, ctx: Context) -> ImageDefinition:
     """Read the definition of `NAME:TAG`, with its files. Raises as `load_recipe` does."""
     name, _, tag = reference.partition(":")
     _check_can_be_a_file("image", reference)
-    for folder in search_folders("image", ctx):
-        path = folder / name / tag / "image.yaml"
-        if tag and is_file(path):
-            layers = _read_extended("image", path, ctx)
-            files = [Path(layers.origin((key,)).rpartition(":")[0] or path) for key in ("base", "packages")]
-            return _with_recorded_base(validate(ImageSpec, layers), files[0], files[1].with_suffix(".lock"), ctx)
-    known = list_images(ctx)
-    raise NotFoundError(
-        f"image '{reference}' is not defined",
-        meaning=f"defined images: {', '.join(known)}",
-        fix=_closest(
-            reference, known, "give one of these; your own images are folders containers/NAME/TAG/ in the project"
-        ),
-    )
-
-
-def _with_recorded_base(spec: ImageSpec, base_file: Path, lock_file: Path, ctx: Context) -> ImageDefinition:
-    """Set the base's digest from a lock; the one next to the definition takes precedence over the user's."""
+    paths = [folder / name / tag / "image.yaml" for folder in search_folders("image", ctx)]
+    path = next((each for each in paths if tag and is_file(each)), None)
+    if path is None:
+        known = list_images(ctx)
+        advice = "give one of these; your own images are folders containers/NAME/TAG/ in the project"
+        raise NotFoundError(
+            f"image '{reference}' is not defined",
+            meaning=f"defined images: {', '.join(known)}",
+            fix=_closest(reference, known, advice),
+        )
+    layers = _read_extended("image", path, ctx)
+    spec = validate(ImageSpec, layers)
+    base_file, packages_file = (Path(layers.origin((key,)).rpartition(":")[0] or path) for key in ("base", "packages"))
     base_locks = (base_file.with_name(BASE_LOCK_NAME), ctx.user / BASE_LOCK_NAME)
     base = parse_reference(spec.base.reference, str(base_file), "base.reference")
-    digest = spec.base.digest or base.digest
-    recorded = None
+    digest, recorded = spec.base.digest or base.digest, None
     if digest is None:
-        found = (read_base_lock(path).get(base.tagged) for path in base_locks)
-        recorded = next((one for one in found if one), None)
+        found = (read_base_lock(each).get(base.tagged) for each in base_locks)
+        recorded = next((each for each in found if each), None)
     pinned = spec.base.model_copy(update={"digest": digest or recorded})
     spec = spec.model_copy(update={"base": pinned})
-    return ImageDefinition(spec, base_file, base_locks, recorded is not None, lock_file)
+    return ImageDefinition(spec, base_file, base_locks, recorded is not None, packages_file.with_suffix(".lock"))
 
 
 def _find(kind: str, name: str, ctx: Context) -> Path:
@@ -185,14 +159,16 @@ def _find(kind: str, name: str, ctx: Context) -> Path:
 
 
 def _check_can_be_a_file(kind: str, name: str) -> None:
-    problem = path_problem(f"{name}.yaml")
-    if problem:
+    if problem := path_problem(f"{name}.yaml"):
         raise NotFoundError(f"there is no such {kind}: {problem}", fix=f"give a {kind}'s name")
 
 
 def _closest(word: str, known: list[str], otherwise: str) -> str:
     close = difflib.get_close_matches(word, known, n=1)
     return f"did you mean '{close[0]}'?" if close else otherwise
+
+
+# --- Files and overrides as layers -------------------------------------------------------------------
 
 
 def _read_extended(kind: str, path: Path, ctx: Context, seen: tuple[Path, ...] = ()) -> Layers:
@@ -202,28 +178,35 @@ def _read_extended(kind: str, path: Path, ctx: Context, seen: tuple[Path, ...] =
     if parent is None:
         return layers
     if not isinstance(parent, str):
-        raise ConfigError(
-            [Problem(layers.origin(("extends",)), "extends", f"must be a {kind}'s name, got {parent!r}.")]
-        )
+        raise _error(layers, ("extends",), f"must be a {kind}'s name, got {parent!r}.")
     parent_path = _find(kind, parent, ctx)
     if parent_path in (*seen, path):
-        raise ConfigError(
-            [Problem(layers.origin(("extends",)), "extends", f"'{parent}' extends itself, directly or through others.")]
-        )
+        raise _error(layers, ("extends",), f"'{parent}' extends itself, directly or through others.")
     return _merge_over(layers.without(("extends",)), _read_extended(kind, parent_path, ctx, (*seen, path)))
 
 
+def _override(below: Layers, overrides: Iterable[str]) -> Layers:
+    """Merge `key.path=value` overrides into a recipe; `model=WEIGHTS` replaces only the recipe's model."""
+    typed = Layers()
+    for override in overrides:
+        one = _expand_short_forms(parse_override(override))
+        if isinstance(one.values.get("model"), str):
+            below = below.without(("model",))
+        typed = _with_weights(one).over(typed)
+    return _merge_over(typed, below)
+
+
 def _merge_over(above: Layers, below: Layers) -> Layers:
-    """Merge one layer into another. `max_steps` or `num_epochs` of the upper one replaces either of the lower."""
-    given = [path for path in _LENGTHS if above.value(path) is not None]
+    """Merge one layer into another.
+
+    `max_steps` or `num_epochs` of the upper one replaces either of the lower, as in Hugging Face's TrainingArguments.
+    The short form of a model replaces the lower's whole model.
+    """
+    lengths = {("training", "max_steps"), ("training", "num_epochs")}
+    given = {path for path in lengths if above.value(path) is not None}
     if len(given) == 1:
-        (other,) = set(_LENGTHS) - set(given)
+        (other,) = lengths - given
         below = below.without(other)
-    return _model_over(above, below)
-
-
-def _model_over(above: Layers, below: Layers) -> Layers:
-    """Merge one layer into another. The short form of a model in the upper one replaces the lower's whole model."""
     if isinstance(above.values.get("model"), str):
         below = below.without(("model",))
     return _with_weights(above).over(_with_weights(below))
@@ -239,121 +222,80 @@ def _with_weights(layers: Layers) -> Layers:
 
 
 def _expand_short_forms(layers: Layers) -> Layers:
-    """Expand short forms, so that other layers can change parts of them."""
-    data = layers.values.get("data")
+    """Expand a source, and replace the name of a shipped architecture with its fields, for overrides of parts."""
+    values, origins = dict(layers.values), layers.origins
+    data, model = values.get("data"), values.get("model")
     if isinstance(data, dict) and "source" in data:
-        values = {**layers.values, "data": {**data, "source": expand_source(data["source"])}}
-        layers = Layers(values, layers.origins)
-    return _with_architecture(layers)
-
-
-def _with_architecture(layers: Layers) -> Layers:
-    """Replace the name of a shipped architecture with its fields."""
-    model = layers.values.get("model")
+        values["data"] = {**data, "source": expand_source(data["source"])}
     name = model.get("architecture") if isinstance(model, dict) else None
-    if not isinstance(name, str):
-        return layers
-    where = layers.origin(("model", "architecture"))
-    path = assets.ARCHITECTURES / f"{name}.yaml"
-    if not is_file(path):
-        known = sorted(file.stem for file in assets.ARCHITECTURES.glob("*.yaml"))
-        fix = _closest(name, known, f"Known: {', '.join(known)}; or give the fields themselves.")
-        raise ConfigError([Problem(where, "model.architecture", f"there is no architecture '{name}'.", fix)])
-    # Dump all fields, so that none of an architecture in a lower layer remains.
-    shape = read_shape(read_shipped(path)[0], name).model_dump()
-    origins = {("model", "architecture", key): str(path) for key in shape}
-    named = {**layers.values, "model": {**layers.values["model"], "architecture": shape}}
-    return Layers(named, layers.origins | origins)
+    if isinstance(model, dict) and isinstance(name, str):
+        path = assets.ARCHITECTURES / f"{name}.yaml"
+        if not is_file(path):
+            known = sorted(file.stem for file in assets.ARCHITECTURES.glob("*.yaml"))
+            fix = _closest(name, known, f"Known: {', '.join(known)}; or give the fields themselves.")
+            raise _error(layers, ("model", "architecture"), f"there is no architecture '{name}'.", fix)
+        # Dump all fields, so that none of an architecture in a lower layer remains.
+        shape = read_shape(read_shipped(path)[0], name).model_dump()
+        values["model"] = {**model, "architecture": shape}
+        origins = origins | {("model", "architecture", key): str(path) for key in shape}
+    return Layers(values, origins)
 
 
-def _with_absolute_paths(recipe: RecipeSpec, layers: Layers) -> RecipeSpec:
-    """Make paths absolute: relative ones are relative to their file, or to the current folder."""
+# --- Files that a recipe mentions --------------------------------------------------------------------
 
-    def absolute(value: str, *key: str) -> str:
-        return str(absolute_path(value, layers.folder(key), layers.origin(key), ".".join(key)))
 
-    def hub_id_or_absolute(value: str, *key: str) -> str:
-        if is_path(value):
-            return absolute(value, *key)
-        if (layers.folder(key) / value).exists():
-            kind = "folder" if (layers.folder(key) / value).is_dir() else "file"
-            message = f"'{value}' could be a hub id, or the {kind} in {layers.folder(key)}."
+def _resolve_files(layers: Layers) -> Layers:
+    """Make a valid recipe's paths absolute, and read the files that become part of the plan: no node needs them.
+
+    Relative paths are relative to their file, or to the current folder.
+    """
+    values = copy.deepcopy(_with_weights(layers).values)
+    model, data, source = values["model"], values["data"], values["data"]["source"]
+    places = [(model, ("model", "weights")), (model.get("tokenizer"), ("model", "tokenizer", "source"))]
+    places.append((data.get("validation"), ("data", "validation", "file")))
+    for each in source["sources"] if source["kind"] == "mixture" else [source]:
+        places += [(each, ("data", "source", name)) for name in ("train", "heldout", "dataset")]
+    for mapping, key in places:
+        if mapping and mapping.get(key[-1]) is not None:
+            mapping[key[-1]] = _absolute(mapping[key[-1]], key, layers)
+    if (image := values.get("image")) is not None:
+        values["image"] = str(parse_image(image, layers.folder(("image",)), layers.origin(("image",)), "image"))
+    if is_path(template := data.get("chat_template", "")):
+        key = ("data", "chat_template")
+        path, data["chat_template"] = _read_text(template, "chat template", layers, key)
+        if not is_inline_template(data["chat_template"]):
+            raise _error(layers, key, f"{path} is not a chat template: it has no {{{{ or {{%.")
+    if task := data.get("task"):
+        path, text = _read_text(task if isinstance(task, str) else task["file"], "task", layers, ("data", "task"))
+        data["task"] = {"file": str(path), "text": text}
+    return Layers(values, layers.origins)
+
+
+def _absolute(value: str, key: KeyPath, layers: Layers) -> str:
+    can_be_hub_id = key[-1] in ("weights", "dataset", "source")
+    if is_address(value) or (can_be_hub_id and not is_path(value)):
+        there = layers.folder(key) / value
+        if key[-1] != "source" and value != "random" and not value.startswith(RUN) and there.exists():
+            kind = "folder" if there.is_dir() else "file"
             fix = f"For the {kind} write ./{value}; for the hub id, rename the {kind}."
-            raise ConfigError([Problem(layers.origin(key), ".".join(key), message, fix)])
+            raise _error(layers, key, f"'{value}' could be a hub id, or the {kind} in {layers.folder(key)}.", fix)
         return value
-
-    image, model, source = recipe.image, recipe.model, recipe.data.source
-    if image is not None:
-        image = str(parse_image(image, layers.folder(("image",)), layers.origin(("image",)), "image"))
-    if model.weights != "random" and not model.weights.startswith(RUN):
-        model = model.model_copy(update={"weights": hub_id_or_absolute(model.weights, "model", "weights")})
-    if is_path(model.tokenizer.source):
-        tokenizer = {"source": absolute(model.tokenizer.source, "model", "tokenizer", "source")}
-        model = model.model_copy(update={"tokenizer": model.tokenizer.model_copy(update=tokenizer)})
-    validation = recipe.data.validation
-    if validation and validation.file and not is_address(validation.file):
-        file = {"file": absolute(validation.file, "data", "validation", "file")}
-        validation = validation.model_copy(update=file)
-    if isinstance(source, MixtureSource):
-        sources = tuple(_with_absolute_source(each, absolute, hub_id_or_absolute) for each in source.sources)
-        source = source.model_copy(update={"sources": sources})
-    else:
-        source = _with_absolute_source(source, absolute, hub_id_or_absolute)
-    read = {"chat_template": _template_text(recipe, layers), "task": _read_task(recipe.data, layers)}
-    data = recipe.data.model_copy(update={"source": source, "validation": validation, **read})
-    return recipe.model_copy(update={"image": image, "model": model, "data": data})
+    return str(absolute_path(value, layers.folder(key), layers.origin(key), ".".join(key)))
 
 
-def _template_text(recipe: RecipeSpec, layers: Layers) -> str:
-    """Return the text of a chat template's file. It becomes part of the plan, so that no node needs the file."""
-    template, key = recipe.data.chat_template, ("data", "chat_template")
-    if not is_path(template):
-        return template
-    path = absolute_path(template, layers.folder(key), layers.origin(key), ".".join(key))
-    text = _read_text(path, "chat template", layers, key)
-    if not is_inline_template(text):
-        message = f"{path} is not a chat template: it has no {{{{ or {{%."
-        raise ConfigError([Problem(layers.origin(key), ".".join(key), message)])
-    return text
-
-
-def _read_task(data: DataSpec, layers: Layers) -> TaskFile | None:
-    """Return the task with the text of its file, which becomes part of the plan. The file is not run."""
-    key = ("data", "task")
-    if data.task is None:
-        return None
-    path = absolute_path(data.task.file, layers.folder(key), layers.origin(key), "data.task")
-    task = TaskFile(file=str(path), text=_read_text(path, "task", layers, key))
-    options = tuple(data.source.options) if isinstance(data.source, GeneratedSource) else ()
-    problems = [
-        Problem(layers.origin(key), "data.task", f"{path}:{line}: {text}")
-        for line, text in task.find_problems(data.task_functions, options)
-    ]
-    if problems:
-        raise ConfigError(problems)
-    return task
-
-
-def _read_text(path: Path, name: str, layers: Layers, key: tuple[str, ...]) -> str:
+def _read_text(file: str, name: str, layers: Layers, key: KeyPath) -> tuple[Path, str]:
+    path = absolute_path(file, layers.folder(key), layers.origin(key), ".".join(key))
     try:
-        return read_small(path).decode()
+        return path, read_small(path).decode()
     except OSError as error:
         problem = f"can't read the {name} {path}: {error.strerror}."
     except UnicodeDecodeError:
         problem = f"the {name} {path} is not UTF-8."
-    raise ConfigError([Problem(layers.origin(key), ".".join(key), problem)])
+    raise _error(layers, key, problem)
 
 
-def _with_absolute_source(
-    source: SingleSource, absolute: Callable[..., str], hub_id_or_absolute: Callable[..., str]
-) -> SingleSource:
-    key, change = ("data", "source"), {}
-    if isinstance(source, FilesSource):
-        files = {name: getattr(source, name) for name in ("train", "heldout")}
-        change = {name: absolute(file, *key, name) for name, file in files.items() if file and not is_address(file)}
-    elif isinstance(source, HubSource):
-        change = {"dataset": hub_id_or_absolute(source.dataset, *key, "dataset")}
-    return source.model_copy(update=change)
+def _error(layers: Layers, key: KeyPath, message: str, fix: str = "") -> ConfigError:
+    return ConfigError([Problem(layers.origin(key), ".".join(key), message, fix)])
 
 
 # --- Configurations of published models, so that their recipes are planned without a network ---------

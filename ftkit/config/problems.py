@@ -45,42 +45,31 @@ _SENTENCES: Final = {
 }
 """Messages for pydantic's error types in the terms of YAML, with fixes."""
 _KEYS_OF_OTHER_TOOLS: Final = {
-    "base_model": "model",
-    "batch_size": "training.global_batch_size",
-    "cutoff_len": "training.sequence_length",
-    "dataset": "data.source",
-    "datasets": "data.source",
-    "epochs": "training.num_epochs",
-    "eval_steps": "evaluation.every_steps",
-    "gradient_accumulation_steps": "training.global_batch_size, from which accumulation follows",
-    "gradient_checkpointing": "training.activation_checkpointing",
-    "load_in_4bit": "training.method: qlora",
-    "logging_steps": "training.log_every_steps",
-    "lora_alpha": "training.lora.alpha",
-    "lora_dropout": "training.lora.dropout",
-    "lora_r": "training.lora.rank",
-    "lora_rank": "training.lora.rank",
-    "lora_target": "training.lora.targets",
-    "lora_target_modules": "training.lora.targets",
-    "lr": "training.learning_rate",
-    "lr_scheduler": "training.schedule",
-    "lr_scheduler_type": "training.schedule",
-    "max_length": "training.sequence_length",
-    "max_seq_length": "training.sequence_length",
-    "model_name_or_path": "model",
-    "num_train_epochs": "training.num_epochs",
-    "per_device_train_batch_size": "training.micro_batch_size",
-    "r": "training.lora.rank",
-    "sample_packing": "data.packing",
-    "save_steps": "training.checkpoint_every_steps",
-    "save_total_limit": "training.keep_checkpoints",
-    "sequence_len": "training.sequence_length",
-    "target_modules": "training.lora.targets",
-    "train_on_inputs": "data.train_on: all",
-    "val_set_size": "data.validation",
-    "warmup_steps": "training.warmup_ratio, a fraction of all steps",
+    "data.packing": "sample_packing",
+    "data.source": "dataset datasets",
+    "data.train_on: all": "train_on_inputs",
+    "data.validation": "val_set_size",
+    "evaluation.every_steps": "eval_steps",
+    "model": "base_model model_name_or_path",
+    "training.activation_checkpointing": "gradient_checkpointing",
+    "training.checkpoint_every_steps": "save_steps",
+    "training.global_batch_size": "batch_size",
+    "training.global_batch_size, from which accumulation follows": "gradient_accumulation_steps",
+    "training.keep_checkpoints": "save_total_limit",
+    "training.learning_rate": "lr",
+    "training.log_every_steps": "logging_steps",
+    "training.lora.alpha": "lora_alpha",
+    "training.lora.dropout": "lora_dropout",
+    "training.lora.rank": "lora_r lora_rank r",
+    "training.lora.targets": "lora_target lora_target_modules target_modules",
+    "training.method: qlora": "load_in_4bit",
+    "training.micro_batch_size": "per_device_train_batch_size",
+    "training.num_epochs": "epochs num_train_epochs",
+    "training.schedule": "lr_scheduler lr_scheduler_type",
+    "training.sequence_length": "cutoff_len max_length max_seq_length sequence_len",
+    "training.warmup_ratio, a fraction of all steps": "warmup_steps",
 }
-"""Keys of Axolotl, LLaMA-Factory and TRL, with their equivalents here."""
+"""Keys here, each with its equivalents in Axolotl, LLaMA-Factory and TRL."""
 _NO_REMOTE_CODE: Final = (
     "ftkit never runs code that comes with a model: choose one whose model_type is in transformers itself."
 )
@@ -96,69 +85,66 @@ def validate(model: type[SpecT], layers: Layers) -> SpecT:
     try:
         return model.model_validate(layers.values)
     except ValidationError as error:
-        details = _without_consequences(error.errors())
+        # A list is too short only because pydantic counts its valid values, if values in it are wrong.
+        of_values = {each["loc"][:length] for each in error.errors() for length in range(len(each["loc"]))}
+        details = [each for each in error.errors() if each["type"] != "too_short" or each["loc"] not in of_values]
         problems = [_problem(model, layers, detail) for detail in details[:MAX_PROBLEMS]]
         if (num_hidden := len(details) - MAX_PROBLEMS) > 0:
             problems.append(Problem("", "", f"{plural(num_hidden, 'more problem')} not shown."))
         raise ConfigError(problems) from error
 
 
-def _without_consequences(details: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Leave out lists that are too short only because pydantic counts their valid values."""
-    of_values = {detail["loc"][:length] for detail in details for length in range(len(detail["loc"]))}
-    return [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in of_values]
-
-
-def _problem(  # noqa: PLR0911 - one for each form of message
+def _problem(  # noqa: C901 - one case for each form of message
     model: type[BaseModel], layers: Layers, detail: ErrorDetails
 ) -> Problem:
     path, key, owner = _follow_location(model, detail["loc"])
-    where = layers.origin(path)
+    where, message, fix = layers.origin(path), "", ""
     kind, given, context = detail["type"], detail["input"], detail.get("ctx", {})
-    if kind == "extra_forbidden":
-        known = list(owner.model_fields) if owner else []
-        return Problem(where, key, "unknown key.", _fix_for_unknown_key(path[-1], known))
-    if kind == "missing" and isinstance(detail["loc"][-1], int):
-        return Problem(where, key.rpartition("[")[0], f"has too few values, got {_shown(given)}.")
-    if kind == "missing":
-        return Problem(where, key, "required, but not given.", f"Add '{path[-1]}:'.")
-    if kind == "union_tag_not_found":
-        kinds = [tag for model in _models_at(owner, path) if (tag := _tag(model))]
-        return Problem(where, f"{key}.kind", "required, but not given.", f"Known here: {', '.join(kinds)}.")
-    if kind in {"literal_error", "union_tag_invalid"}:
-        if kind == "union_tag_invalid":
-            where, key = layers.origin((*path, "kind")), f"{key}.kind"
-        choices = str(context.get("expected") or context.get("expected_tags"))
-        word = str(context.get("tag", given if isinstance(given, str) else _shown(given)))[:_LONGEST_VALUE]
-        words = [choice.strip(" '") for choice in choices.replace(" or ", ", ").split(",")]
-        fix = _suggestion(word, words, listing=False) or _description(owner, path)
-        shown = word if given is None or isinstance(given, bool) else repr(word)
-        return Problem(where, key, f"{shown} is none of {choices}.", fix)
-    message = detail["msg"].removeprefix("Value error, ")
-    if kind == "value_error" and isinstance(given, dict):
-        return Problem(_origin_of_check(layers, path, given, message), key, f"{message}.")
-    if kind == "value_error":
-        shown = _shown(given)
-        return Problem(where, key, f"{message}." if shown in message else f"{message}, got {shown}.")
-    if kind == "string_pattern_mismatch":
-        form = f"{_shown(given)} does not have the required form."
-        return Problem(where, key, form, _description(owner, path))
-    return _wrong_value(where, path, key, owner, detail)
+    match kind:
+        case "extra_forbidden":
+            message, fix = "unknown key.", _fix_for_unknown_key(path[-1], list(owner.model_fields) if owner else [])
+        case "missing" if isinstance(detail["loc"][-1], int):
+            key, message = key.rpartition("[")[0], f"has too few values, got {_shown(given)}."
+        case "missing":
+            message, fix = "required, but not given.", f"Add '{path[-1]}:'."
+        case "union_tag_not_found":
+            kinds = [tag for model in _models_at(owner, path) if (tag := _tag(model))]
+            key, message, fix = f"{key}.kind", "required, but not given.", f"Known here: {', '.join(kinds)}."
+        case "literal_error" | "union_tag_invalid":
+            if kind == "union_tag_invalid":
+                where, key = layers.origin((*path, "kind")), f"{key}.kind"
+            choices = str(context.get("expected") or context.get("expected_tags"))
+            word = str(context.get("tag", given if isinstance(given, str) else _shown(given)))[:_LONGEST_VALUE]
+            words = [choice.strip(" '") for choice in choices.replace(" or ", ", ").split(",")]
+            shown = word if given is None or isinstance(given, bool) else repr(word)
+            message, fix = f"{shown} is none of {choices}.", _suggestion(word, words) or _description(owner, path)
+        case "value_error":
+            message = detail["msg"].removeprefix("Value error, ")
+            if isinstance(given, dict):
+                where = _origin_of_check(layers, path, given, message)
+            elif _shown(given) not in message:
+                message = f"{message}, got {_shown(given)}"
+            message += "."
+        case "string_pattern_mismatch":
+            message, fix = f"{_shown(given)} does not have the required form.", _description(owner, path)
+        case _:
+            sentence, fix = _SENTENCES.get(kind, ("can't be this", ""))
+            message = f"{sentence.format_map(context)}, got {_shown(given)}."
+            own_fix = _fix_for_type(kind, given, key if where == COMMAND_LINE else "", _models_at(owner, path))
+            fix = own_fix or ("" if given is None else fix)
+            if not fix and not isinstance(given, dict):
+                fix = _description(owner, path)
+    return Problem(where, key, message, fix)
 
 
-def _wrong_value(where: str, path: KeyPath, key: str, owner: type[BaseModel] | None, detail: ErrorDetails) -> Problem:
-    """Return the problem of a value of the wrong type or size; the default fix is the key's description."""
-    kind, given = detail["type"], detail["input"]
-    message, fix = _SENTENCES.get(kind, ("can't be this", ""))
-    if where == COMMAND_LINE and isinstance(given, dict):  # YAML parsed text in braces as a mapping
-        fix = f"Text that begins with a brace also needs quotes for YAML: {key}='\"{{column}}\"'."
-    elif kind in _MAPPING_EXPECTED and len(models := _models_at(owner, path)) == 1:
-        fix = f"Its keys are {', '.join(models[0].model_fields)}."
-    elif kind == "tuple_type" and isinstance(given, str) and "," not in given:
-        fix = f"Put it in brackets: [{given[:_LONGEST_VALUE]}]."
-    elif given is None or not fix:
-        fix = "" if isinstance(given, dict) else _description(owner, path)
-    return Problem(where, key, f"{message.format_map(detail.get('ctx', {}))}, got {_shown(given)}.", fix)
+def _fix_for_type(kind: str, given: object, typed_key: str, models: list[type[BaseModel]]) -> str:
+    if typed_key and isinstance(given, dict):  # YAML parsed text in braces as a mapping
+        return f"Text that begins with a brace also needs quotes for YAML: {typed_key}='\"{{column}}\"'."
+    if kind in _MAPPING_EXPECTED and len(models) == 1:
+        return f"Its keys are {', '.join(models[0].model_fields)}."
+    if kind == "tuple_type" and isinstance(given, str) and "," not in given:
+        return f"Put it in brackets: [{given[:_LONGEST_VALUE]}]."
+    return ""
 
 
 def _models_at(owner: type[BaseModel] | None, path: KeyPath) -> list[type[BaseModel]]:
@@ -181,8 +167,10 @@ def _fix_for_unknown_key(word: str, known: list[str]) -> str:
     name, colon, value = word.partition(":")
     if colon and value and name in known:
         return f"Put a space after the colon: '{name}: {value}'."
-    here = _KEYS_OF_OTHER_TOOLS.get(word)
-    return f"Here it is {here}." if here else _suggestion(word, known)
+    here = next((key for key, words in _KEYS_OF_OTHER_TOOLS.items() if word in words.split()), None)
+    if here:
+        return f"Here it is {here}."
+    return _suggestion(word, known) or (f"Known here: {', '.join(sorted(known))}." if known else "")
 
 
 def _origin_of_check(layers: Layers, path: KeyPath, given: dict[str, object], message: str) -> str:
@@ -199,22 +187,15 @@ def _shown(value: object) -> str:
     return shown if len(shown) <= _LONGEST_VALUE else f"{shown[:_LONGEST_VALUE]}…"
 
 
-def _suggestion(word: str, known: list[str], *, listing: bool = True) -> str:
+def _suggestion(word: str, known: list[str]) -> str:
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    if close:
-        return f"Did you mean '{close[0]}'?"
-    return f"Known here: {', '.join(sorted(known))}." if listing and known else ""
+    return f"Did you mean '{close[0]}'?" if close else ""
 
 
 def _follow_location(
     model: type[BaseModel], location: tuple[int | str, ...]
 ) -> tuple[KeyPath, str, type[BaseModel] | None]:
-    """Follow an error's location.
-
-    Returns:
-        The user's key path, without union tags and indices; the same as text, with indices; and the model that owns its
-        end.
-    """
+    """Return the user's key path, without union tags and indices; the same as text, with indices; its end's model."""
     path: list[str] = []
     shown = ""
     owner: type[BaseModel] | None = model

@@ -15,10 +15,9 @@ from ftkit.models.architecture import ModelPlan, ModelSpec
 from ftkit.spec import WHOLE_NUMBER, Name, NonNegativeFloat, NonNegativeInt, OneLine, PositiveInt, Spec, TimeLimit
 
 SCORES: dict[str, tuple[str, ...]] = {
-    "calls": ("calls", "call_names", "parallel_calls", "no_call"),
-    "exact_match": ("exact_match",),
+    "calls": ("calls", "call_names", "parallel_calls", "no_call"), "exact_match": ("exact_match",),
     "repetition": ("repetition",),
-}
+}  # fmt: skip
 """The scores of each metric of completions that ftkit has."""
 _LOWER_IS_BETTER = frozenset(("loss", "perplexity", "repetition"))
 
@@ -27,8 +26,7 @@ class GenerationSpec(Spec):
     """Generate completions for rows of the validation split, and score them."""
 
     metrics: tuple[OneLine, ...] = ()
-    """`calls`, `exact_match`, `repetition`, or functions of `data.task`. If empty: all metrics of the task,
-    `calls` for rows with tools, and repetition."""
+    """`calls`, `exact_match`, `repetition`, or functions of `data.task`. If empty, all that fit the rows."""
     num_rows: PositiveInt = 100
     """Number of rows before and after training."""
     num_rows_during: Annotated[int, Field(ge=0, le=2**31), WHOLE_NUMBER] = 20
@@ -64,8 +62,7 @@ class EvaluationSpec(Spec):
     """Keep the checkpoint of the best evaluation, and export it at the end: `RUN@best`. A checkpoint is written after
     each evaluation that is better than all before it."""
     early_stopping_patience: PositiveInt | None = None
-    """End training after this many evaluations in a row without improvement of `best.metric` (`loss` if `best` is
-    null)."""
+    """End training after so many evaluations in a row without improvement of `best.metric` (default: `loss`)."""
     early_stopping_threshold: NonNegativeFloat = 0.0
     """A smaller improvement does not count for early_stopping_patience."""
 
@@ -87,10 +84,8 @@ class EvaluationSpec(Spec):
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
 
 SINK_PACKAGES: Final[dict[SinkName, tuple[str, ...]]] = {
-    "tensorboard": ("tensorboard",),
-    "wandb": ("wandb",),
-    "mlflow": ("mlflow-skinny", "mlflow"),
-}
+    "tensorboard": ("tensorboard",), "wandb": ("wandb",), "mlflow": ("mlflow-skinny", "mlflow"),
+}  # fmt: skip
 """Python packages of a sink, one of which is required; messages show the first one."""
 
 
@@ -110,33 +105,21 @@ class TrackingSpec(Spec):
     """MLflow's tracking server, without user and password. `MLFLOW_TRACKING_URI` if null."""
 
     @model_validator(mode="after")
-    def _each_sink_once(self) -> Self:
+    def _settings_agree(self) -> Self:
+        # Checks of the whole spec, because a message about a single key would show its value, which may be a password.
         if len(set(self.sinks)) != len(self.sinks):
             raise ValueError(f"sinks lists one twice: {', '.join(self.sinks)}")
-        return self
-
-    @model_validator(mode="after")
-    def _no_secret_in_a_file(self) -> Self:
-        # A check of the whole spec, because a message about a single key would show its value.
         if self.mlflow_uri is not None and "@" in urlsplit(self.mlflow_uri).netloc:
             raise ValueError(
                 "mlflow_uri contains a user or a password: export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _uri_has_its_sink(self) -> Self:
         if self.mlflow_uri is not None and self.sinks and "mlflow" not in self.sinks:
             raise ValueError("mlflow_uri has no effect without 'mlflow' among the sinks")
         return self
 
 
 def check_packages(tracking: TrackingSpec) -> None:
-    """Check that this Python has the trackers' packages.
-
-    Raises:
-        PrerequisiteError: one is missing.
-    """
+    """Refuse (PrerequisiteError) trackers whose packages this Python does not have."""
     for name in tracking.sinks:
         if find_spec(name) is None:
             raise PrerequisiteError(
@@ -147,15 +130,10 @@ def check_packages(tracking: TrackingSpec) -> None:
 
 
 def check_access(tracking: TrackingSpec, environment: Mapping[str, str], *, sees_home: bool) -> None:
-    """Check that trackers have the key or the address that they need, before the job is submitted and again in it.
+    """Refuse (PrerequisiteError) trackers without the key or the address that they need.
 
-    Args:
-        tracking: the recipe's trackers.
-        environment: the job's variables, as far as they are known here.
-        sees_home: whether the job can read the user's home folder, unlike in a container.
-
-    Raises:
-        PrerequisiteError: a key or an address is missing.
+    This is checked before the job is submitted, with the job's variables as far as they are known, and again in it.
+    `sees_home` is whether the job can read the user's home folder, unlike in a container.
     """
     if "wandb" in tracking.sinks and environment.get("WANDB_MODE", "online") in {"online", "shared"}:
         netrc = Path(environment.get("NETRC") or Path(environment.get("HOME") or "/", ".netrc"))
@@ -216,14 +194,13 @@ class ResourcesSpec(Spec):
     """Maximum consecutive restarts within a job, from the newest checkpoint, after a process died or failed for a
     possibly transient reason; a new checkpoint resets the count. 0: never."""
     hang_timeout_seconds: PositiveInt = 600
-    """A step that takes longer than this, and longer than ten times the median of the last steps, counts as a hang: all
+    """A step that takes longer than this, and ten times longer than the median of the last steps, counts as a hang: all
     ranks write their Python stacks and last collectives to `logs/`, and training restarts."""
     exclude_stragglers: bool = False
     """Exclude the slowest node when the job is requeued, if it computes at least 10% more slowly than the others
     (`ftkit status`), on Slurm with two or more nodes. The cluster must have another node to replace it."""
     preflight: bool | None = None
-    """Check all nodes before training, on Slurm, and exclude unhealthy ones. If null: with GPUs on two or more
-    nodes."""
+    """Check all nodes before training, on Slurm, and exclude unhealthy ones. If null: with GPUs on several nodes."""
     time_limit: TimeLimit | None = None
     """Time limit in Slurm's format: `minutes`, `hours:minutes:seconds` or `days-hours:minutes:seconds`; `4:00` is four
     minutes, as in Slurm. The profile's if null."""
@@ -267,14 +244,11 @@ class RecipeSpec(Spec):
     """Resources that the recipe requests."""
     sync: Annotated[str, AfterValidator(_as_destination)] | None = None
     """Where complete checkpoints and exports are copied while the run trains: `s3://bucket/prefix`,
-    `gs://bucket/prefix` or a folder (`/backup/runs`). Each run has its id below it, and
-    `ftkit resume s3://bucket/prefix/RUN` continues it on another machine."""
+    `gs://bucket/prefix` or a folder. `ftkit resume s3://bucket/prefix/RUN` continues the run on another machine."""
 
 
 class RecipePlan(RecipeSpec):
     """A recipe with all `auto` values resolved and the model's parameters counted."""
 
     model: ModelPlan
-    """The model to fine-tune."""
     training: TrainingPlan
-    """The optimization."""

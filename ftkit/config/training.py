@@ -62,20 +62,17 @@ class TrainingSpec(Spec):
     """The adapters of methods lora and qlora. Default if null."""
     context_parallel: PositiveInt = 1
     """Number of GPUs of a node that divide the tokens of each pack, for packs that don't fit on one GPU (engine fsdp2).
-    They exchange tokens for heads before and after attention, so it must divide the attention heads; with
-    tensor_parallel, the product of both must."""
+    It, and its product with tensor_parallel, must divide the attention heads."""
     tensor_parallel: PositiveInt = 1
-    """Number of GPUs of a node that divide the matrices of each decoder layer, and the tokens of each pack outside them
-    (llama, qwen3, gemma3_text, olmo3; methods full and lora, engine fsdp2). It must divide the attention heads, the
-    key-value heads, and the intermediate size."""
+    """Number of GPUs of a node that divide the matrices of each decoder layer (llama, qwen3, gemma3_text, olmo3;
+    methods full and lora, engine fsdp2). It must divide the heads of both kinds, and the intermediate size."""
     engine: Literal["auto", "fsdp2", "zero3"] = "auto"
     """Engine that shards the model over processes; `auto` chooses, and the plan shows the reason."""
     offload: Offload = "none"
     """State kept in host memory: none, optimizer states, or also parameters and gradients."""
     precision: TrainingPrecision = "bf16"
-    """Precision of forward and backward, and of frozen weights; master weights and optimizer states are fp32.
-    `fp8`, with method full and engine fsdp2: the linear layers of decoder layers multiply in FP8 (tensorwise scaling;
-    Ada, Hopper and newer GPUs); all else computes in bf16."""
+    """Precision of forward and backward, and of frozen weights; master weights and optimizer states are fp32. `fp8`,
+    with method full and engine fsdp2: linear layers multiply in FP8 (tensorwise scaling; Ada, Hopper and newer)."""
     fp8_all_gather: bool = True
     """Whether several GPUs all-gather trained matrices in FP8, with precision fp8: half the bytes, and half the memory
     of layers that stay unsharded. With offload all, they are all-gathered in bf16."""
@@ -84,10 +81,7 @@ class TrainingSpec(Spec):
     and multiply in FP8 (Ada, Hopper and newer GPUs), with half the memory of bf16; `auto`: that of `precision`."""
     sequence_length: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE), WHOLE_NUMBER]
     """Tokens per pack."""
-    micro_batch_size: Annotated[
-        PositiveInt | Auto,
-        _MICRO_BATCH,
-    ] = "auto"
+    micro_batch_size: Annotated[PositiveInt | Auto, _MICRO_BATCH] = "auto"
     """Packs that one process computes at a time; `auto`: the number predicted to be the fastest on the cluster's GPUs
     with memory to spare. It changes only speed and memory: the optimizer sees `global_batch_size`."""
     global_batch_size: PositiveInt
@@ -96,8 +90,7 @@ class TrainingSpec(Spec):
     """Number of optimizer steps; the data is repeated as often as needed. Give this or num_epochs; in an override, or
     in a recipe that extends another, it replaces num_epochs."""
     num_epochs: PositiveInt | None = None
-    """Number of passes over the data, a whole number; for a part of a pass, give max_steps. It replaces max_steps in
-    the same way."""
+    """Number of passes over the data, a whole number; for a part of a pass, give max_steps. Replaces max_steps."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit`: states of 8 bits instead of 32, with engine fsdp2 and without offload; needs bitsandbytes."""
     learning_rate: PositiveFloat
@@ -115,9 +108,8 @@ class TrainingSpec(Spec):
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this norm. A large one, such as 1e9, turns clipping off."""
     router_aux_loss_coef: NonNegativeFloat | None = None
-    """Weight of the load-balancing loss of a mixture of experts, as transformers computes it, for each pack; 0: without
-    it. If null, what trainers on transformers do: the weight in the model's config.json if `output_router_logits` is
-    true there, which it seldom is, else 0; with adapters, which leave routers as they are, 0."""
+    """Weight of the load-balancing loss of a mixture of experts, as transformers computes it, for each pack. If null,
+    that of config.json if `output_router_logits` is true there, else 0; with adapters, 0."""
     attention: AttentionChoice = "auto"
     """Attention kernel: `flash4` (flash-attn-4, Hopper and newer), `flex` (any CUDA device), `sdpa` (any device);
     `auto` selects the fastest that works on the GPU and the model; `eager` works for all models."""
@@ -125,30 +117,26 @@ class TrainingSpec(Spec):
     """`layers`: compile each decoder layer, which fuses element-wise operations; `auto`: on GPUs, with engine fsdp2."""
     activation_checkpointing: Literal["auto", "none", "selective", "except_attention", "full"] = "auto"
     """Activations that the backward pass recomputes: nothing (`none`); the cheap operations between matmuls and
-    attention (`selective`, with engine fsdp2), for little time; decoder layers except attention, whose output is saved
-    (`except_attention`, with engine fsdp2), for long sequences, which spend most of their time there; or whole decoder
-    layers (`full`), for the least memory and a third more time. `auto`: the one that is predicted to be the fastest on
-    the cluster's GPUs with memory to spare."""
+    attention (`selective`, with engine fsdp2); decoder layers except attention (`except_attention`, with engine fsdp2),
+    for long sequences, which spend most of their time there; or whole decoder layers (`full`), for the least memory and
+    a third more time. `auto`: the one that is predicted to be the fastest, with memory to spare."""
     checkpointed_layers: PositiveInt | None = None
     """Number of decoder layers with the mode of `activation_checkpointing`: the first of the model, with
-    `activation_offload` spread evenly. The others use the next one that recomputes less: `selective` after `full`
-    (`none` with engine zero3) and `except_attention`, `none` after `selective`. All if null; with `auto` checkpointing,
-    as many as memory requires."""
+    `activation_offload` spread evenly. The others use `selective` (`none` with engine zero3 or after `selective`). All
+    if null; with `auto` checkpointing, as many as memory requires."""
     activation_offload: bool = False
     """Keep what decoder layers with activation checkpointing save in host memory until the backward pass: their inputs,
-    and if they are compiled, the outputs of attention (`except_attention`) and also those of matmuls (`selective`).
-    Copies take no time as long as the layers compute for longer."""
+    and if they are compiled, the outputs of attention (`except_attention`) and also those of matmuls (`selective`)."""
     offloaded_layers: NonNegativeInt | None = None
     """Number of the layers with `selective` checkpointing to which `activation_offload` applies, spread evenly. All if
     null; with `auto` checkpointing, as many as are predicted to be the fastest."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Whether decoder layers are resharded after the forward pass and all-gathered again for the backward pass.
-    `never`, with engine fsdp2: they stay unsharded, for less traffic and more memory; `auto`: `never` if the GPU has
-    memory to spare."""
+    `never`, with engine fsdp2: less traffic, more memory; `auto`: `never` if the GPU has memory to spare."""
     shard_degree: Annotated[PositiveInt | Auto, _SHARD_DEGREE] = "auto"
     """Number of GPUs that shard a copy of the model, with engine fsdp2; a divisor of all. Fewer than all hold replicas
-    and sum their gradients once a step (hybrid sharding, HSDP), for less traffic between nodes and more memory.
-    `auto`: all GPUs, or those of one node or of a few if the network is predicted to slow steps down otherwise."""
+    (hybrid sharding, HSDP), for less traffic between nodes and more memory. `auto`: all GPUs, or those of one or a few
+    nodes if the network is predicted to slow steps down otherwise."""
     sync_gradients: Literal["auto", "every_micro_batch", "last_micro_batch"] = "auto"
     """When the gradients of accumulated micro-batches are reduced over the GPUs. `last_micro_batch`, with engine fsdp2:
     once a step, for less traffic and, until then, unsharded sums in `reduce_precision` on each GPU; `auto`: that
@@ -156,9 +144,8 @@ class TrainingSpec(Spec):
     reduce_precision: Precision = "fp32"
     """Precision in which gradients are reduced over the processes; `bf16`: half the traffic, and each sum rounded."""
     collectives: Literal["auto", "nccl", "copy_engine"] = "auto"
-    """Backend of collectives between GPUs, with engine fsdp2: NCCL, whose kernels occupy SMs that
-    matmuls could use, or the copy engines, on one host with NVLink (torch 2.11 or newer); `auto`: copy engines where
-    they work. They move gradients in the precision of training, and sum them in `reduce_precision`."""
+    """Backend of collectives between GPUs, with engine fsdp2: NCCL, whose kernels occupy SMs that matmuls could use, or
+    the copy engines, on one host with NVLink (torch 2.11 or newer); `auto`: copy engines where they work."""
     on_nonfinite: OnNonfinite = "stop"
     """Reaction to a step whose loss or gradient is NaN or infinite. Such a step never updates the weights; then the run
     ends (`stop`), or continues with the next batch (`skip`) and ends after ten such steps in a row."""
@@ -169,8 +156,7 @@ class TrainingSpec(Spec):
     keep_every_steps: PositiveInt | None = None
     """Also keep the checkpoints of all steps that are a multiple of this. None if null."""
     max_failed_checkpoints: NonNegativeInt = 2
-    """How many consecutive checkpoints may fail to be written (disk full, file system unreachable) while training
-    continues. One more failure ends the run; so does a failure of the last checkpoint."""
+    """How many checkpoints in a row may fail to be written while training continues; the last one may not."""
     log_every_steps: PositiveInt = 10
     """Steps between records in metrics.jsonl."""
     seed: Seed = 0
@@ -186,9 +172,7 @@ class TrainingSpec(Spec):
     @property
     def adapters(self) -> LoraSpec | None:
         """The adapters that are trained, by default on Llama's linear layers; None if all weights are trained."""
-        if self.method == "full":
-            return None
-        return _with_default_targets(self.lora or LoraSpec.model_construct())
+        return None if self.method == "full" else _with_default_targets(self.lora or LoraSpec.model_construct())
 
     def with_targets(self, targets: tuple[str, ...]) -> Self:
         """Return the settings with these targets of adapters, if there are adapters and the recipe sets no targets."""
@@ -204,12 +188,10 @@ class TrainingSpec(Spec):
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes per number in the compute dtype."""
         return 4 if self.precision == "fp32" else 2
 
     @property
     def reduce_bytes(self) -> int:
-        """Bytes per number in the dtype in which gradients are reduced."""
         return 2 if self.reduce_precision == "bf16" else 4
 
     @property
@@ -272,7 +254,6 @@ class TrainingSpec(Spec):
         return self
 
     def _conflicts_of_method(self) -> Iterator[str]:
-        """Yield the reasons why settings of the optimization contradict each other."""
         if self.method == "full" and self.lora is not None:
             yield "lora has no effect with method 'full': set method to 'lora' or 'qlora', or remove it"
         if self.trains_in_fp8 and self.method != "full":
@@ -290,7 +271,6 @@ class TrainingSpec(Spec):
             yield f"betas must be in [0, 1), got {list(self.betas)}"
 
     def _conflicts_of_memory(self) -> Iterator[str]:
-        """Yield the reasons why settings of checkpointing and offload contradict each other."""
         mode = self.activation_checkpointing
         if self.activation_offload and mode == "none":
             yield "activation_offload has no effect with activation_checkpointing 'none'"
@@ -301,15 +281,12 @@ class TrainingSpec(Spec):
         if mode == "except_attention" and self.attention == "eager":
             yield "activation_checkpointing 'except_attention' saves a kernel's output: attention 'eager' has no kernel"
         if self.checkpointed_layers is not None and mode in {"none", "auto"}:
-            yield (
-                "checkpointed_layers is the number of layers with activation_checkpointing 'selective', "
-                "'except_attention' or 'full': set one of them"
-            )
+            modes = "'selective', 'except_attention' or 'full': set one of them"
+            yield f"checkpointed_layers is the number of layers with activation_checkpointing {modes}"
         if self.optimizer == "adamw8bit" and self.offload != "none":
             yield f"optimizer 'adamw8bit' keeps its states on the GPU: it is incompatible with offload '{self.offload}'"
 
     def _conflicts_of_groups(self) -> Iterator[str]:
-        """Yield the reasons why settings of parallelism contradict others."""
         if self.sequence_length % self.gpus_per_pack:
             sizes = {key: getattr(self, key) for key in ("context_parallel", "tensor_parallel")}
             among = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
@@ -328,13 +305,13 @@ class TrainingSpec(Spec):
             yield f"tensor_parallel does not support {wrong[0]} '{value}' yet{reason}: leave one of them out"
         if self.collectives == "copy_engine" and self.offload == "all":
             yield "collectives 'copy_engine' is incompatible with offload 'all': weights are in host memory"
-        if self.sync_gradients != "last_micro_batch":
-            return
-        late = "sync_gradients 'last_micro_batch' is incompatible with"
-        if self.collectives == "copy_engine":
-            yield f"{late} collectives 'copy_engine', which would sum micro-batches in the precision of training"
-        if self.offload == "all":
-            yield f"{late} offload 'all': gradients are in host memory"
+        if self.sync_gradients == "last_micro_batch" and self.collectives == "copy_engine":
+            yield (
+                "sync_gradients 'last_micro_batch' is incompatible with collectives 'copy_engine', which would sum "
+                "micro-batches in the precision of training"
+            )
+        if self.sync_gradients == "last_micro_batch" and self.offload == "all":
+            yield "sync_gradients 'last_micro_batch' is incompatible with offload 'all': gradients are in host memory"
 
 
 @lru_cache(maxsize=16)
@@ -376,11 +353,12 @@ class TrainingPlan(TrainingSpec):
     def checkpointing_label(self, num_layers: int, engine: EngineName) -> str:
         """Return the activation checkpointing in words."""
         modes = self.checkpointing_of_layers(num_layers, engine)
-        parts = []
-        for mode in dict.fromkeys([self.activation_checkpointing, *modes]):
-            number = modes.count(mode)
-            if mode != "none" or number == num_layers:
-                parts.append(f"'{mode}'" + (f" in {number} of {num_layers} layers" if number < num_layers else ""))
+        numbers = {mode: modes.count(mode) for mode in (self.activation_checkpointing, *modes)}
+        parts = [
+            f"'{mode}'" + (f" in {number} of {num_layers} layers" if number < num_layers else "")
+            for mode, number in numbers.items()
+            if mode != "none" or number == num_layers
+        ]
         if num_offloaded := sum(self.offloaded_of_layers(num_layers, engine)):
             parts.append(f"{plural(num_offloaded, 'layer')} offloaded")
         return ", ".join(parts)

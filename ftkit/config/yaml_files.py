@@ -1,7 +1,7 @@
 """Read YAML into plain values, each with its line; any other bytes raise a ConfigError.
 
-ruamel composes the nodes, with limits: an alias bomb or a thousand brackets would keep it busy for hours. Scalars are
-those of YAML 1.2's core schema, in which a date is text.
+ruamel composes the nodes, with limits: a thousand brackets would keep it busy for hours. Scalars are those of YAML
+1.2's core schema, in which a date is text.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import re
 from functools import lru_cache
 from io import StringIO
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Final
 
 from ruamel.yaml import YAML
 from ruamel.yaml.composer import Composer
@@ -21,7 +21,7 @@ from ruamel.yaml.reader import ReaderError
 
 from ftkit.config.layers import COMMAND_LINE, Layers
 from ftkit.errors import ConfigError, NotFoundError, Problem, one_line
-from ftkit.files import check_regular
+from ftkit.files import open_regular
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,13 +33,12 @@ log = logging.getLogger(__name__)
 MAX_BYTES: Final = 256 * 1024
 MAX_DEPTH: Final = 32
 MAX_VALUES: Final = 5_000
-"""Maximum items and values of a file, aliases included."""
+"""Maximum items and values of a file."""
 MAX_DIGITS: Final = 18
 """Maximum digits of an integer: those of 64 bits."""
 _LONGEST_SHOWN: Final = 200
 
 _STRING_TAGS: Final = ("!", "tag:yaml.org,2002:str")
-_MERGE_TAG: Final = "tag:yaml.org,2002:merge"
 _WORDS: Final = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
     **dict.fromkeys(("true", "True", "TRUE"), True),
@@ -60,8 +59,7 @@ def read_yaml(path: Path) -> Layers:
     """
     log.debug("read %s", path)
     try:
-        check_regular(path)  # a pipe without a writer would never open
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         reason = error.strerror or error
@@ -75,22 +73,21 @@ def parse_bytes(data: bytes, where: str) -> Layers:
     if len(data) > MAX_BYTES:
         raise _error(where, 1, f"the file is larger than {MAX_BYTES // 1024} KiB.", "Is it the right one?")
     try:
-        text = data.decode("utf-8-sig")
+        return parse_yaml(data.decode("utf-8-sig"), where)
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise _error(where, line, "not text in UTF-8.", "Save the file as UTF-8.") from error
-    return parse_yaml(text, where)
 
 
 def parse_yaml(text: str, where: str) -> Layers:
     """Parse YAML as `read_yaml` does; `where` is its name in messages."""
-    top, expansion = _compose(text, where), _Expansion(where)
-    values = None if top is None else expansion.plain(top, ())
-    if top is None or values is None:
+    origins: dict[KeyPath, str] = {}
+    values = _parse(text, where, origins)
+    if values is None:
         return Layers({}, {(): f"{where}:1"})
     if not isinstance(values, dict):
-        raise _error(where, top.start_mark.line + 1, "the file must have 'key: value' lines at the top level.")
-    return Layers(values, expansion.origins)
+        raise _error(where, 1, "the file must have 'key: value' lines at the top level.")
+    return Layers(values, origins)
 
 
 def parse_override(text: str) -> Layers:
@@ -110,27 +107,28 @@ def parse_override(text: str) -> Layers:
             COMMAND_LINE, repr(shown), "not of the form key.path=value.", "Example: training.learning_rate=1e-5"
         )
         raise ConfigError([problem])
-    tree: Any = _typed_value(value, f"{COMMAND_LINE}: {shown}")
-    for part in reversed(path):
-        tree = {part: tree}
-    return Layers(tree, {path[: depth + 1]: COMMAND_LINE for depth in range(len(path))})
-
-
-def _typed_value(value: str, where: str) -> Any:
-    bare = value.strip()
+    where, bare = f"{COMMAND_LINE}: {shown}", value.strip()
+    tree: object
     if bare.startswith(("[", "{", "'", '"')):
-        node = _compose(bare, where)
-        return None if node is None else _Expansion(where).plain(node, ())
-    text = value if "\n" in value else bare
-    _check_text(text, where, None)
-    return _scalar(text, where, None)
+        tree = _parse(bare, where, {})
+    else:
+        tree = _scalar(value if "\n" in value else bare, where, None)
+    for part in reversed(path[1:]):
+        tree = {part: tree}
+    return Layers({path[0]: tree}, {path[: depth + 1]: COMMAND_LINE for depth in range(len(path))})
 
 
 # --- Scalars -------------------------------------------------------------------------------------
 
 
-def _scalar(text: str, where: str, line: int | None) -> bool | int | float | str | None:
-    """Return the value of an unquoted scalar in YAML 1.2's core schema."""
+def _scalar(text: str, where: str, line: int | None, *, is_text: bool = False) -> bool | int | float | str | None:
+    """Return the value of a scalar in YAML 1.2's core schema, or the text of a quoted one."""
+    if "\0" in text:  # illegal in file names and scripts, as surrogates are in UTF-8
+        raise _error(where, line, "a value can't contain a NUL byte.")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise _error(where, line, "the value has half a character (a lone surrogate).", "Write it in UTF-8.")
+    if is_text:
+        return text
     if text in _WORDS:
         return _WORDS[text]
     if _INTEGER.fullmatch(text):
@@ -142,37 +140,30 @@ def _scalar(text: str, where: str, line: int | None) -> bool | int | float | str
     return text
 
 
-def _check_text(text: str, where: str, line: int | None) -> None:
-    """Refuse characters that are illegal in file names, scripts or UTF-8."""
-    if "\0" in text:
-        raise _error(where, line, "a value can't contain a NUL byte.")
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise _error(where, line, "the value has half a character (a lone surrogate).", "Write it in UTF-8.")
-
-
 # --- Nodes ---------------------------------------------------------------------------------------
 
 
 class _LimitedComposer(Composer):
-    """ruamel's composer of nodes, with limits. An alias is the same node again, which `_Expansion` follows."""
+    """ruamel's composer of nodes, with limits, and without anchors, which could expand to millions of values."""
 
     where = ""
     line = 1
     num_values = nesting = 0
 
     def compose_node(self, parent: Node | None, index: object) -> Node | None:
-        """Compose the next node, unless it exceeds a limit, or has a tag."""
+        """Compose the next node, unless it exceeds a limit, or has a tag or an anchor."""
         event = self.parser.peek_event()
         self.line = event.start_mark.line + 1
         is_key = index is None and isinstance(parent, MappingNode)
         self.num_values += not is_key
         self.nesting += 1
-        if self.num_values > MAX_VALUES:
-            raise _error(self.where, self.line, f"the file has more than {MAX_VALUES} values.", "Is it the right one?")
-        if self.nesting > MAX_DEPTH + 1:
-            reason = f"lists and mappings are nested more than {MAX_DEPTH} deep."
+        if self.num_values > MAX_VALUES or self.nesting > MAX_DEPTH + 1:
+            reason = f"the file has more than {MAX_VALUES} values, or lists nested more than {MAX_DEPTH} deep."
             raise _error(self.where, self.line, reason, "Check the brackets.")
-        tag = None if isinstance(event, AliasEvent) else event.tag
+        if isinstance(event, AliasEvent) or event.anchor is not None:
+            reason = "anchors and aliases (& and *) are not supported."
+            raise _error(self.where, self.line, reason, "Write the value out; put text in quotes.")
+        tag = event.tag
         if tag is not None and not (tag in _STRING_TAGS and isinstance(event, ScalarEvent)):
             reason = f"the tag {str(tag)!r} has no meaning here."
             raise _error(self.where, self.line, reason, "Leave it out; put text in quotes.")
@@ -183,106 +174,51 @@ class _LimitedComposer(Composer):
         return node
 
 
-def _compose(text: str, where: str) -> Node | None:
-    """Return the node of the document; None if the text has none.
+def _parse(text: str, where: str, origins: dict[KeyPath, str]) -> object:
+    """Return the value of a text's only document, None if it has none; record the origin of each key.
 
     Raises:
-        ConfigError: the text is not YAML, has several documents, or exceeds the limits.
+        ConfigError: it is not YAML, has several documents, has keys twice or that are no words, or exceeds a limit.
     """
     yaml = YAML(typ="safe", pure=True)
     yaml.Composer = _LimitedComposer
     composer: _LimitedComposer = yaml.composer
-    composer.where, composer.warn_double_anchors = where, False
+    composer.where = where
     try:
-        node: Node | None = yaml.compose(StringIO(text))
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise _not_yaml(where, mark.line + 1 if mark else composer.line, error.problem or str(error)) from error
-    except ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise _not_yaml(where, line, "it can't contain control characters") from error
+        top: Node | None = yaml.compose(StringIO(text))
     except (YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
-        # Errors that ruamel does not expect: an escape beyond Unicode makes chr() raise an OverflowError.
-        raise _not_yaml(where, composer.line, str(error)) from error
-    return node
+        # Also errors that ruamel does not expect: an escape beyond Unicode makes chr() raise an OverflowError.
+        line, reason = composer.line, str(error)
+        if isinstance(error, MarkedYAMLError):
+            mark = error.problem_mark or error.context_mark
+            line, reason = (mark.line + 1 if mark else line), error.problem or reason
+        elif isinstance(error, ReaderError):
+            line, reason = text.count("\n", 0, error.position) + 1, "it can't contain control characters"
+        raise _error(where, line, f"not valid YAML: {one_line(reason)}.", "Check indentation and quotes.") from error
+    return None if top is None else _plain(top, (), where, origins)
 
 
-def _not_yaml(where: str, line: int, reason: str) -> ConfigError:
-    reason = one_line(reason)[:_LONGEST_SHOWN]
-    return _error(where, line, f"not valid YAML: {reason}.", "Check indentation and quotes.")
-
-
-class _Expansion:
-    """Converts nodes to plain values, following aliases, and records the line of each key."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-        self._num_values = 0
-        self.origins: dict[KeyPath, str] = {}
-
-    def plain(self, node: Node, path: KeyPath, depth: int = 0) -> Any:
-        """Return the value of a node.
-
-        Args:
-            node: the node.
-            path: keys that lead to it.
-            depth: number of lists and mappings around it.
-
-        Raises:
-            ConfigError: it has keys twice or keys that are no words, or its aliases exceed the limits.
-        """
-        self._count(node, 1, depth)
-        if isinstance(node, ScalarNode):
-            line = node.start_mark.line + 1
-            _check_text(node.value, self._where, line)
-            return str(node.value) if node.style else _scalar(node.value, self._where, line)
-        if isinstance(node, SequenceNode):
-            return [self.plain(item, path, depth + 1) for item in node.value]
-        self.origins.setdefault(path, self._place(node))
-        result = {}
-        for key, (key_node, value) in self._entries(node, depth).items():
-            self.origins[*path, key] = self._place(key_node)
-            result[key] = self.plain(value, (*path, key), depth + 1)
-        return result
-
-    def _entries(self, mapping: Node, depth: int) -> dict[str, tuple[Node, Node]]:
-        """Return a mapping's own entries, and entries for other keys of the mappings of its `<<`, the first winning."""
-        entries: dict[str, tuple[Node, Node]] = {}
-        merged: dict[str, tuple[Node, Node]] = {}
-        for key_node, value in mapping.value:
-            if key_node.tag == _MERGE_TAG:
-                for other in value.value if isinstance(value, SequenceNode) else [value]:
-                    if not isinstance(other, MappingNode):
-                        self._fail(key_node, "'<<' takes an alias of a mapping, or a list.", "Example: <<: *defaults")
-                    self._count(other, 1 + len(other.value), depth)
-                    merged = self._entries(other, depth + 1) | merged
-                continue
-            key = self._key(key_node)
-            if key in entries:
-                first = entries[key][0].start_mark.line + 1
-                self._fail(key_node, f"'{key}' is given twice, here and on line {first}.", "Keep one of them.")
-            entries[key] = (key_node, value)
-        return merged | entries
-
-    def _key(self, node: Node) -> str:
-        if not isinstance(node, ScalarNode) or node.anchor is not None:
-            self._fail(node, "a key must be a word.", "Write 'key: value'; put text that begins with [ or { in quotes.")
-        key = str(node.value)
+def _plain(node: Node, path: KeyPath, where: str, origins: dict[KeyPath, str]) -> object:
+    line = node.start_mark.line + 1
+    if isinstance(node, ScalarNode):
+        return _scalar(str(node.value), where, line, is_text=bool(node.style))
+    if isinstance(node, SequenceNode):
+        return [_plain(item, path, where, origins) for item in node.value]
+    origins.setdefault(path, f"{where}:{line}")
+    result: dict[str, object] = {}
+    for key_node, value in node.value:
+        key, line = key_node.value, key_node.start_mark.line + 1
+        if not isinstance(key_node, ScalarNode):
+            advice = "Write 'key: value'; put text that begins with [ or { in quotes."
+            raise _error(where, line, "a key must be a word.", advice)
         if not key or not key.isprintable() or len(key) > _LONGEST_SHOWN:
-            self._fail(node, f"{key[:_LONGEST_SHOWN]!r} can't be a key.", "A key is a short word.")
-        return key
-
-    def _count(self, node: Node, num_values: int, depth: int) -> None:
-        self._num_values += num_values
-        if self._num_values > MAX_VALUES or depth > MAX_DEPTH:
-            reason = f"aliases expand to more than {MAX_VALUES} values here, or nest too deeply."
-            self._fail(node, reason, "Write the values out.")
-
-    def _place(self, node: Node) -> str:
-        return f"{self._where}:{node.start_mark.line + 1}"
-
-    def _fail(self, node: Node, message: str, fix: str) -> NoReturn:
-        raise _error(self._where, node.start_mark.line + 1, message, fix)
+            raise _error(where, line, f"{key[:_LONGEST_SHOWN]!r} can't be a key.", "A key is a short word.")
+        if key in result:
+            first = origins[*path, key].rpartition(":")[2]
+            raise _error(where, line, f"'{key}' is given twice, here and on line {first}.", "Keep one of them.")
+        origins[*path, key] = f"{where}:{line}"
+        result[key] = _plain(value, (*path, key), where, origins)
+    return result
 
 
 def _error(where: str, line: int | None, message: str, fix: str = "") -> ConfigError:

@@ -220,7 +220,7 @@ def _run_build(
             meaning="a package was replaced, is missing, or is incompatible with the base",
             fix="change its packages and lock it again; the image was not tagged",
         )
-    client.tag(image_id, NamedImage(reference).docker_repository, NamedImage(reference).tag)
+    client.tag(image_id, *NamedImage(reference).docker_name.split(":"))
     return docker_engine.inspect_required(client, image_id, "build it again")
 
 

@@ -191,7 +191,7 @@ class SifSource:
         address = f"docker-daemon:{self.image_id}"  # by id or digest, because names and tags can move
         known = None
         if self._remote:
-            address = replace(self._remote, digest=self.registry_digest).docker_uri
+            address = f"docker://{replace(self._remote, digest=self.registry_digest).pinned}"
             known = find_credentials(self._remote.host)
         output: list[str] = []
         with _in_environment(known):

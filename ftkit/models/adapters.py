@@ -94,16 +94,10 @@ def default_targets(shape: ArchitectureSpec) -> tuple[str, ...]:
 
 
 def count_adapter_parameters(shape: ArchitectureSpec, lora: LoraSpec) -> int:
-    """Count the parameters of all adapters: two narrow matrices per projection, and DoRA's magnitudes.
-
-    Of experts, each has its own.
-    """
+    """Count the parameters of all adapters, of which each expert has its own."""
     counts = count_model(shape)
-    adapters = sum(
-        linear.count * adapter_size(lora, linear.inputs, linear.outputs)
-        for linear in counts.linears
-        if linear.name in lora.targets
-    )
+    targets = [linear for linear in counts.linears if linear.name in lora.targets]
+    adapters = sum(each.count * adapter_size(lora, each.inputs, each.outputs) for each in targets)
     adapters += sum(matrix.count * expert_adapter_size(lora, matrix) for matrix in counts.expert_matrices)
     # For families with other projections, an estimate.
     known = {linear.name for linear in counts.linears}

@@ -44,13 +44,12 @@ class RopeScalingSpec(Spec):
 
     @model_validator(mode="after")
     def _fields_belong_to_the_type(self) -> Self:
-        fields = {"yarn": ("beta_fast", "beta_slow"), "llama3": ("low_freq_factor", "high_freq_factor")}
-        for owner, names in fields.items():
-            for name in names:
-                if owner != self.rope_type and getattr(self, name) is not None:
-                    raise ValueError(f"{name} has no effect with rope_type '{self.rope_type}': leave it out")
-                if owner == self.rope_type == "llama3" and getattr(self, name) is None:
-                    raise ValueError(f"rope_type 'llama3' needs {name}")
+        owners = {"beta_fast": "yarn", "beta_slow": "yarn", "low_freq_factor": "llama3", "high_freq_factor": "llama3"}
+        for name, owner in owners.items():
+            if owner != self.rope_type and getattr(self, name) is not None:
+                raise ValueError(f"{name} has no effect with rope_type '{self.rope_type}': leave it out")
+            if owner == self.rope_type == "llama3" and getattr(self, name) is None:
+                raise ValueError(f"rope_type 'llama3' needs {name}")
         return self
 
     def of_weights(self, positions: int) -> Self:
@@ -155,7 +154,6 @@ class Linear:
 
     @property
     def size(self) -> int:
-        """Weights of one of them."""
         return self.inputs * self.outputs
 
 
@@ -214,42 +212,35 @@ UNKNOWN_FAMILY = 10
 
 @dataclass(frozen=True)
 class ModelCounts:
-    """Parameters of a model, before adapters.
-
-    Attributes:
-        source: how they were counted: by the formula of a known family; on the model class, without weights; from
-            config.json; or from the family's usual values.
-        layers: parameters of all decoder layers.
-        largest_layer: parameters of the largest decoder layer.
-        around: parameters outside the decoder layers; shared ones count once.
-        active: weights of the decoder layers' matrices that are active per token; of experts, only those that the token
-            is routed to.
-        feed_forward: total width of the feed-forward layers that are active per token in a decoder layer.
-        experts_per_token: experts that a token is routed to; 0 without any.
-        linears: the linear layers in the decoder layers, without experts that are stacked in one tensor.
-        attention: the attention of all decoder layers; empty: derived from the shape.
-        expert_matrices: the matrices of routed experts that can get adapters.
-    """
+    """Parameters of a model, before adapters."""
 
     source: CountSource
+    """By the formula of a known family; on the model class, without weights; from config.json; or from the family's
+    usual values."""
     layers: int
+    """Parameters of all decoder layers."""
     largest_layer: int
     around: int
+    """Parameters outside the decoder layers; shared ones count once."""
     active: int
+    """Weights of the decoder layers' matrices that are active per token; of experts, those that it is routed to."""
     feed_forward: int
+    """Total width of the feed-forward layers that are active per token in a decoder layer."""
     experts_per_token: int
+    """0 without experts."""
     linears: tuple[Linear, ...]
+    """Those in the decoder layers, without experts that are stacked in one tensor."""
     attention: tuple[AttentionLayers, ...] = ()
+    """The attention of all decoder layers; empty: derived from the shape."""
     expert_matrices: tuple[ExpertMatrix, ...] = ()
+    """Those of routed experts that can get adapters."""
 
     @property
     def total(self) -> int:
-        """All parameters."""
         return self.layers + self.around
 
     @property
     def is_exact(self) -> bool:
-        """Whether the counts are exact."""
         return self.source in {"formula", "model"}
 
 
@@ -301,13 +292,6 @@ class ModelSpec(Spec):
     by the tokens that don't fit into existing rows; new rows are initialized to the mean of the others. New tokens need
     `training.method: full`: adapters leave the embedding frozen."""
 
-    @field_validator("added_tokens", mode="after")
-    @classmethod
-    def _are_listed_once(cls, tokens: tuple[str, ...]) -> tuple[str, ...]:
-        if twice := sorted({token for token in tokens if tokens.count(token) > 1}):
-            raise ValueError(f"{', '.join(twice)} listed twice")
-        return tokens
-
     @field_validator("architecture", mode="after")
     @classmethod
     def _complete_if_possible(cls, fields: ArchitectureFields) -> ArchitectureFields:
@@ -317,13 +301,14 @@ class ModelSpec(Spec):
         return ArchitectureSpec.model_validate(given)
 
     @model_validator(mode="after")
-    def _revision_is_one_of_the_hub(self) -> Self:
-        if self.weights.startswith(RUN) and self.revision is not None:
-            raise ValueError("revision has no effect with the weights of a run")
-        if self.weights != "random":
+    def _settings_agree(self) -> Self:
+        if twice := sorted({token for token in self.added_tokens if self.added_tokens.count(token) > 1}):
+            raise ValueError(f"added_tokens lists {', '.join(twice)} twice")
+        is_random = self.weights == "random"
+        if self.revision is not None and (is_random or self.weights.startswith(RUN)):
+            raise ValueError(f"revision has no effect with weights '{self.weights}'")
+        if not is_random:
             return self
-        if self.revision is not None:
-            raise ValueError("revision has no effect with weights 'random'")
         if self.tokenizer.source == "model":
             raise ValueError("weights 'random' have no tokenizer: set tokenizer.source")
         if missing := _missing(self.architecture):
@@ -358,7 +343,6 @@ class ModelPlan(ModelSpec):
     """The model with its complete shape and its parameter counts."""
 
     architecture: ArchitecturePlan
-    """The shape."""
     adapter: str | None = None
     """Folder of the adapters from which training continues."""
     source: str | None = None

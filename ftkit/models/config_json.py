@@ -57,32 +57,11 @@ def why_not_dequantizable(config: Mapping[str, Any]) -> str | None:
     return f"the weights are quantized by '{method}', which ftkit does not dequantize"
 
 
-_DTYPES = (
-    "bfloat16", "float16", "half", "float32", "float", "float64", "double", "float8_e4m3fn", "float8_e5m2", "int8",
-    "uint8",
-)  # fmt: skip
-"""Names of dtypes in torch that weights may have."""
-_DTYPE_ABBREVIATIONS = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
-
-
 def check_loadable(config: Mapping[str, Any], weights: str) -> None:
-    """Refuse weights that ftkit does not dequantize, and a `dtype` that torch does not have.
-
-    Raises:
-        ConfigError: with the model to use instead, or the dtype to write.
-    """
-    where = f"config.json of {weights}"
+    """Refuse (ConfigError) weights that ftkit does not dequantize, and name the model to use instead."""
     if (problem := why_not_dequantizable(config)) is not None:
         what = f"{problem}: fine-tuning starts from weights in bf16 or fp32."
-        raise ConfigError([Problem(where, "model.weights", what, unquantized_fix(weights))])
-    parts = [config, *(part for part in [config.get("text_config")] if isinstance(part, dict))]
-    for key, value in ((key, part.get(key)) for part in parts for key in ("dtype", "torch_dtype")):
-        if isinstance(value, str) and value not in _DTYPES:
-            name = value.removeprefix("torch.").lower()
-            name = _DTYPE_ABBREVIATIONS.get(name, name)
-            fix = f'Write "{key}": "{name if name in _DTYPES else "bfloat16"}" in config.json.'
-            what = f'its config.json has "{key}": "{value}", which torch does not have, so transformers can\'t read it.'
-            raise ConfigError([Problem(where, "model.weights", what, fix)])
+        raise ConfigError([Problem(f"config.json of {weights}", "model.weights", what, unquantized_fix(weights))])
 
 
 _QUANTIZED_NAME = re.compile(
@@ -123,12 +102,14 @@ def fill_config(config: Mapping[str, Any]) -> dict[str, Any]:
     heads, hidden = filled.get("num_attention_heads"), filled.get("hidden_size")
     if filled.get("model_type") in FAMILIES and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         filled = {"num_key_value_heads": heads, "head_dim": hidden // heads} | filled
-    rope = filled.get("rope_parameters")
-    if isinstance(rope, dict):  # with several types of layers, each type has its own
-        kind = rope.get(FULL, rope)
-        if isinstance(kind, dict) and kind.get("rope_theta") is not None:
-            filled["rope_theta"] = kind["rope_theta"]
-    filled |= _full_attention_values(filled)
+    rope = _of_full_attention(filled.get("rope_parameters"))
+    if rope.get("rope_theta") is not None:
+        filled["rope_theta"] = rope["rope_theta"]
+    layers = filled.get("per_layer_config")  # Gemma 4's full-attention layers, in transformers 5's spelling
+    first = next(iter(layers.values()), None) if isinstance(layers, dict) else None
+    for key, own in {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}.items():
+        if isinstance(first, dict) and key in first:
+            filled[own] = first[key]
     if family.window_switch and not stored.get(family.window_switch):
         filled["sliding_window"] = None
     if not isinstance(filled.get("layer_types"), list):
@@ -138,12 +119,10 @@ def fill_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return filled
 
 
-def _full_attention_values(filled: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of Gemma 4's full-attention layers, from transformers 5's spelling."""
-    layers = filled.get("per_layer_config")
-    first = next(iter(layers.values()), None) if isinstance(layers, dict) else None
-    names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-    return {names[key]: value for key, value in first.items() if key in names} if isinstance(first, dict) else {}
+def _of_full_attention(rope: object) -> dict[str, Any]:
+    """Return rope parameters: with several types of layers, each type has its own."""
+    found = rope.get(FULL, rope) if isinstance(rope, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _is_count(value: object) -> bool:
@@ -171,34 +150,24 @@ def _layer_types(filled: Mapping[str, Any]) -> list[str] | None:
 def resolve_shape(model: ModelSpec, config: Mapping[str, Any] | None) -> ArchitectureSpec:
     """Return the complete shape of a model: that of its configuration, with the recipe's overrides.
 
-    Args:
-        model: the recipe's model.
-        config: raw configuration of its weights; None if there is none, or if it can't be read from here.
+    `config` is the raw configuration of its weights; None if there is none, or if it can't be read from here.
 
     Raises:
         ConfigError: the recipe contradicts the configuration, or neither defines the complete shape.
     """
     given = model.architecture
+    if config is None and isinstance(given, ArchitectureSpec):
+        return _with_more_positions(given, given)
     if config is None:
-        if isinstance(given, ArchitectureSpec):
-            return _with_more_positions(given, given)
-        raise ConfigError([_unknown_shape(model)])
+        fix = f"On a machine with network access: hf download {model.weights} config.json"
+        if is_path(model.weights):
+            fix = "Correct the path; if the folder exists only on the nodes"
+        what = f"the config.json of '{model.weights}' can't be read from here."
+        raise ConfigError([Problem("", "model.weights", what, f"{fix}, or give the complete model.architecture.")])
     if found := find_contradictions(given, config):
         where, fix = f"config.json of {model.weights}", "Correct the recipe, or leave it out."
         raise ConfigError([Problem(where, f"model.architecture.{key}", f"{each}.", fix) for key, each in found.items()])
     return _with_more_positions(read_shape(config, model.weights), given)
-
-
-def _unknown_shape(model: ModelSpec) -> Problem:
-    what = f"the config.json of '{model.weights}' can't be read from here."
-    if is_path(model.weights):
-        fix = "Correct the path; for a folder that exists only on the nodes, give the complete model.architecture."
-    else:
-        fix = (
-            f"On a machine with network access: hf download {model.weights} config.json; or give the complete "
-            "model.architecture."
-        )
-    return Problem("", "model.weights", what, fix)
 
 
 def read_shape(config: Mapping[str, Any], weights: str) -> ArchitectureSpec:
@@ -208,34 +177,31 @@ def read_shape(config: Mapping[str, Any], weights: str) -> ArchitectureSpec:
         ConfigError: it is incomplete, or has impossible values.
     """
     filled = fill_config(config)
-    types, window = filled.get("layer_types"), filled.get("sliding_window")
-    if isinstance(types, list) and (window is None or WINDOWED not in types):
-        types = window = None
-    every = types.index(FULL) + 1 if isinstance(types, list) and FULL in types else None
-    if isinstance(types, list) and every is None:
-        every = len(types) + 1  # no layer has full attention
+    window, every = _window_and_interval(filled)
     fields = {name: filled.get(name) for name in ArchitectureFields.model_fields if name != "rope_scaling"}
-    width = filled.get("intermediate_size") or _width_of_experts(filled)
     known = fields | {
         "family": filled.get("model_type"),
-        "intermediate_size": width,
+        "intermediate_size": filled.get("intermediate_size") or _width_of_experts(filled),
         "sliding_window": window,
-        "full_attention_every": every or 1,
+        "full_attention_every": every,
     }
     try:
         return ArchitectureSpec.model_validate({key: value for key, value in known.items() if value is not None})
     except ValidationError as error:
         wrong = list(dict.fromkeys(str(detail["loc"][0]) for detail in error.errors() if detail["loc"]))
-        raise ConfigError(
-            [
-                Problem(
-                    f"config.json of {weights}", "model.weights",
-                    f"it has no {', '.join(wrong) or 'possible shape'} that ftkit can use.",
-                    "Plan on a machine with torch and transformers, which fill in missing values; or choose another "
-                    "model.",
-                )
-            ]
-        ) from error  # fmt: skip
+        what = f"it has no {', '.join(wrong) or 'possible shape'} that ftkit can use."
+        fix = "Plan on a machine with torch and transformers, which fill in missing values; or choose another model."
+        raise ConfigError([Problem(f"config.json of {weights}", "model.weights", what, fix)]) from error
+
+
+def _window_and_interval(filled: Mapping[str, Any]) -> tuple[int | None, int]:
+    """Return the sliding window, and the interval of layers with full attention."""
+    types, window = filled.get("layer_types"), filled.get("sliding_window")
+    if not isinstance(types, list):
+        return window, 1
+    if window is None or WINDOWED not in types:
+        return None, 1
+    return window, types.index(FULL) + 1 if FULL in types else len(types) + 1
 
 
 def _width_of_experts(filled: Mapping[str, Any]) -> int | None:
@@ -261,76 +227,50 @@ def _with_more_positions(shape: ArchitectureSpec, given: ArchitectureFields) -> 
 
 
 def find_contradictions(shape: ArchitectureFields, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields in which a shape contradicts the configuration of weights, each with both values.
+    """Return the fields in which a recipe's shape contradicts the configuration of weights, each with both values.
 
-    Args:
-        shape: the recipe's shape; unset fields are not compared.
-        config: configuration, raw or with defaults; missing keys are not compared.
+    Unset fields and missing keys are not compared; the configuration is raw, or has the defaults.
     """
     stored = {key: value for key, value in fill_config(config).items() if key in CONFIG_KEYS and value is not None}
     given = {key: value for key in shape.model_fields_set if (value := getattr(shape, key)) is not None}
+    pairs = {key: (given[key], stored[key]) for key in _EQUAL if key in stored and key in given}
+    family = stored.get("model_type", shape.family)
+    if "family" in given:
+        pairs["family"] = (shape.family, family)
+    window, every = _window_and_interval(stored)
+    is_known = family_of(str(family)).has_formula or (window is not None and shape.sliding_window is not None)
+    if "sliding_window" in shape.model_fields_set and is_known:
+        pairs["sliding_window"] = (shape.sliding_window, window)
+    if "full_attention_every" in given and family in MEASURED and isinstance(stored.get("layer_types"), list):
+        pairs["full_attention_every"] = (shape.full_attention_every, every)
     found = {
-        key: f"{_in_yaml(given[key])} in the recipe, {_in_yaml(stored[key])} in the weights"
-        for key in _EQUAL
-        if key in stored and key in given and given[key] != stored[key]
+        key: f"{_in_yaml(recipe)} in the recipe, {_in_yaml(weights)} in the weights"
+        for key, (recipe, weights) in pairs.items()
+        if recipe != weights
     }
-    if stored.get("model_type", shape.family) != shape.family and "family" in given:
-        found["family"] = f"{shape.family} in the recipe, {stored['model_type']} in the weights"
-    found |= _positions(shape, given, stored)
     default = ArchitectureSpec.model_fields["initializer_range"].default
     if given.get("initializer_range", default) not in (default, stored.get("initializer_range")):
         found["initializer_range"] = f"{shape.initializer_range} has no effect on pretrained weights"
-    return found | _windows(shape, stored)
+    return found | _positions(shape, given, stored)
 
 
 def _positions(shape: ArchitectureFields, given: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, str]:
     """Return the contradictions about positions and rope scaling."""
-    key, scaling, own = "max_position_embeddings", shape.rope_scaling, _own_scaling(stored)
+    key, scaling = "max_position_embeddings", shape.rope_scaling
     there, wanted = stored.get(key), given.get(key)
-    if scaling is not None and own is not None:
-        trained = f"the weights were trained with {own}, for {there} positions"
+    own = _of_full_attention(stored.get("rope_parameters") or stored.get("rope_scaling"))
+    kind = own.get("rope_type") or own.get("type") or "default"
+    if scaling is not None and kind != "default":
+        trained = f"the weights were trained with {kind}, for {there} positions"
         return {"rope_scaling": f"{scaling.rope_type} in the recipe, {trained}"}
     if not isinstance(there, int) or not isinstance(wanted, int) or wanted <= there:
         return {}
     if scaling is None:
         return {key: f"{wanted} in the recipe, {there} in the weights (more need rope_scaling)"}
     most = scaling.of_weights(there).positions
-    if wanted > most:
-        return {key: f"{wanted} in the recipe, {most} with a rope_scaling of {scaling.factor:g}"}
-    return {}
-
-
-def _own_scaling(stored: Mapping[str, Any]) -> str | None:
-    """Return the weights' own rope scaling; None without one."""
-    found = stored.get("rope_parameters") or stored.get("rope_scaling")
-    found = found.get(FULL, found) if isinstance(found, dict) else None
-    kind = (found.get("rope_type") or found.get("type")) if isinstance(found, dict) else None
-    return None if kind in (None, "default") else str(kind)
-
-
-def _windows(shape: ArchitectureFields, stored: Mapping[str, Any]) -> dict[str, str]:
-    """Return the contradictions about sliding windows."""
-    if not shape.model_fields_set & {"sliding_window", "full_attention_every"}:
-        return {}
-    window, types, planned = stored.get("sliding_window"), stored.get("layer_types"), shape.sliding_window
-    family = stored.get("model_type", shape.family)
-    if family not in MEASURED or not family_of(str(family)).full_attention_every:
-        is_known = window is not None or family_of(str(family)).has_formula
-        is_other = is_known and planned not in (None, window)
-    elif not isinstance(types, list) or not isinstance(shape, ArchitectureSpec):
-        is_other = window is not None and planned != window
-    else:
-        planned = planned or shape.max_position_embeddings
-        is_other = WINDOWED in types and planned != window
-        if list(types) != shape.layer_types:
-            full = [str(number) for number, kind in enumerate(types, start=1) if kind == FULL]
-            return {
-                "full_attention_every": f"{shape.full_attention_every} in the recipe, in the weights layers "
-                f"{', '.join(full) or '(none)'} have full attention"
-            }
-    values = f"{_in_yaml(planned)} in the recipe, {_in_yaml(window)} in the weights"
-    return {"sliding_window": values} if is_other else {}
+    return {key: f"{wanted} in the recipe, {most} with a rope_scaling of {scaling.factor:g}"} if wanted > most else {}
 
 
 def _in_yaml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)

@@ -29,44 +29,31 @@ class SavedTensors:
 
 @dataclass(frozen=True)
 class LayerSavings:
-    """Activations that autograd saves for a decoder layer, measured on the real layers.
-
-    Attributes:
-        compiled: with torch.compile, which recomputes element-wise operations between matmuls: inputs of the
-            projections (two of them normalized), queries, keys, values, the attention's output, and the feed-forward's
-            three wide tensors; a norm of queries and keys saves its inputs, a norm of outputs these.
-        recomputed_inputs: those of `compiled` that are not saved with adapters, or if trained matrices multiply in FP8.
-            A matmul in bf16 saves its input; otherwise the compiler recomputes what element-wise operations made.
-        eager: without torch.compile.
-        eager_fp32: inputs of norms that are saved in fp32, without torch.compile.
-        norms_follow: whether the outputs into the residual stream are normalized.
-    """
+    """Activations that autograd saves for a decoder layer, measured on the real layers."""
 
     compiled: SavedTensors = SavedTensors(4, 2, 2, 3)
+    """With torch.compile, which recomputes element-wise operations between matmuls: inputs of projections (two of them
+    normalized), queries, keys, values, the attention's output, and the feed-forward's three wide tensors; a norm of
+    queries and keys saves its inputs, a norm of outputs these."""
     recomputed_inputs: SavedTensors = SavedTensors(2, 0, 0, 1)
+    """Those of `compiled` that are not saved with adapters, or if trained matrices multiply in FP8. A matmul in bf16
+    saves its input; otherwise the compiler recomputes what element-wise operations made."""
     eager: SavedTensors = SavedTensors(4, 2, 2, 4)
+    """Without torch.compile."""
     eager_fp32: SavedTensors = SavedTensors(2, 0, 0)
+    """Inputs of norms that are saved in fp32, without torch.compile."""
     norms_follow: bool = False
+    """Whether the outputs into the residual stream are normalized."""
 
 
 _PLAIN = LayerSavings()
-_QK_NORM = LayerSavings(
-    SavedTensors(4, 3, 3, 3),
-    eager=SavedTensors(4, 3, 3, 4),
-    eager_fp32=SavedTensors(2, 1, 1),
-)
+_QK_NORM = LayerSavings(SavedTensors(4, 3, 3, 3), eager=SavedTensors(4, 3, 3, 4), eager_fp32=SavedTensors(2, 1, 1))
 _OLMO = LayerSavings(
-    SavedTensors(4, 3, 3, 3),
-    recomputed_inputs=SavedTensors(1, 0, 0, 1),
-    eager=SavedTensors(2, 2, 2, 4),
-    eager_fp32=SavedTensors(4, 2, 2),
-    norms_follow=True,
-)
+    SavedTensors(4, 3, 3, 3), recomputed_inputs=SavedTensors(1, 0, 0, 1), eager=SavedTensors(2, 2, 2, 4),
+    eager_fp32=SavedTensors(4, 2, 2), norms_follow=True,
+)  # fmt: skip
 _GEMMA = LayerSavings(
-    SavedTensors(5, 3, 3, 3),
-    eager=SavedTensors(2, 2, 2, 4),
-    eager_fp32=SavedTensors(8, 2, 2),
-    norms_follow=True,
+    SavedTensors(5, 3, 3, 3), eager=SavedTensors(2, 2, 2, 4), eager_fp32=SavedTensors(8, 2, 2), norms_follow=True
 )
 
 
@@ -82,41 +69,34 @@ class UsualExperts:
 
 @dataclass(frozen=True)
 class Family:
-    """Facts about a family.
-
-    Attributes:
-        has_formula: whether `ftkit.models.parameters` counts its parameters exactly.
-        defaults: defaults of its configuration class in transformers, for keys that config.json lacks.
-        full_attention_every: interval of layers with full attention if config.json has no `layer_types`; 0 if all have
-            it.
-        other_layers: type of the other layers.
-        last_is_full: whether the last layer always has full attention.
-        window_switch: the key without which a window in config.json has no effect.
-        qk_norm: parameters of the norms of queries and keys: one head's width each, all heads' widths, or none.
-        num_norms: norms as wide as the residual stream in a decoder layer.
-        bias: projections that have a bias, unless `attention_bias` says otherwise.
-        has_sinks: whether each query head has a learned attention sink.
-        has_output_gate: whether `q_proj` also computes a gate for the attention's output.
-        expert_bias: whether router and experts have biases.
-        expert_parts: names of an expert's matrices in files: those that transformers 5 joins to `gate_up_proj`, and
-            that of `down_proj`; none where files have them joined.
-        savings: activations that a layer saves for its backward pass.
-        usual_experts: assumed experts if config.json can't be read.
-    """
+    """Facts about a family."""
 
     has_formula: bool = True
+    """Whether `ftkit.models.parameters` counts its parameters exactly."""
     defaults: Mapping[str, object] = field(default_factory=dict)
+    """Defaults of its configuration class in transformers, for keys that config.json lacks."""
     full_attention_every: int = 0
+    """Interval of layers with full attention if config.json has no `layer_types`; 0 if all have it."""
     other_layers: Literal["sliding_attention", "linear_attention"] = "sliding_attention"
     last_is_full: bool = False
+    """Whether the last layer always has full attention."""
     window_switch: str | None = None
+    """The key without which a window in config.json has no effect."""
     qk_norm: Literal["none", "head", "heads"] = "none"
+    """Parameters of the norms of queries and keys: one head's width each, all heads' widths, or none."""
     num_norms: int = 2
+    """Norms as wide as the residual stream in a decoder layer."""
     bias: tuple[str, ...] = ()
+    """Projections that have a bias, unless `attention_bias` says otherwise."""
     has_sinks: bool = False
+    """Whether each query head has a learned attention sink."""
     has_output_gate: bool = False
+    """Whether `q_proj` also computes a gate for the attention's output."""
     expert_bias: bool = False
+    """Whether router and experts have biases."""
     expert_parts: tuple[tuple[str, ...], tuple[str, ...]] = (("gate_proj", "up_proj"), ("down_proj",))
+    """Names of an expert's matrices in files: those that transformers 5 joins to `gate_up_proj`, and that of
+    `down_proj`; none where files have them joined."""
     savings: LayerSavings = _PLAIN
     usual_experts: UsualExperts | None = None
 
@@ -229,29 +209,20 @@ FAMILIES: Mapping[str, Family] = {
         savings=_QK_NORM, usual_experts=UsualExperts(512, 10, 1),
     ),
     # Without a formula: assumed experts if config.json can't be read
-    "deepseek_v2": Family(has_formula=False, usual_experts=UsualExperts(162, 8, 7)),
-    "deepseek_v3": Family(has_formula=False, usual_experts=UsualExperts(257, 9, 9)),
-    "glm4_moe": Family(has_formula=False, usual_experts=UsualExperts(161, 9, 7)),
-    "granitemoe": Family(has_formula=False, usual_experts=UsualExperts(62, 8, 1)),
-    "jamba": Family(has_formula=False, usual_experts=UsualExperts(16, 2, 1)),
-    "llama4_text": Family(has_formula=False, usual_experts=UsualExperts(129, 2, 1)),
-    "minimax": Family(has_formula=False, usual_experts=UsualExperts(32, 2, 1)),
-    "minimax_m2": Family(has_formula=False, usual_experts=UsualExperts(256, 8, 1)),
-    "phimoe": Family(has_formula=False, usual_experts=UsualExperts(16, 2, 1)),
-    "qwen2_moe": Family(has_formula=False, usual_experts=UsualExperts(68, 12, 4)),
-    "qwen3_next": Family(has_formula=False, usual_experts=UsualExperts(513, 11, 10)),
+    **{name: Family(has_formula=False, usual_experts=UsualExperts(*numbers)) for name, numbers in {
+        "deepseek_v2": (162, 8, 7), "deepseek_v3": (257, 9, 9), "glm4_moe": (161, 9, 7), "granitemoe": (62, 8, 1),
+        "jamba": (16, 2, 1), "llama4_text": (129, 2, 1), "minimax": (32, 2, 1), "minimax_m2": (256, 8, 1),
+        "phimoe": (16, 2, 1), "qwen2_moe": (68, 12, 4), "qwen3_next": (513, 11, 10),
+    }.items()},
 }  # fmt: skip
 
 _UNKNOWN = Family(has_formula=False)
 _UNKNOWN_MIXTURE = Family(has_formula=False, usual_experts=UsualExperts(128, 8, 1))
 
 TEXT_MODEL_TYPES: Mapping[str, str] = {
-    "gemma3": "gemma3_text",
-    "gemma4": "gemma4_text",
-    "mistral3": "ministral3",
-    "qwen3_5": "qwen3_5_text",
+    "gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "ministral3", "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
-}
+}  # fmt: skip
 """The `model_type` of the text model within a multimodal one, if config.json leaves it to the class."""
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit.models.architecture import ArchitecturePlan, AttentionLayers, ExpertMatrix, Linear, ModelCounts
 from ftkit.models.config_json import FULL, LINEAR, WINDOWED, fill_config
-from ftkit.models.families import FAMILIES, family_of
+from ftkit.models.families import family_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,10 +32,19 @@ def count_model(shape: ArchitectureSpec) -> ModelCounts:
 
 @lru_cache(maxsize=64)  # called by every prediction
 def _count_shape(shape: ArchitectureSpec) -> ModelCounts:
-    config = _config_of(shape)
-    is_exact = shape.family in FAMILIES and family_of(shape.family).has_formula
-    has_usual_experts = family_of(shape.family).usual_experts is not None
-    return _count(config, "formula" if is_exact and not has_usual_experts else "family")
+    """Count a model that is defined only by its shape, with its family's usual experts."""
+    fields = shape.model_dump(exclude={"family", "full_attention_every", "rope_scaling", "counts"})
+    family = family_of(shape.family)
+    filled = {**family.defaults, **fields, "model_type": shape.family}
+    if shape.sliding_window is not None or family.full_attention_every == 0:
+        has_window = shape.sliding_window is not None
+        filled["layer_types"] = shape.layer_types if has_window else [FULL] * shape.num_hidden_layers
+    usual = family.usual_experts
+    if usual is not None:
+        width = -(-shape.intermediate_size // usual.narrower)
+        filled |= {"num_experts": usual.num, "num_experts_per_tok": usual.per_token, "moe_intermediate_size": width}
+        filled.pop("num_local_experts", None)
+    return _count(fill_config(filled), "formula" if family.has_formula and usual is None else "family")
 
 
 def count_by_config(config: Mapping[str, Any]) -> ModelCounts:
@@ -46,23 +55,6 @@ def count_by_config(config: Mapping[str, Any]) -> ModelCounts:
     """
     filled = fill_config(config)
     return _count(filled, "formula" if family_of(str(filled.get("model_type"))).has_formula else "config")
-
-
-def _config_of(shape: ArchitectureSpec) -> dict[str, Any]:
-    """Return the configuration of a model that is defined only by its shape, with its family's usual experts."""
-    fields = shape.model_dump(exclude={"family", "full_attention_every", "rope_scaling", "counts"})
-    family = family_of(shape.family)
-    filled = {**family.defaults, **fields, "model_type": shape.family}
-    if shape.sliding_window is not None or family.full_attention_every == 0:
-        filled["layer_types"] = (
-            shape.layer_types if shape.sliding_window is not None else [FULL] * len(shape.layer_types)
-        )
-    usual = family.usual_experts
-    if usual is not None:
-        width = -(-shape.intermediate_size // usual.narrower)
-        filled |= {"num_experts": usual.num, "num_experts_per_tok": usual.per_token, "moe_intermediate_size": width}
-        filled.pop("num_local_experts", None)
-    return fill_config(filled)
 
 
 # --- Experts --------------------------------------------------------------------------------------
@@ -122,46 +114,35 @@ def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
 
 @dataclass(frozen=True)
 class _Layer:
-    """The counts of a decoder layer, or of a part of one; layers are sums of parts.
-
-    Attributes:
-        linears: numbers of inputs and outputs of its linear layers, by name.
-        others: parameters of other matrices that are active for every token: routers and convolutions.
-        experts: the matrices of its routed experts.
-        active_experts: parameters of the matrices of the experts that a token is routed to.
-        vectors: parameters of norms, biases, scales and sinks.
-        feed_forward: width of the feed-forward layer that a token passes through.
-    """
+    """The counts of a decoder layer, or of a part of one; layers are sums of parts."""
 
     linears: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Numbers of inputs and outputs of its linear layers, by name."""
     others: int = 0
+    """Parameters of other matrices that are active for every token: routers and convolutions."""
     experts: tuple[ExpertMatrix, ...] = ()
     active_experts: int = 0
+    """Parameters of the matrices of the experts that a token is routed to."""
     vectors: int = 0
+    """Parameters of norms, biases, scales and sinks."""
     feed_forward: int = 0
+    """Width of the feed-forward layer that a token passes through."""
 
     def __add__(self, other: _Layer) -> _Layer:
         return _Layer(
-            self.linears | other.linears,
-            self.others + other.others,
-            self.experts + other.experts,
-            self.active_experts + other.active_experts,
-            self.vectors + other.vectors,
+            self.linears | other.linears, self.others + other.others, self.experts + other.experts,
+            self.active_experts + other.active_experts, self.vectors + other.vectors,
             self.feed_forward + other.feed_forward,
-        )
-
-    @property
-    def in_linears(self) -> int:
-        return sum(inputs * outputs for inputs, outputs in self.linears.values())
+        )  # fmt: skip
 
     @property
     def active(self) -> int:
-        return self.in_linears + self.others + self.active_experts
+        linears = sum(inputs * outputs for inputs, outputs in self.linears.values())
+        return linears + self.others + self.active_experts
 
     @property
     def total(self) -> int:
-        experts = sum(each.size for each in self.experts)
-        return self.in_linears + self.others + experts + self.vectors
+        return self.active - self.active_experts + sum(each.size for each in self.experts) + self.vectors
 
 
 def _count(config: Mapping[str, Any], source: CountSource) -> ModelCounts:
@@ -169,11 +150,16 @@ def _count(config: Mapping[str, Any], source: CountSource) -> ModelCounts:
     layers = [_layer(config, family, experts, index) for index in range(config["num_hidden_layers"])]
     linears = Counter((name, *sizes) for layer in layers for name, sizes in layer.linears.items())
     matrices = Counter(matrix for layer in layers for matrix in layer.experts)
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    around: int = (1 if config.get("tie_word_embeddings") else 2) * vocabulary * hidden + hidden
+    if per_layer := config.get("hidden_size_per_layer_input"):  # Gemma 4's embeddings for each layer
+        width = config["num_hidden_layers"] * per_layer
+        around += config["vocab_size_per_layer_input"] * width + hidden * width + per_layer
     return ModelCounts(
         source,
         layers=sum(layer.total for layer in layers),
         largest_layer=max(layer.total for layer in layers),
-        around=_outside_layers(config),
+        around=around,
         active=sum(layer.active for layer in layers),
         feed_forward=max(layer.feed_forward for layer in layers),
         experts_per_token=experts.per_token if experts else 0,
@@ -183,22 +169,12 @@ def _count(config: Mapping[str, Any], source: CountSource) -> ModelCounts:
     )
 
 
-def _outside_layers(config: Mapping[str, Any]) -> int:
-    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
-    outside: int = (1 if config.get("tie_word_embeddings") else 2) * vocabulary * hidden + hidden
-    if per_layer := config.get("hidden_size_per_layer_input"):  # Gemma 4's embeddings for each layer
-        width = config["num_hidden_layers"] * per_layer
-        outside += config["vocab_size_per_layer_input"] * width + hidden * width + per_layer
-    return outside
-
-
 def _layer(config: Mapping[str, Any], family: Family, experts: Experts | None, index: int) -> _Layer:
     hidden, kind = config["hidden_size"], _layer_type(config, index)
     layer = _Layer(vectors=family.num_norms * hidden)
     layer += _gated_delta_net(config) if kind == LINEAR else _attention(config, family, index, kind)
     is_sparse = experts is not None and has_routed_experts(config, index)
-    has_both = "enable_moe_block" in config  # Gemma 4 has experts in addition to a dense feed-forward layer
-    if not is_sparse or has_both:
+    if not is_sparse or "enable_moe_block" in config:  # Gemma 4 has experts in addition to a dense feed-forward layer
         layer += _feed_forward(config, index)
     if experts is not None and is_sparse:
         layer += _experts(config, family, experts)
@@ -303,11 +279,7 @@ def _experts(config: Mapping[str, Any], family: Family, experts: Experts) -> _La
 
 
 def count_attention(config: Mapping[str, Any]) -> tuple[AttentionLayers, ...]:
-    """Count the layers with each kind of attention in a configuration with defaults.
-
-    Raises:
-        KeyError: it lacks the number of heads.
-    """
+    """Count the layers with each kind of attention in a configuration with defaults; KeyError: without heads."""
     kinds = Counter(_layer_type(config, index) for index in range(config["num_hidden_layers"]))
     found = []
     for kind, count in kinds.items():

@@ -1,22 +1,20 @@
-"""A model's weight files: the tensors in them, from the headers of safetensors, and whether config.json fits them."""
+"""A model's weight files: the tensors in them, from the headers of safetensors."""
 
 from __future__ import annotations
 
-import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import eq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ftkit.errors import NotFoundError, plural
+from ftkit.errors import NotFoundError
 from ftkit.files import MAX_JSON_BYTES, load_json, open_regular, read_small
-from ftkit.models.architecture import ArchitecturePlan
-from ftkit.models.families import family_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from ftkit.models.architecture import ArchitectureFields, ModelCounts
 
 CONFIG_FILE = "config.json"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -27,10 +25,6 @@ _MAX_HEADER_BYTES = 100_000_000
 """Limit of the format."""
 _MAX_NAME = 255
 """Longest name of a file, in bytes."""
-_COMPARE_CHUNK_BYTES = 2**24
-"""Number of bytes that are compared at a time."""
-
-
 WRAPPED = "model.language_model."
 """Prefix of the text model in most multimodal models' classes."""
 
@@ -52,18 +46,16 @@ def text_name(stored: str) -> str:
 
 def stored_names(file: Path) -> set[str]:
     """Return the names of the tensors in a file of safetensors; empty if the file is missing or damaged."""
-    try:
+    with suppress(*UNREADABLE):
         return {*stored_tensors(file)}
-    except UNREADABLE:
-        return set()
+    return set()
 
 
 def stored_dtypes(file: Path) -> set[str]:
     """Return the dtypes of a file of safetensors, by the format's names; empty if the file is damaged."""
-    try:
+    with suppress(*UNREADABLE):
         return {tensor.kind[0] for tensor in stored_tensors(file).values()}
-    except UNREADABLE:
-        return set()
+    return set()
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -121,16 +113,13 @@ class StoredTensor:
 
     def equals(self, other: StoredTensor) -> bool:
         """Compare dtype, shape and bytes."""
-        if self.kind != other.kind:
-            return False
-        with self.path.open("rb") as one, other.path.open("rb") as two:
-            one.seek(self.begin)
-            two.seek(other.begin)
-            for done in range(0, self.end - self.begin, _COMPARE_CHUNK_BYTES):
-                size = min(_COMPARE_CHUNK_BYTES, self.end - self.begin - done)
-                if one.read(size) != two.read(size):
-                    return False
-        return True
+        return self.kind == other.kind and all(map(eq, self._chunks(), other._chunks()))
+
+    def _chunks(self) -> Iterator[bytes]:
+        with self.path.open("rb") as file:
+            file.seek(self.begin)
+            for done in range(self.begin, self.end, 2**24):
+                yield file.read(min(2**24, self.end - done))
 
 
 def tensors_of_model(folder: Path) -> dict[str, StoredTensor]:
@@ -158,90 +147,3 @@ def _read_header(path: Path, _: tuple[int, int, int]) -> Mapping[str, StoredTens
         )
         for name, entry in header.items()
     }
-
-
-# --- Compared with config.json ----------------------------------------------------------------------
-
-_LAYER = re.compile(r"((model|transformer|gpt_neox|backbone)\.)?(layers|h|blocks)\.(\d+)\.")
-"""Prefix of the tensors of a decoder layer."""
-_TABLES = ("embed_tokens.weight", "lm_head.weight")
-_PREDICTING = re.compile("nextn|mtp")
-"""Keys of config.json that count layers which predict further tokens. They follow the decoder layers, untrained."""
-_SHOWN = 3
-_NDIM = 2
-"""Dimensions of matrices; experts are stacked in three."""
-
-
-def check_tensors(shape: ArchitectureFields, config: Mapping[str, Any], folder: Path) -> str | None:
-    """Compare the files' tensors with the model that is built from config.json.
-
-    Args:
-        shape: the shape in the weights' files, with parameters counted exactly; nothing is compared otherwise.
-        config: raw configuration.
-        folder: a folder whose weight files are complete.
-
-    Returns:
-        A warning if the files have more decoder layers; for families without a formula, whose files may have other
-        tensors than their class, also if they have fewer layers or tensors of other shapes.
-
-    Raises:
-        NotFoundError: the files of a family with a formula have fewer layers, or tensors of other shapes.
-    """
-    if not isinstance(shape, ArchitecturePlan) or shape.counts is None:
-        return None
-    try:
-        stored = {text_name(name): tensor.kind[1] for name, tensor in tensors_of_model(folder).items()}
-    except UNREADABLE:
-        return None  # damaged files in the hub's cache are refused by the run
-    layers = {int(found[4]) for name in stored if (found := _LAYER.match(name))}
-    num, of_config = 1 + max(layers, default=-1), shape.num_hidden_layers
-    if wrong := [*_wrong_layers(num, of_config), *_wrong_shapes(shape, shape.counts, stored)]:
-        shown = wrong[:_SHOWN] + ([f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else [])
-        what = f"{folder / CONFIG_FILE} contradicts the weight files: {'; '.join(shown)}"
-        if not family_of(shape.family).has_formula:
-            return f"{what}: the trainer will refuse them if {CONFIG_FILE} is not that of these files"
-        raise NotFoundError(
-            f"model.weights: {what}",
-            meaning=f"{CONFIG_FILE} was edited, or it belongs to another model than the files",
-            fix="copy or download the folder again",
-        )
-    if num <= of_config + _num_predicting(config):
-        return None
-    return (
-        f"the weight files in {folder} have {num} decoder layers, its {CONFIG_FILE} says {of_config} "
-        f"(num_hidden_layers): the run trains and exports only the first {of_config}; if that is not intended, copy or "
-        f"download {CONFIG_FILE} again"
-    )
-
-
-def _num_predicting(config: Mapping[str, Any]) -> int:
-    counts = (value for key, value in config.items() if _PREDICTING.search(key))
-    return sum(value for value in counts if type(value) is int)
-
-
-def _wrong_layers(num: int, of_config: int) -> Iterator[str]:
-    if 0 < num < of_config:
-        yield f"the files have {plural(num, 'decoder layer')}, {CONFIG_FILE} says {of_config} (num_hidden_layers)"
-
-
-def _wrong_shapes(shape: ArchitecturePlan, counts: ModelCounts, stored: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """Yield the tensors that differ: tables, and linear layers except those of routed experts."""
-    if not counts.is_exact:
-        return
-    has_formula, tables = family_of(shape.family).has_formula, [(shape.vocab_size, shape.hidden_size)]
-    linears: dict[str, list[tuple[int, int]]] = {}
-    for each in counts.linears:
-        linears.setdefault(f"{each.name}.weight", []).append((each.outputs, each.inputs))
-        if not has_formula:  # GPT-2 has [inputs, outputs]
-            linears[f"{each.name}.weight"].append((each.inputs, each.outputs))
-    if not has_formula:  # Moshi has a row more
-        tables.append((shape.vocab_size + 1, shape.hidden_size))
-    for name, sizes in stored.items():
-        layer = _LAYER.match(name)
-        expected: list[tuple[int, int]] = []
-        if name.removeprefix("model.") in _TABLES:
-            expected = tables
-        elif layer and int(layer[4]) < shape.num_hidden_layers and ".experts." not in name:
-            expected = linears.get(".".join(name.split(".")[-2:]), [])
-        if len(sizes) == _NDIM and expected and sizes not in expected:
-            yield f"'{name}' has shape {[*sizes]} in the files, and {[*expected[0]]} by {CONFIG_FILE}"

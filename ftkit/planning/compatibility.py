@@ -110,7 +110,7 @@ def _image(cluster: ClusterProfile, request: RunRequest) -> Iterator[Problem]:
         yield Problem(f"cluster {cluster.name}", "runtime", what, fix)
     if runtime == "docker" and isinstance(image, ImageFile):
         yield Problem(where, key, f"docker can't run a file: {image}.", "Use NAME:TAG, built by ftkit build.")
-    if runtime == "pyxis" and isinstance(image, ImageFile) and image.is_sif:
+    if runtime == "pyxis" and isinstance(image, ImageFile) and image.path.suffix == ".sif":
         yield Problem(
             where, key, f"pyxis can't run a SIF file: {image}.",
             "Use a .sqsh file ('ftkit import' makes one), or a cluster whose profile has runtime 'apptainer'.",

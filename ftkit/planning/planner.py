@@ -239,7 +239,7 @@ def container_image(cluster: ClusterProfile, image: AnyImage | None, workspace: 
         return None
     match image:
         case RegistryImage() as remote:
-            uris = {"docker": remote.pinned, "apptainer": remote.docker_uri}
+            uris = {"docker": remote.pinned, "apptainer": f"docker://{remote.pinned}"}
             return uris.get(cluster.runtime, remote.enroot_uri)
         case ImageFile(path):
             return str(path)

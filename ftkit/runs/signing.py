@@ -51,7 +51,7 @@ def sign(path: Path, key: Path, purpose: Purpose) -> Path:
     signature.unlink(missing_ok=True)
     command = ["ssh-keygen", "-Y", "sign", "-f", str(key), "-n", purpose, str(path)]
     if sys.stdin is not None and sys.stdin.isatty():
-        code, output = process.run_asking(command), ""
+        code, output = process.run_attached(command, stdout=sys.stderr.fileno()), ""
     else:
         done = process.run(command)
         code, output = done.returncode, done.stderr.strip() or done.stdout.strip()

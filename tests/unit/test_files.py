@@ -90,7 +90,7 @@ def test_a_missing_file_is_none_and_a_damaged_one_an_error(tmp_path: Path) -> No
     assert read_json(path / "below", Record) is None
     path.write_text("{")
     assert read_json_if_valid(path, Record) is None
-    with pytest.raises(DamagedFileError, match=r"x\.json can't be read: Invalid JSON"):
+    with pytest.raises(DamagedFileError, match=r"x\.json .*: Invalid JSON"):
         read_json(path, Record)
     write_json(path, Record("x"))
     assert read_json(path / "below", Record) is None
@@ -101,7 +101,7 @@ def test_a_missing_file_is_none_and_a_damaged_one_an_error(tmp_path: Path) -> No
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(), os.mkfifo])
 def test_special_files_are_never_read(make: Any, tmp_path: Path) -> None:
     make(tmp_path / "x.json")
-    with pytest.raises(DamagedFileError, match="it is not a regular file"):
+    with pytest.raises(DamagedFileError, match=r"x\.json .*: it is not"):
         read_json(tmp_path / "x.json", Record)
 
 

@@ -68,5 +68,5 @@ def test_only_secrets_are_redacted_in_a_text(text: str, shown: str) -> None:
 
 def test_values_of_secret_variables_are_redacted_everywhere() -> None:
     environment = {"WANDB_API_KEY": "0123456789abcdef", "MY_TOKEN": "no", "HOME": "/home/somebody"}
-    text = "ValueError: no such thing as 0123456789abcdef in /home/somebody"
-    assert redact(text, environment) == "ValueError: no such thing as *** in /home/somebody"
+    text = "ValueError: no 0123456789abcdef in /home/somebody"
+    assert redact(text, environment) == "ValueError: no *** in /home/somebody"

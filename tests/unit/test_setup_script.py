@@ -82,7 +82,7 @@ def test_pip_installs_if_uv_fails_or_does_not_have_a_setting(copy: Path, uv: str
     for _ in range(2):
         done = set_up(copy, uv=uv, config=config, pip='echo "ERROR: no space" >&2; exit 3')
         assert done.returncode == 3  # and the next time it is tried again
-        assert done.stderr.splitlines()[-2:] == ["setup: installing with pip instead of uv", "ERROR: no space"]
+        assert "ERROR: no space" in done.stderr.splitlines()[-1]
     downloads = 'echo "Collecting torch"; echo "  Downloading torch.whl (800 MB)"; echo "Successfully installed"'
     done = set_up(copy, uv=uv, config=config, pip=downloads)
     assert done.returncode == 0

@@ -23,13 +23,15 @@ def test_common_dotenv_syntax_is_parsed(tmp_path: Path) -> None:
 # of the hub
 HF_TOKEN=hf_abc#def   # a comment
 export WANDB_API_KEY = 'a "b" $c'
-WANDB_NOTES="two\\nlines \\"quoted\\" \\$5" # a comment
+WANDB_NOTES="it's two words" # a comment
+WANDB_NAME=two words # a comment
 WANDB_MODE=
 """
     assert read(tmp_path, text) == {
         "HF_TOKEN": "hf_abc#def",
         "WANDB_API_KEY": 'a "b" $c',
-        "WANDB_NOTES": 'two\nlines "quoted" $5',
+        "WANDB_NOTES": "it's two words",
+        "WANDB_NAME": "two words",
         "WANDB_MODE": "",
     }
     assert read(tmp_path, "\ufeffWANDB_NAME=1\r\nHF_TOKEN=2\r\n") == {"WANDB_NAME": "1", "HF_TOKEN": "2"}

@@ -98,23 +98,25 @@ def test_a_digest_takes_precedence_over_a_tag() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("text", "wrong"),
     [
-        ("r.io/Team/x:1", "uppercase letters"),
-        ("r.io/a b:1", "spaces"),
-        ("r.io/a\n:1", "spaces"),
-        ("r.io/", "nothing after the host"),
-        ("r.io/a..b:1", "not a valid name"),
-        ("r.io/a:-1", "no valid tag"),
-        ("r.io/a@sha256:12", "no valid tag or digest"),
-        ("r.io:65536/a:1", "not a host"),
-        ("docker://r.io:9999999#a:1", "not a host"),
-        ("-r.io/a:1", "not a host"),
+        ("r.io/Team/x:1", "'Team/x'"),
+        ("r.io/a b:1", "a b"),
+        ("r.io/a\n:1", r"a\n"),
+        ("r.io/", "'' is not"),
+        ("r.io/a..b:1", "a..b"),
+        ("r.io/a:-1", "a:-1"),
+        ("r.io/a@sha256:12", "a@sha256:12"),
+        ("r.io:65536/a:1", "'r.io:65536'"),
+        ("docker://r.io:9999999#a:1", "'r.io:9999999'"),
+        ("-r.io/a:1", "'-r.io'"),
     ],
 )
-def test_an_invalid_reference_is_rejected_with_a_reason(text: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
+def test_an_invalid_reference_is_rejected_with_the_wrong_part(text: str, wrong: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         parse_reference(text)
+    (problem,) = caught.value.problems
+    assert wrong in problem.message.removeprefix(repr(text))
 
 
 @pytest.mark.parametrize("name", ["olmo3:25.02", "a.b_c-d:V1.0_x-y", "0:_1", "a__b:1"])

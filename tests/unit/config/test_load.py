@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from ftkit.config.context import Context, list_names
 from ftkit.config.load import load_cluster, load_image, load_recipe
 from ftkit.config.request import load_settings
-from ftkit.errors import ConfigError, NotFoundError
+from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.paths import absolute_path, is_path
 from ftkit.spec import Spec
 
@@ -27,18 +27,28 @@ def ctx(tmp_path: Path) -> Context:
     return Context(tmp_path / "project", tmp_path / "user", {})
 
 
-def problems(ctx: Context, *overrides: str, recipe: str = "demo") -> list[str]:
+def found_problems(ctx: Context, *overrides: str, recipe: str = "demo") -> list[Problem]:
     with pytest.raises(ConfigError) as caught:
         load_recipe(recipe, ctx, overrides)
-    return [str(problem) for problem in caught.value.problems]
+    return caught.value.problems
+
+
+def problems(ctx: Context, *overrides: str, recipe: str = "demo") -> list[str]:
+    return [str(problem) for problem in found_problems(ctx, *overrides, recipe=recipe)]
+
+
+def places(ctx: Context, *overrides: str, recipe: str = "demo") -> set[tuple[str, str]]:
+    return {(problem.where, problem.key) for problem in found_problems(ctx, *overrides, recipe=recipe)}
 
 
 def test_all_problems_are_reported_together_with_suggestions(ctx: Context) -> None:
-    found = problems(ctx, "training.learning_rat=1", "training.num_epochs=x", "data.source.num_trian=3")
-    assert len(found) == 3
-    assert "command line: data.source.num_trian: unknown key. Did you mean 'num_train'?" in found
-    assert "command line: training.learning_rat: unknown key. Did you mean 'learning_rate'?" in found
-    assert any("training.num_epochs" in problem and "'x'" in problem for problem in found)
+    typed = ("training.learning_rat=1", "training.num_epochs=x", "data.source.num_trian=3")
+    found = {problem.key: problem for problem in found_problems(ctx, *typed)}
+    assert found.keys() == {each.partition("=")[0] for each in typed}
+    assert {problem.where for problem in found.values()} == {"command line"}
+    assert "'learning_rate'" in found["training.learning_rat"].fix
+    assert "'num_train'" in found["data.source.num_trian"].fix
+    assert "'x'" in found["training.num_epochs"].message
 
 
 def test_a_problem_in_a_file_is_reported_with_file_and_line(ctx: Context) -> None:
@@ -50,36 +60,40 @@ def test_a_problem_in_a_file_is_reported_with_file_and_line(ctx: Context) -> Non
 
 
 def test_a_wrong_choice_suggests_the_nearest(ctx: Context) -> None:
-    assert problems(ctx, "training.schedule=cosin") == [
-        ("command line: training.schedule: 'cosin' is none of 'constant', 'cosine' or 'linear'. "
-        "Did you mean 'cosine'?")
-    ]  # fmt: skip
+    (found,) = found_problems(ctx, "training.schedule=cosin")
+    assert (found.where, found.key) == ("command line", "training.schedule")
+    assert "'constant', 'cosine' or 'linear'" in found.message
+    assert "'cosine'" in found.fix
 
 
 def test_a_boolean_for_activation_checkpointing_lists_the_allowed_values(ctx: Context) -> None:
     (found,) = problems(ctx, "training.activation_checkpointing=true")
-    assert "set 'full': it is one of auto, none, selective, except_attention, full" in found
+    for mode in ("auto", "none", "selective", "except_attention", "full"):
+        assert mode in found
 
 
 def test_a_micro_batch_is_a_number_or_auto(ctx: Context) -> None:
     for wrong in ("many", "0", "-1", "1.5", "true"):
         (found,) = problems(ctx, f"training.micro_batch_size={wrong}")
-        assert "training.micro_batch_size: a micro-batch is 1 to 65,536 packs, or 'auto'" in found
+        for fact in ("training.micro_batch_size", "65,536", "'auto'"):
+            assert fact in found
 
 
 def test_an_unknown_kind_of_source_lists_the_known_ones(ctx: Context) -> None:
-    (found,) = problems(ctx, "data.source.kind=hubb")
-    assert "'hubb' is none of 'generated', 'files', 'hub', 'mixture'. Did you mean 'hub'?" in found
+    (found,) = found_problems(ctx, "data.source.kind=hubb")
+    assert "'generated', 'files', 'hub', 'mixture'" in found.message
+    assert "'hub'" in found.fix
 
 
 def test_a_missing_key_is_reported(ctx: Context) -> None:
     (found,) = problems(ctx, "data.source.kind=files")
-    assert "data.source.train: required, but not given." in found
+    assert "data.source.train: required" in found
 
 
 def test_checks_of_several_keys_are_reported_at_one_of_them(ctx: Context) -> None:
     (found,) = problems(ctx, "training.num_epochs=3", "training.max_steps=9")
-    assert found == "command line: training: give exactly one of max_steps and num_epochs."
+    assert found.startswith("command line: training: ")
+    assert "max_steps and num_epochs" in found
     path = ctx.project / "recipes" / "mine.yaml"
     path.write_text("extends: demo\nname: mine\ntraining:\n  seed: 2\n  lora: {rank: 4}\n")
     (found,) = problems(ctx, recipe="mine")
@@ -106,10 +120,10 @@ def test_the_training_length_of_a_recipe_replaces_that_of_its_parent(ctx: Contex
 def test_a_missing_key_is_reported_at_its_mapping(ctx: Context) -> None:
     path = ctx.project / "recipes" / "mine.yaml"
     path.write_text("# mine\nname: mine\ntraining:\n  max_steps: 2\n")
-    found = problems(ctx, "training.seed=1", "data.source.kind=hub", recipe="mine")
-    assert f"{path}:2: model: required, but not given. Add 'model:'." in found
-    assert f"{path}:3: training.sequence_length: required, but not given. Add 'sequence_length:'." in found
-    assert "command line: data.source.dataset: required, but not given. Add 'dataset:'." in found
+    found = places(ctx, "training.seed=1", "data.source.kind=hub", recipe="mine")
+    assert (f"{path}:2", "model") in found
+    assert (f"{path}:3", "training.sequence_length") in found
+    assert ("command line", "data.source.dataset") in found
 
 
 def test_missing_keys_are_reported_at_the_mapping_that_replaced_them(ctx: Context) -> None:
@@ -140,7 +154,7 @@ def test_each_problem_is_a_readable_sentence(ctx: Context, key: str, value: obje
 def test_unquoted_text_in_braces_is_reported_with_how_to_quote_it(ctx: Context) -> None:
     with pytest.raises(ConfigError) as error:
         load_recipe("demo", ctx, ["data.format.prompt={column}"])
-    assert """also needs quotes for YAML: data.format.prompt='"{column}"'.""" in str(error.value)
+    assert """data.format.prompt='"{column}"'""" in str(error.value)
     load_recipe("demo", ctx, ['data.format.prompt="{sql_prompt}"'])
 
 
@@ -195,15 +209,15 @@ def test_unknown_names_suggest_the_nearest(ctx: Context) -> None:
 def test_a_recipe_in_a_pipe_a_device_or_a_folder_is_refused_with_the_reason(ctx: Context, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")  # without a writer
     for path in (tmp_path / "pipe", Path("/dev/null"), tmp_path):
-        with pytest.raises(NotFoundError, match=f"{path} is not a regular file") as caught:
+        with pytest.raises(NotFoundError, match=f"{path} is not"):
             load_recipe(str(path), ctx)
-        assert "write the recipe into a file" in caught.value.fix
 
 
 def test_a_chat_template_in_a_pipe_is_refused(ctx: Context, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jinja")
-    (problem,) = problems(ctx, f"data.chat_template={tmp_path}/a.jinja")
-    assert "not a regular file" in problem
+    (problem,) = found_problems(ctx, f"data.chat_template={tmp_path}/a.jinja")
+    assert problem.key == "data.chat_template"
+    assert f"{tmp_path}/a.jinja" in problem.message
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "~nobody-at-all/x.yaml", "a\0b", "/x" * 3000, "\x1b[2J"])
@@ -237,7 +251,7 @@ def test_options_override_variables_which_override_files(ctx: Context) -> None:
 
 def test_an_unknown_setting_is_rejected(ctx: Context) -> None:
     (ctx.project / "ftkit.yaml").write_text("clutser: x\n")
-    with pytest.raises(ConfigError, match="Did you mean 'cluster'"):
+    with pytest.raises(ConfigError, match="'cluster'"):
         load_settings(ctx)
 
 
@@ -276,14 +290,16 @@ def test_a_time_limit_may_be_a_number_of_minutes(ctx: Context) -> None:
     assert load_recipe("mine", ctx).resources.time_limit == "90"
     assert load_recipe("demo", ctx, ["resources.time_limit=30"]).resources.time_limit == "30"
     assert load_cluster("ours", ctx).time_limit == "120"
-    assert "time_limit: must be text, got true" in problems(ctx, "resources.time_limit=true")[0]
-    assert "'-5' does not have the required form" in problems(ctx, "resources.time_limit=-5")[0]
+    for wrong in ("true", "-5"):
+        (problem,) = found_problems(ctx, f"resources.time_limit={wrong}")
+        assert problem.key == "resources.time_limit"
+        assert wrong in problem.message
 
 
 def test_an_invalid_format_string_is_rejected_with_file_and_line(ctx: Context) -> None:
     path = ctx.project / "recipes" / "mine.yaml"
     path.write_text("extends: demo\nname: mine\ndata:\n  format:\n    prompt: '{question!q}'\n")
-    with pytest.raises(ConfigError, match=r"mine\.yaml:5: data\.format\.prompt: \{question!q\} is not a column name"):
+    with pytest.raises(ConfigError, match=r"mine\.yaml:5: data\.format\.prompt: \{question!q\}"):
         load_recipe("mine", ctx)
 
 
@@ -298,7 +314,8 @@ def test_data_addresses_must_have_a_known_scheme(ctx: Context) -> None:
     recipe = load_recipe("olmo3-7b-full", ctx, ["data.source=s3://bucket/*.parquet"])
     assert recipe.data.files == [("data.source.train", "s3://bucket/*.parquet")]
     (found,) = problems(ctx, "data.source=https://host/data.jsonl", recipe="olmo3-7b-full")
-    assert "data.source.train: a data address is s3://…, gs://…, hf://…" in found
+    assert "data.source.train: " in found
+    assert "s3://…, gs://…, hf://…" in found
 
 
 def test_short_forms_of_a_source_can_be_overridden(ctx: Context) -> None:
@@ -315,7 +332,7 @@ def test_short_forms_of_a_source_can_be_overridden(ctx: Context) -> None:
         ("hub", "b", 1.0),
     ]
     (found,) = problems(ctx, "data.source=[{source: a.jsonl, weight: 3}, b.jsonl]", recipe="olmo3-7b-full")
-    assert "only a.jsonl has a weight: give every source one, or none" in found
+    assert "only a.jsonl" in found
 
 
 def test_a_hub_id_that_is_also_a_local_folder_is_rejected(ctx: Context) -> None:
@@ -341,7 +358,7 @@ def test_an_invalid_path_is_reported_with_its_key(ctx: Context, path: str) -> No
 
 
 def test_a_path_below_a_folder_that_is_not_utf8_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"printable characters in UTF-8, got .*caf.udce9/data"):
+    with pytest.raises(ConfigError, match=r"UTF-8, got .*caf.udce9/data"):
         absolute_path("data", Path("/caf\udce9"), "x.yaml:1", "workspace")
 
 
@@ -363,12 +380,9 @@ def test_the_project_is_the_nearest_parent_folder_with_a_configuration(
 
 
 def test_wrong_values_in_a_list_are_one_problem_each_with_their_index(ctx: Context) -> None:
-    found = problems(ctx, "data.source=[{source: ./a.jsonl, weight: -1}, {source: ./b.jsonl, weight: 0}]")
-    assert [line.partition(", got")[0] for line in found] == [
-        f"command line: data.source.sources[{number}].weight: must be more than 0" for number in range(2)
-    ]
-    (empty,) = problems(ctx, "data.source=[]")
-    assert "data.source.sources: must have at least 1" in empty
+    found = places(ctx, "data.source=[{source: ./a.jsonl, weight: -1}, {source: ./b.jsonl, weight: 0}]")
+    assert found == {("command line", f"data.source.sources[{number}].weight") for number in range(2)}
+    assert places(ctx, "data.source=[]") == {("command line", "data.source.sources")}
 
 
 @pytest.mark.parametrize(
@@ -470,7 +484,7 @@ def test_a_model_given_only_by_weights_replaces_the_inherited_model(ctx: Context
     ("words", "message"),
     [
         ("model=run:../x", "a run is given as run:NAME"),
-        ("model={weights: run:x, revision: v1}", "revision has no effect with the weights of a run"),
+        ("model={weights: run:x, revision: v1}", "revision has no effect"),
         ("model=random", "weights 'random' have no tokenizer"),
         (
             "model.architecture.rope_scaling={rope_type: linear, factor: 2, beta_fast: 3}",

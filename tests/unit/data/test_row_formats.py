@@ -390,7 +390,7 @@ def test_numbers_are_formatted_unchanged() -> None:
         ("{prompt:{width}}", "is not a column name"),
         ("{prompt.__class__}", r"\{prompt\.__class__\} is not"),
         ("{prompt[0]}", "is not a column name"),
-        ("{}", r"\{\} has no column name"),
+        ("{}", r"\{\} is not"),
         ('{"answer": 1}', "is not a column name in braces: write {{ and }}"),
     ],
 )

@@ -86,7 +86,7 @@ def test_a_container_that_cannot_be_removed_does_not_change_the_verdict(
         del environment
         assert timeout_seconds > 600
         if args[1] == "remove" and remove.startswith("sleep"):
-            raise process.ProgramTimeoutError(f"'enroot' did not answer within {timeout_seconds} seconds")
+            raise process.ProgramTimeoutError("enroot", timeout_seconds)
         done = subprocess.run(args, capture_output=True, text=True, check=False)
         return process.ProgramOutput(done.returncode, done.stdout, done.stderr)
 

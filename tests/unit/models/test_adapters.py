@@ -92,10 +92,10 @@ def test_invalid_lora_settings_are_rejected() -> None:
     here = Context(assets.RECIPES, assets.RECIPES, {})
     with pytest.raises(ConfigError) as caught:
         load_recipe("demo", here, ("training.lora.rank=4",))
-    assert "lora has no effect with method 'full'" in str(caught.value)
+    assert "lora has no effect" in str(caught.value)
     with pytest.raises(ConfigError) as caught:
         load_recipe("demo", here, ("training.method=lora", "training.lora.targets=[q_proj, q_proj]"))
-    assert "lists a projection twice" in str(caught.value)
+    assert "q_proj, q_proj" in str(caught.value)
     assert training(method="qlora").adapters == LoraSpec(targets=ALL_PROJECTIONS)
     assert training().adapters is None
 
@@ -116,7 +116,7 @@ def test_auto_selects_zero3_with_a_reason_if_only_zero3_fits() -> None:
     assert choose(recipe, 32, "h100-80gb").name == "fsdp2"
     assert choose(recipe, 8, None).name == "fsdp2"
     asked = recipe.model_copy(update={"training": recipe.training.model_copy(update={"engine": "zero3"})})
-    assert choose(asked, 32, "h200").reason == "the recipe asks for it"
+    assert choose(asked, 32, "h200").name == "zero3"
 
 
 def test_layers_stay_unsharded_if_a_gpu_has_enough_memory() -> None:
@@ -137,5 +137,5 @@ def test_layers_stay_unsharded_if_a_gpu_has_enough_memory() -> None:
 
 def test_fp32_gradients_are_not_reduced_in_bf16() -> None:
     here = Context(assets.RECIPES, assets.RECIPES, {})
-    with pytest.raises(ConfigError, match="would round the gradients"):
+    with pytest.raises(ConfigError, match="reduce_precision 'bf16'"):
         load_recipe("demo", here, ("training.precision=fp32", "training.reduce_precision=bf16"))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,19 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def test_a_model_folder_must_contain_a_configuration_and_weights(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
-    with pytest.raises(NotFoundError, match=f"there is no folder {folder} on"):
+    with pytest.raises(NotFoundError, match=f"folder {folder} on"):
         check_folder(folder)
     folder.mkdir()
-    with pytest.raises(NotFoundError, match=r"has no config\.json and no model\.safetensors or"):
+    with pytest.raises(NotFoundError, match=r"config\.json .* model\.safetensors"):
         check_folder(folder)
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(NotFoundError, match=r"has no model\.safetensors or"):
+    with pytest.raises(NotFoundError, match=r"no model\.safetensors"):
         check_folder(folder)
     (folder / WEIGHTS_FILE).write_bytes(NO_TENSORS)
     check_folder(folder)
     (folder / WEIGHTS_FILE).unlink()
     (folder / WEIGHTS_INDEX).write_text("half of")
-    with pytest.raises(NotFoundError, match="has no readable model"):
+    with pytest.raises(NotFoundError, match="readable model"):
         check_folder(folder)
     places = {"one": "a.safetensors", "two": WEIGHTS_FILE}
     (folder / WEIGHTS_INDEX).write_text(json.dumps({"weight_map": places}))
@@ -49,22 +50,15 @@ def test_a_model_folder_must_contain_a_configuration_and_weights(tmp_path: Path)
         check_folder(folder)
 
 
-@pytest.mark.parametrize(
-    ("file", "fix"),
-    [
-        ("pytorch_model_fsdp_0/.metadata", "accelerate merge-weights {0}/pytorch_model_fsdp_0 {0}"),
-        ("zero_to_fp32.py", "python {0}/zero_to_fp32.py {0} {0} --safe_serialization"),
-    ],
-)
-def test_shards_of_a_trainer_are_rejected_with_the_command_that_merges_them(
-    file: str, fix: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("file", ["pytorch_model_fsdp_0/.metadata", "zero_to_fp32.py"])
+def test_shards_of_a_trainer_are_rejected_with_how_to_merge_them(file: str, tmp_path: Path) -> None:
     (tmp_path / CONFIG_FILE).write_text('{"model_type": "llama"}')
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).touch()
-    with pytest.raises(NotFoundError, match="in the shards of a trainer") as caught:
+    with pytest.raises(NotFoundError) as caught:
         check_folder(tmp_path)
-    assert str(caught.value.fix).endswith(fix.format(tmp_path))
+    assert "accelerate merge-weights" in caught.value.fix
+    assert "zero_to_fp32.py" in caught.value.fix
 
 
 @pytest.mark.parametrize("names", [[WEIGHTS_FILE], ["a.safetensors", "b.safetensors"]])
@@ -146,18 +140,18 @@ def test_missing_or_unexpectedly_quantized_weights_are_rejected(tmp_path: Path) 
     file, index = tmp_path / WEIGHTS_FILE, tmp_path / WEIGHTS_INDEX
     weight = {"up.weight": np.ones((2, 2), np.int8)}
     file.write_bytes(safetensors.numpy.save(weight))
-    with pytest.raises(NotFoundError, match=r"'up\.weight' as I8 without scales"):
+    with pytest.raises(NotFoundError, match=r"'up\.weight' as I8"):
         check_folder(tmp_path)
     file.rename(tmp_path / "one.safetensors")
     index.write_text(json.dumps({"weight_map": {"up.weight": "one.safetensors", "down.weight": "one.safetensors"}}))
-    with pytest.raises(NotFoundError, match=r"lists down\.weight, which its file lacks"):
+    with pytest.raises(NotFoundError, match=r"lists down\.weight"):
         check_folder(tmp_path)
     (tmp_path / "one.safetensors").rename(tmp_path / "pytorch_model.bin")
     index.unlink()
-    with pytest.raises(NotFoundError, match=r"only as pytorch_model\.bin") as caught:
+    with pytest.raises(NotFoundError, match=r"pytorch_model\.bin") as caught:
         check_folder(tmp_path)
     assert "save_pretrained" in str(caught.value.fix)
-    with pytest.raises(NotFoundError, match="is a file"):
+    with pytest.raises(NotFoundError, match=str(tmp_path / CONFIG_FILE)):
         check_folder(tmp_path / CONFIG_FILE)
 
 
@@ -200,18 +194,17 @@ def test_the_header_of_a_weight_file_is_read_once_as_long_as_the_file_does_not_c
 def test_a_model_in_gguf_is_refused_as_such(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     for place in (tmp_path / "model.gguf", tmp_path):
-        with pytest.raises(
-            NotFoundError, match=r"model\.gguf is a model in GGUF.*\n.*\ngive the model that it was made"
-        ):
+        with pytest.raises(NotFoundError, match=r"model\.gguf .*GGUF"):
             check_folder(place)
 
 
 def test_a_file_that_belongs_to_no_model_suggests_no_folder(tmp_path: Path) -> None:
     (tmp_path / WEIGHTS_FILE).write_bytes(NO_TENSORS)
-    with pytest.raises(NotFoundError, match=r"is a file\n.*\ngive a folder that has these files"):
+    with pytest.raises(NotFoundError) as caught:
         check_folder(tmp_path / WEIGHTS_FILE)
+    assert "model.weights=" not in caught.value.fix
     (tmp_path / CONFIG_FILE).touch()
-    with pytest.raises(NotFoundError, match=f"give the folder: model.weights={tmp_path}"):
+    with pytest.raises(NotFoundError, match=f"model.weights={tmp_path}$"):
         check_folder(tmp_path / WEIGHTS_FILE)
 
 
@@ -220,11 +213,9 @@ def test_the_output_folder_of_a_trainer_suggests_its_newest_checkpoint(tmp_path:
         (tmp_path / name).mkdir()
     for name in ("checkpoint-90", "checkpoint-1000"):
         (tmp_path / name / ADAPTER_CONFIG).touch()
-    with pytest.raises(
-        NotFoundError, match="has no model, but folders with models: checkpoint-90, checkpoint-1000"
-    ) as e:
+    with pytest.raises(NotFoundError, match="checkpoint-90, checkpoint-1000") as caught:
         check_folder(tmp_path)
-    assert e.value.fix == f"give one of them: model.weights={tmp_path / 'checkpoint-1000'}"
+    assert caught.value.fix.endswith(f"model.weights={tmp_path / 'checkpoint-1000'}")
 
 
 def test_adapters_with_the_models_configuration_are_adapters_and_with_its_weights_ambiguous(tmp_path: Path) -> None:
@@ -233,18 +224,18 @@ def test_adapters_with_the_models_configuration_are_adapters_and_with_its_weight
     assert holds_adapters(tmp_path)
     (tmp_path / WEIGHTS_FILE).write_bytes(NO_TENSORS)
     assert not holds_adapters(tmp_path)
-    with pytest.raises(NotFoundError, match=r"has a model, and adapters as well \(adapter_config\.json\)"):
+    with pytest.raises(NotFoundError, match=r"\(adapter_config\.json\)"):
         check_folder(tmp_path)
 
 
 def test_the_weights_of_adapters_must_be_complete_safetensors(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match=r"has no adapter_model\.safetensors"):
+    with pytest.raises(NotFoundError, match=r"no adapter_model\.safetensors"):
         check_adapters(tmp_path)
     (tmp_path / "adapter_model.bin").touch()
-    with pytest.raises(NotFoundError, match=r"only as adapter_model\.bin\n.*\nconvert them: python -c "):
+    with pytest.raises(NotFoundError, match=r"adapter_model\.bin"):
         check_adapters(tmp_path)
     (tmp_path / ADAPTER_FILE).write_bytes(NO_TENSORS[:-1])
-    with pytest.raises(NotFoundError, match=r"an incomplete adapter_model\.safetensors"):
+    with pytest.raises(NotFoundError, match=r"incomplete adapter_model\.safetensors"):
         check_adapters(tmp_path)
     (tmp_path / ADAPTER_FILE).write_bytes(NO_TENSORS)
     check_adapters(tmp_path)
@@ -254,7 +245,7 @@ def test_the_weights_of_adapters_must_be_complete_safetensors(tmp_path: Path) ->
 def test_an_index_may_list_only_files_of_its_folder(name: str, tmp_path: Path) -> None:
     (tmp_path / CONFIG_FILE).write_text('{"model_type": "llama"}')
     (tmp_path / WEIGHTS_INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
-    with pytest.raises(NotFoundError, match="no file of this folder"):
+    with pytest.raises(NotFoundError, match=re.escape(repr(name[:80]))):
         check_folder(tmp_path)
 
 
