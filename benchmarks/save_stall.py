@@ -48,7 +48,6 @@ from ftkit.runs.checkpoints import TrainState
 from ftkit.train.checkpoint.saving import Checkpointer, state_bytes
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.components.recorder import Recorder
-from ftkit.train.engine import ShardingOptions
 from ftkit.train.model.attention import choose_kernel, register_kernel
 from ftkit.train.model.hf_model import build_empty, make_config
 from ftkit.train.model.pretrained import init_weights
@@ -116,10 +115,9 @@ def make_model(plan: RunPlan, world: World) -> Engine:
     config = make_config(shape, IDS)  # type: ignore[arg-type]
     kernel, _ = choose_kernel(recipe.training, config, world)
     model = build_empty(config, register_kernel(kernel))
-    sharding = ShardingOptions(reshard_after_forward=not plan.engine.keeps_weights)
     return make_engine(
-        plan.engine.name, model, recipe.training, world,
-        lambda sharded: init_weights(sharded, shape, recipe.training.seed), sharding,
+        plan.engine, model, recipe.training, world,
+        lambda sharded: init_weights(sharded, shape, recipe.training.seed),
     )  # fmt: skip
 
 

@@ -121,10 +121,10 @@ def find_issues(folder: Path = _INPUT_FOLDER) -> list[str]:
         except Exception as error:  # noqa: BLE001 - any exception of an import is an issue of the image
             issues.append(f"import {module}: {type(error).__name__}: {error}")
     if TRAINER in image["imports"]:  # a training step with each family
-        done = process.run([sys.executable, "-m", "ftkit.train", "--self-check"], timeout_seconds=600)
+        done = process.run([sys.executable, "-m", "ftkit.train.self_check"], timeout_seconds=600)
         if done.returncode:
             last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-            issues.append(f"ftkit.train --self-check ended with exit status {done.returncode}: {last}")
+            issues.append(f"ftkit.train.self_check ended with exit status {done.returncode}: {last}")
     return issues
 
 

@@ -1,7 +1,7 @@
 """`python -m ftkit.train PLAN [RESTARTS]`: one rank of a run, started by torchrun.
 
-RESTARTS is how often training was restarted within the job. `--self-check` checks whether this environment can train,
-and `--count JSON` counts a model's parameters for a plan, which does not import torch.
+RESTARTS is how often training was restarted within the job. `--count JSON` counts a model's parameters for a plan,
+which does not import torch.
 """
 
 from __future__ import annotations
@@ -66,36 +66,12 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
     return 0
 
 
-def check() -> int:
-    """Check whether this environment can train: the imports are part of what is tried."""
-    from ftkit.train.trainer import self_check  # noqa: PLC0415
-
-    try:
-        sys.stdout.write(f"ftkit.train: trained on {self_check()}\n")
-    except FtkitError as error:
-        sys.stderr.write(f"ftkit.train: error: {error}\n")
-        return error.exit_code
-    return 0
-
-
-def count(model: str) -> int:
-    """Print the parameter counts of a model, given as JSON."""
-    import_transformers()
-    from ftkit.train.param_count import print_counts  # noqa: PLC0415 - its imports can fail beside broken packages
-
-    print_counts(model)
-    return 0
-
-
 class _WithoutSecrets(logging.Formatter):
-    """Keeps tokens in addresses and tracebacks out of the logs."""
-
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record), os.environ)
 
 
 def _start_logs(layout: RunLayout, rank: RunRank) -> None:
-    """Send this rank's output to its own log; rank 0 also logs to the job's log."""
     rank.redirect_output()
     handlers: list[logging.Handler] = [logging.FileHandler(layout.rank_log(rank.rank))]
     if rank.rank == 0:
@@ -123,10 +99,12 @@ def silence_training() -> None:
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["--self-check"]:
-            code = check()
         case ["--count", model]:
-            sys.exit(count(model))
+            import_transformers()
+            from ftkit.train.param_count import print_counts  # its imports can fail beside broken packages
+
+            print_counts(model)
+            sys.exit()
         case [plan, *num_restarts]:
             code = main(Path(plan), *map(int, num_restarts))
     logging.shutdown()

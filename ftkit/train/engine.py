@@ -30,17 +30,6 @@ InitWeights = Callable[["nn.Module"], None]
 
 
 @dataclass(frozen=True)
-class ShardingOptions:
-    """When FSDP2 reshards and reduces, as the plan decided."""
-
-    reshard_after_forward: bool = True  # weights of layers, between forward and backward
-    defer_sync: bool = False  # gradients are reduced only in the last micro-batch of a step
-
-
-DEFAULT_SHARDING = ShardingOptions()
-
-
-@dataclass(frozen=True)
 class ShardingStats:
     """How a model is sharded, as seen by one rank; elements are numbers of parameters of the unsharded model."""
 
@@ -65,10 +54,7 @@ def collect_sharding_stats(
     *,
     is_unsharded: bool = False,
 ) -> ShardingStats:
-    """Count the elements of a model; a quantized matrix counts as its weights.
-
-    `shard_of` returns the elements of a parameter: all of them, those on this rank, and the maximum on this rank.
-    """
+    """Count elements; `shard_of` returns a parameter's: all, those on this rank, and the maximum on this rank."""
     layers = find_decoder_layers(hf_model)
     shards = {parameter: shard_of(parameter) for parameter in hf_model.parameters()}
     layouts = [module.layout for module in hf_model.modules() if isinstance(module, QuantizedLinear)]
@@ -101,10 +87,7 @@ class Engine(Protocol):
         """Return how the model is sharded, for the checks before step 1."""
 
     def forward(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
-        """Return the loss summed over a micro-batch's labels: a scalar in fp32, with its graph.
-
-        If the labels are from several sources, their losses are also added to `source_losses`.
-        """
+        """Return the loss summed over a micro-batch's labels, a scalar in fp32; also add it to `source_losses`."""
 
     def backward(self, loss: torch.Tensor, num_labels: int, *, is_last: bool) -> None:
         """Accumulate the gradients of the mean loss over a step's labels.

@@ -57,15 +57,9 @@ def train(world: World, engine: Engine, progress: Progress, observers: Observers
 
 
 def _seed_of_step(seed: int, step: int, world: World) -> int:
-    """Return the seed of what a model's own class draws; adapters' dropout has its own (`Dropout`).
-
-    Equal when a step is repeated after a resume, and on ranks that divide layers.
-    """
+    """Return a seed for the model's own class, equal when a step is repeated and on ranks that divide layers."""
     text = f"{seed} {step} {world.rank // world.tensor_parallel}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
-
-
-# --- Progress ------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -84,10 +78,7 @@ class Progress:
 
     @classmethod
     def resume(cls, plan: RunPlan, batches: BatchSchedule, state: TrainState) -> Self:
-        """Continue from a checkpoint's state, or begin.
-
-        A best evaluation by a metric that the run no longer compares is forgotten.
-        """
+        """Continue from a checkpoint's state, or begin; forget a best evaluation by another metric than the run's."""
         max_steps, criterion = plan.recipe.training.max_steps, plan.recipe.evaluation.selection
         num_steps = (batches.count_steps() or 0) if max_steps is None else max_steps
         if state.step > num_steps:
@@ -103,7 +94,6 @@ class Progress:
         return cls(plan, batches, state, num_steps)
 
     def advance(self, batch: StepBatch) -> None:
-        """Count one more step."""
         step = self.state.step + 1
         self.state = replace(
             self.state,
@@ -115,33 +105,27 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """Number of steps so far, those before the newest checkpoint included."""
         return self.state.step
 
     @property
     def is_stopped_early(self) -> bool:
-        """Whether the recipe's patience is exhausted by consecutive evaluations without improvement."""
         patience = self.plan.recipe.evaluation.early_stopping_patience
         return patience is not None and self.state.evaluations_without_improvement >= patience
 
     @property
     def is_complete(self) -> bool:
-        """Whether all steps are done."""
         return self.step == self.num_steps or self.is_stopped_early
 
     @property
     def is_over(self) -> bool:
-        """Whether no step follows."""
         return self.is_stopped or self.is_complete
 
     @property
     def outcome(self) -> Literal["completed", "stopped"]:
-        """How training ended."""
         return "completed" if self.is_complete else "stopped"
 
     @property
     def is_evaluation_due(self) -> bool:
-        """Whether an evaluation follows this step."""
         evaluation = self.plan.recipe.evaluation
         if evaluation.every_steps is None:
             return False
@@ -151,7 +135,6 @@ class Progress:
 
     @property
     def is_checkpoint_due(self) -> bool:
-        """Whether a checkpoint follows this step in any case."""
         return self.step % self.plan.recipe.training.checkpoint_every_steps == 0
 
     @property
@@ -161,10 +144,9 @@ class Progress:
         return is_end or self.is_stopped or self.is_evaluation_due or self.is_checkpoint_due
 
     def add_evaluation(self, record: EvaluationRecord, criterion: BestSpec) -> None:
-        """Compare an evaluation with the best one so far, and count those without improvement.
+        """Compare an evaluation with the best one so far, and count those without improvement, as transformers does.
 
-        As in transformers: any better value becomes the best one, but one that is better by at most the threshold does
-        not count as an improvement. A value that is not finite is never better.
+        Any better value becomes the best one; only a gain above the threshold counts as an improvement.
         """
         check_is_measured(record, criterion)
         state, threshold = self.state, self.plan.recipe.evaluation.early_stopping_threshold
@@ -192,9 +174,6 @@ def check_is_measured(record: EvaluationRecord | None, criterion: BestSpec | Non
     )
 
 
-# --- Observers -----------------------------------------------------------------------------------
-
-
 Phase = Literal["batch", "forward", "backward", "update", "reduce"]
 
 
@@ -212,10 +191,7 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class StepTiming:
-    """Seconds of one step on the host's clock.
-
-    The host runs ahead of a GPU by a step at most, so over several steps these are the GPU's seconds too.
-    """
+    """Seconds of one step on the host's clock, which runs ahead of a GPU by a step at most."""
 
     seconds: float  # without checkpoints and evaluations
     work_seconds: float  # forward, backward and optimizer
@@ -276,7 +252,6 @@ class Observers:
             observer.begin(phase)
 
     def end_step(self, outcome: StepOutcome) -> None:
-        """Report the results that are known after a step, and tell all that it ends."""
         self.begin("reduce")
         for result in chain.from_iterable(observer.reduce(outcome) for observer in self.all):
             for observer in self.all:

@@ -6,6 +6,7 @@ process. Before the script's first optimizer step, it checks how the model is sh
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import runpy
@@ -14,10 +15,11 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
-from ftkit.errors import FtkitError, TrainingError
+from ftkit.errors import FtkitError, TrainingError, plural
 from ftkit.planning.layout import SCRIPT_CODE, RunLayout
 from ftkit.planning.plan import RUN_FOLDER, ScriptPlan, read_job_plan
 from ftkit.runs.failure import RankError, write_rank_error
@@ -25,8 +27,85 @@ from ftkit.runs.metrics_file import append_record
 from ftkit.runs.records import EndRecord, Record, ScriptStepRecord, ShardingRecord
 from ftkit.train.launcher import RunRank, end_with_launcher
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+Sharding = Literal["fsdp2", "fsdp1", "zero3", "ddp", "none"]
+
 _POLL_SECONDS: Final = 2.0
 _SECONDS_BETWEEN_RECORDS: Final = 20.0
+_MIN_UNITS: Final = 3  # two decoder layers and the rest: with fewer, the model is all-gathered in one piece
+
+
+@dataclass(frozen=True)
+class FoundSharding:
+    """How a model is sharded over the processes that torchrun started."""
+
+    sharding: Sharding
+    num_units: int  # modules whose parameters are sharded together
+    num_parameters: int  # elements of all parameters, unsharded
+    num_held: int  # elements of them in this process's memory
+    world_size: int
+    is_connected: bool  # whether torch.distributed is initialized
+
+    def explain_missing(self, *, was_asked: bool, device: str) -> str:
+        """Return what is wrong, or an empty text; `was_asked` tells whether accelerate was configured to shard."""
+        if self.world_size == 1:
+            return ""
+        if not self.is_connected:
+            return (
+                "the processes do not train together: torch.distributed is not initialized, so each of the "
+                f"{self.world_size} trains a separate model. Use accelerate or the Trainer, or call "
+                "torch.distributed.init_process_group()"
+            )
+        if self.sharding in {"ddp", "none"}:
+            copies = "nothing wraps them"
+            if self.sharding == "ddp":
+                copies = "DistributedDataParallel averages their gradients"
+            reason = ". To shard the model, give a recipe or --accelerate-config FILE"
+            if was_asked and device == "cpu":
+                reason = ". accelerate does not shard on CPUs; on GPUs this run is refused"
+            elif was_asked:
+                reason = ", although accelerate.json enables it: the script does not prepare its model with accelerate"
+            return (
+                f"FSDP is not on: each of the {self.world_size} processes holds all {self.num_parameters:,} parameters "
+                f"({copies}){reason}"
+            )
+        if self.sharding != "zero3" and self.num_units < _MIN_UNITS:
+            return (
+                f"FSDP is on, but the model is {plural(self.num_units, 'unit')}: all {self.num_parameters:,} "
+                "parameters are all-gathered in one piece. Check the wrap policy of accelerate's configuration"
+            )
+        return ""
+
+
+def find_sharding(modules: Sequence[nn.Module], world_size: int) -> FoundSharding:
+    """Determine how the parameters of a model that ftkit did not build are sharded; `modules` lists submodules too."""
+    from torch import distributed  # noqa: PLC0415 - after the logs are set up
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # noqa: PLC0415
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
+
+    parameters = {id(each): each for module in modules for each in module.parameters(recurse=False)}.values()
+    units = sum(isinstance(each, FSDPModule) for each in modules)
+    flat_units = sum(isinstance(each, FullyShardedDataParallel) for each in modules)
+    sharding: Sharding = "none"
+    if units:
+        sharding = "fsdp2"
+    elif flat_units:
+        sharding = "fsdp1"
+    elif any(hasattr(each, "ds_tensor") for each in parameters):  # DeepSpeed's
+        sharding = "zero3"
+    elif any(isinstance(each, DistributedDataParallel) for each in modules):
+        sharding = "ddp"
+    total = sum(int(getattr(each, "ds_numel", each.numel())) for each in parameters)
+    parts = (each.to_local() if isinstance(each, DTensor) else getattr(each, "ds_tensor", each) for each in parameters)
+    held = sum(part.numel() for part in parts)
+    if sharding == "fsdp1":  # flat parameters are one shard each
+        total = held * world_size
+    return FoundSharding(sharding, units or flat_units, total, held, world_size, distributed.is_initialized())
 
 
 class ScriptRank:
@@ -42,19 +121,16 @@ class ScriptRank:
         self._is_checked = False
 
     def record(self, record: Record) -> None:
-        """Append a record to the run's metrics, on rank 0."""
         if self.rank == 0:
             with suppress(OSError):  # a full disk must not end the script
                 append_record(self.plan.layout.metrics, record)
 
     def record_end(self) -> None:
-        """Record the script's number of steps and its time."""
         outcome: Literal["completed", "stopped"] = "stopped" if self.is_stop_requested else "completed"
         seconds = time.time() - self.began
         self.record(EndRecord(time.time(), outcome, self.num_steps, seconds, None, has_checkpoint=False))
 
     def watch_optimizer(self) -> None:
-        """Check the sharding before this process's first optimizer step, and count the steps."""
         # The import can fail: it comes after the logs are set up.
         from torch.optim import optimizer as torch_optimizer  # noqa: PLC0415
 
@@ -68,21 +144,26 @@ class ScriptRank:
         torch_optimizer.register_optimizer_step_post_hook(after)
 
     def check_sharding(self) -> None:
-        """Record how the model is sharded, once."""
         if self._is_checked:
             return
         self._is_checked = True
-        from ftkit.train.distributed.found_sharding import find_sharding, live_modules  # noqa: PLC0415 - as above
+        from torch import nn  # noqa: PLC0415 - as above
 
+        # By type, not isinstance, which would make lazy objects of libraries import their modules.
+        modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
         script, place = self.plan.script, self.plan.placement
-        found = find_sharding(live_modules(), place.world_size)
+        found = find_sharding(modules, place.world_size)
         warning = found.explain_missing(was_asked=script.asks_for_sharding, device=place.device)
-        self.record(
-            ShardingRecord(
-                time.time(), found.sharding, found.num_units, found.num_parameters, found.num_held, place.world_size,
-                warning,
-            )
-        )  # fmt: skip
+        record = ShardingRecord(
+            time.time(),
+            found.sharding,
+            found.num_units,
+            found.num_parameters,
+            found.num_held,
+            place.world_size,
+            warning,
+        )
+        self.record(record)
         if warning and self.rank == 0:
             say(f"warning: {warning}")
         if found.sharding in {"ddp", "none"} and script.asks_for_sharding and warning and place.device == "cuda":
@@ -90,11 +171,8 @@ class ScriptRank:
                 warning, fix="see accelerate.json in the run's folder; without a recipe, ftkit requests no sharding"
             )
 
-    def watch_stop_file(self) -> None:
+    def wait_for_stop(self) -> None:
         """Pass a stop request on to the script, as a signal to this process."""
-        threading.Thread(target=self._wait_for_stop, name="stop-request", daemon=True).start()
-
-    def _wait_for_stop(self) -> None:
         path = Path(os.environ["FTKIT_STOP_FILE"])
         while not path.exists():
             time.sleep(_POLL_SECONDS)
@@ -108,7 +186,6 @@ class ScriptRank:
         os.kill(os.getpid(), number)
 
     def run(self) -> int:
-        """Run the script as `__main__`; return its exit code."""
         script = self.plan.script
         path = self.plan.layout.code / SCRIPT_CODE / script.path
         os.chdir(script.folder)
@@ -131,7 +208,6 @@ class ScriptRank:
 
 
 def say(text: str) -> None:
-    """Write a line to the job's log."""
     sys.stderr.write(f"ftkit: {text}\n")
     sys.stderr.flush()
 
@@ -165,7 +241,7 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
             rank.clear_error()
             _set_environment(plan)
             script.watch_optimizer()
-            script.watch_stop_file()
+            threading.Thread(target=script.wait_for_stop, name="stop-request", daemon=True).start()
             code = script.run()
     except Exception as error:  # noqa: BLE001 - any error is recorded for `ftkit status`
         return rank.fail(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
 import sys
 import time
@@ -12,26 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import accelerate
-import numpy as np
 import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
 from ftkit.config.execution import ParameterCounts, method_counts
-from ftkit.config.training import TrainingPlan
-from ftkit.data.packing import Document, build_pack
 from ftkit.data.prepared_data import PackStore, PreparedData
-from ftkit.data.tokenizers import learn_tokenizer, load_saved_tokenizer
+from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import FtkitError, TrainingError, one_line
-from ftkit.models.architecture import ArchitectureSpec
-from ftkit.models.families import MEASURED
-from ftkit.planning.plan import PlacementPlan, RunPlan
+from ftkit.planning.plan import RunPlan
 from ftkit.planning.planner import count_steps, plan_for_counts
 from ftkit.runs.checkpoints import TrainState
 from ftkit.runs.records import EndRecord, EvaluationRecord, StageRecord, StartRecord, VerificationRecord
 from ftkit.train.checkpoint.loading import load_best, load_newest
 from ftkit.train.checkpoint.saving import Checkpointer
-from ftkit.train.components.batches import BatchSchedule, to_micro_batch
+from ftkit.train.components.batches import BatchSchedule
 from ftkit.train.components.evaluate import Evaluator
 from ftkit.train.components.exporter import ExportedParts, export
 from ftkit.train.components.generation import Generation
@@ -39,19 +33,24 @@ from ftkit.train.components.recorder import Recorder, open_trackers
 from ftkit.train.distributed import verification
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.pack_parallel import check_context_parallel, check_tensor_parallel, whole_pack_attention
-from ftkit.train.distributed.verification import run_probe
-from ftkit.train.engine import DEFAULT_SHARDING, ShardingOptions
-from ftkit.train.loop import Progress, check_is_measured, train
+from ftkit.train.loop import Observers, Progress, check_is_measured, train
 from ftkit.train.memory.usage import MemoryTrace, check_free_host_memory, out_of_memory_explained
 from ftkit.train.model.attention import choose_kernel, register_kernel
-from ftkit.train.model.hf_model import TextConfig, build_empty, check_positions, make_config, read_config
+from ftkit.train.model.hf_model import (
+    TextConfig,
+    build_empty,
+    check_positions,
+    find_decoder_layers,
+    make_config,
+    read_config,
+)
 from ftkit.train.model.lora import init_adapters, load_adapters, prepare_method
 from ftkit.train.model.pretrained import fetch_weights, init_weights, load_weights
 from ftkit.train.model.token_mixers import choose_token_mixers
-from ftkit.train.observers import make_observers
-from ftkit.train.observers.profiler import check_profile
+from ftkit.train.observers import Evaluation, FirstStep, Profiler, RankTimes, Saving, Watchdog, check_profile
+from ftkit.train.observers.step_metrics import AnomalyWatch, StepMetrics, Stopwatch
 from ftkit.train.param_count import count_method, count_modules
-from ftkit.train.world import World, init_world, with_tensor_parallel
+from ftkit.train.world import World, with_tensor_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,17 +58,15 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from ftkit.config.training import EngineName
+    from ftkit.config.training import TrainingPlan
+    from ftkit.planning.choices import EnginePlan
     from ftkit.train.engine import Engine, InitWeights
 
 log = logging.getLogger(__name__)
 
 
 def run_training(plan: RunPlan, world: World, begun: Mapping[str, float] | None = None) -> None:
-    """Execute a plan in this process.
-
-    `begun` has the times when earlier stages began, for the record of the first step.
-    """
+    """Execute a plan in this process; `begun` has the times when earlier stages began."""
     world = with_tensor_parallel(world, plan.recipe.training.tensor_parallel)
     data = PreparedData(plan.data_directory)
     data.read_manifest()
@@ -80,28 +77,18 @@ def run_training(plan: RunPlan, world: World, begun: Mapping[str, float] | None 
 
 
 def make_engine(
-    name: EngineName,
-    hf_model: PreTrainedModel,
-    training: TrainingPlan,
-    world: World,
-    init_weights: InitWeights,
-    sharding: ShardingOptions = DEFAULT_SHARDING,
+    chosen: EnginePlan, hf_model: PreTrainedModel, training: TrainingPlan, world: World, init_weights: InitWeights
 ) -> Engine:
-    """Shard a model that is prepared for its method, allocate and initialize its parameters, and return its engine.
-
-    Parameters may be on the meta device. zero3 ignores `sharding`.
-    """
-    if name == "zero3":
+    """Shard a model that is prepared for its method, allocate and initialize its parameters, and return its engine."""
+    if chosen.name == "zero3":
         from ftkit.train.distributed.zero3 import Zero3Engine  # noqa: PLC0415 - DeepSpeed is an extra
 
         return Zero3Engine(hf_model, training, world, init_weights)
-    return Fsdp2Engine(hf_model, training, world, init_weights, sharding)
+    return Fsdp2Engine(hf_model, training, world, init_weights, chosen)
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """Executes a plan: build, verify, resume or start, train, evaluate, export."""
-
     plan: RunPlan
     world: World
     data: PreparedData
@@ -127,10 +114,7 @@ class Trainer:
         log.info("%s after %d steps, %.0f s in total", progress.outcome, progress.step, time.time() - began)
 
     def _build_engine(self) -> tuple[Engine, ExportedParts, ParameterCounts, int]:
-        """Return the engine with its weights loaded, what an export needs, and the numbers of parameters.
-
-        The numbers are those that the checks must find, and that of all parameters without adapters.
-        """
+        """Return the engine with its weights, an export's parts, the expected counts, and that without adapters."""
         recipe = self.plan.recipe
         shape, training = recipe.model.architecture, recipe.training
         folder = None
@@ -167,10 +151,7 @@ class Trainer:
                 load_adapters(sharded, Path(recipe.model.adapter), config.wrapper)
             self.trace.begin("creating the optimizer")
 
-        sharding = ShardingOptions(
-            reshard_after_forward=not plan.engine.keeps_weights, defer_sync=plan.engine.defers_sync
-        )
-        engine = make_engine(plan.engine.name, model, training, self.world, initialize, sharding)
+        engine = make_engine(plan.engine, model, training, self.world, initialize)
         return engine, ExportedParts(recipe, config, self.tokenizer, generation, folder), expected, counts.total
 
     def _attention(self, config: PretrainedConfig) -> str:
@@ -209,7 +190,6 @@ class Trainer:
     def _train(
         self, engine: Engine, parts: ExportedParts, store: PackStore, num_parameters: int, *, is_packed: bool
     ) -> Progress:
-        """Resume or start, train, evaluate and export."""
         plan, world = self.plan, self.world
         selection = plan.recipe.evaluation.selection
         manifest = self.data.read_manifest()
@@ -236,19 +216,26 @@ class Trainer:
             check_is_measured(self._evaluate(evaluator, engine, 0, "before"), selection)
         training_began = time.time()
         with Checkpointer(plan, world, self.recorder.write) as checkpointer:
-            observers = make_observers(
-                progress,
-                engine,
-                evaluator=evaluator,
-                checkpointer=checkpointer,
-                recorder=self.recorder,
-                trace=self.trace,
-                sources=sources,
-            )
-            train(world, engine, progress, observers, len(sources))
+            recorder, trace, stopwatch = self.recorder, self.trace, Stopwatch()
+            observers = [
+                StepMetrics(progress, world, stopwatch, recorder, trace, sources),
+                FirstStep(progress, trace, recorder),
+                AnomalyWatch(plan.id, plan.recipe.training.on_nonfinite, recorder, batches.packs_of_step),
+                Watchdog(plan.layout, world, progress, plan.recipe.resources.hang_timeout_seconds),
+                stopwatch,  # what follows takes long, and counts neither as a hang nor as a step's time
+                Evaluation(progress, engine, evaluator, recorder),  # may end training, and selects the best checkpoint
+                # Writes its file before the last save, in which all ranks wait for each other.
+                RankTimes(progress, world, find_decoder_layers(engine.model.hf_model)),
+                Saving(progress, engine, checkpointer),
+                Profiler(plan.recipe.profile, plan.layout, world),
+            ]
+            train(world, engine, progress, Observers(observers), len(sources))
         training_seconds = time.time() - training_began
         if progress.is_complete:
-            step = self._load_best(engine, progress.state)
+            step, best = progress.step, progress.state.best
+            if best is not None and best.step != step:
+                self._stage(f"loading the best checkpoint, of step {best.step} ({best.metric} {best.value:.4g})")
+                step = best.step if load_best(engine, plan.layout, world, best.step) else step
             self._evaluate(evaluator, engine, step, "after")
             self._export(engine, parts, step)
         self.trace.begin("")
@@ -261,16 +248,7 @@ class Trainer:
         self.recorder.write(record)
         return progress
 
-    def _load_best(self, engine: Engine, state: TrainState) -> int:
-        """Load the checkpoint of the best evaluation if a later one is loaded; return the step of the loaded state."""
-        best = state.best
-        if best is None or best.step == state.step:
-            return state.step
-        self._stage(f"loading the best checkpoint, of step {best.step} ({best.metric} {best.value:.4g})")
-        return best.step if load_best(engine, self.plan.layout, self.world, best.step) else state.step
-
     def _export(self, engine: Engine, parts: ExportedParts, step: int) -> None:
-        """Export the model; an error says that the checkpoint has it."""
         self._stage("exporting the model")
         try:
             export(engine, parts, self.plan.layout, step, self.world)
@@ -325,54 +303,3 @@ class Trainer:
         self.trace.begin(text)
         self.recorder.write(StageRecord(time.time(), text))
         log.info("%s", text)
-
-
-# --- Self-check ----------------------------------------------------------------------------------
-
-
-_VOCABULARY, _LENGTH = 320, 256
-
-
-def self_check() -> str:
-    """Take a training step with each family, on the first GPU if there is one; return families and losses."""
-    device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
-    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})  # any port that is free
-    with init_world(PlacementPlan(1, 1, device, 1)) as world:
-        losses = {family: _take_step(family, world) for family in MEASURED}
-    return f"{device}: " + ", ".join(f"{family} (loss {loss:.2f})" for family, loss in losses.items())
-
-
-def _take_step(family: str, world: World) -> float:
-    """Build, verify and train a tiny model of a family; return its mean loss, in nats."""
-    shape = ArchitectureSpec(
-        family=family,
-        vocab_size=_VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        max_position_embeddings=2 * _LENGTH,
-        sliding_window=_LENGTH // 2,
-        full_attention_every=2,
-    )
-    precision = "bf16" if world.device.type == "cuda" else "fp32"
-    training = TrainingPlan(
-        precision=precision, sequence_length=_LENGTH, global_batch_size=1, max_steps=1, learning_rate=1e-3
-    )
-    config = make_config(shape, learn_tokenizer(["self-check"], 300, "chatml"))
-    kernel, _ = choose_kernel(training, config, world)
-    model = build_empty(config, register_kernel(kernel))
-    engine = make_engine("fsdp2", model, training, world, lambda sharded: init_weights(sharded, shape, 0))
-    verification.verify_sharding(engine.sharding_stats(), training, method_counts(shape, training))
-    probe = run_probe(engine, world, _VOCABULARY, micro_batch_size=1, sequence_length=_LENGTH)
-    verification.verify_isolation(probe)
-    verification.verify_logits(probe)
-    tokens = np.arange(_LENGTH, dtype=np.int32)
-    pack = build_pack([Document(tokens, np.roll(tokens, -1))], _LENGTH)
-    loss = engine.forward(to_micro_batch(pack[None], world.device))
-    engine.backward(loss, _LENGTH, is_last=True)
-    engine.step(training.learning_rate, training.max_grad_norm)
-    return float(loss.detach()) / _LENGTH  # host sync: once a family

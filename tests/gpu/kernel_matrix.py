@@ -28,13 +28,13 @@ from ftkit.models.adapters import LoraSpec
 from ftkit.models.architecture import ArchitectureSpec
 from ftkit.planning.plan import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
+from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.verification import run_probe, verify_isolation, verify_logits
 from ftkit.train.model.attention import choose_kernel, register_kernel
 from ftkit.train.model.hf_model import build_empty, find_decoder_layers, make_config
 from ftkit.train.model.linears import QuantizedLinear
 from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.model.pretrained import init_weights
-from ftkit.train.trainer import make_engine
 from ftkit.train.world import World, init_world
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def build(case: Case, world: World) -> tuple[Any, TrainingPlan, ArchitectureSpec
         init_weights(sharded, shape, 0)
         init_adapters(sharded, 0)
 
-    return make_engine("fsdp2", model, training, world, initialize), training, shape
+    return Fsdp2Engine(model, training, world, initialize), training, shape
 
 
 def reference_loss(case: Case, world: World) -> float:

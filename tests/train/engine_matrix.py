@@ -37,13 +37,13 @@ from ftkit.data.packing import IGNORED
 from ftkit.models.adapters import ALL_PROJECTIONS, LoraSpec
 from ftkit.models.architecture import ArchitectureSpec
 from ftkit.models.families import MEASURED
+from ftkit.planning.choices import EnginePlan
 from ftkit.planning.plan import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed import fsdp2
 from ftkit.train.distributed.collectives import AllGather, CopyEngineCollectives, ReduceScatter
 from ftkit.train.distributed.pack_parallel import whole_pack_attention
 from ftkit.train.distributed.verification import run_probe, verify_isolation, verify_logits, verify_sharding
-from ftkit.train.engine import ShardingOptions
 from ftkit.train.model.hf_model import make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.param_count import count_method
@@ -236,8 +236,8 @@ def train(case: Case, world: World) -> dict[str, Any]:
     prepare_method(model, training, world.device)
     with copied_collectives(training, world) if collectives == "copied" else nullcontext():
         engine = make_engine(
-            engine_name, model, training, world, lambda sharded: init_adapters(sharded, 5),
-            ShardingOptions(reshard_after_forward=weights != "unsharded"),
+            EnginePlan(engine_name, "", keeps_weights=weights == "unsharded"), model, training, world,
+            lambda sharded: init_adapters(sharded, 5),
         )  # fmt: skip
     checks = verify_sharding(engine.sharding_stats(), training, expected)
     probe = run_probe(engine, world, VOCABULARY, micro_batch_size=2, sequence_length=LENGTH)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ftkit.train import trainer
 from ftkit.train.__main__ import main
-from ftkit.train.loop import Observer, Observers
+from ftkit.train.loop import Observer, Observers, train
 from ftkit.train.observers import Saving
 from ftkit.train.observers.step_metrics import StepMetrics
 
@@ -54,17 +54,15 @@ class Batches:
         return replace(batch, num_targets=float("nan")) if step == STEP - 1 and is_last else batch
 
 
-def with_death(progress: Any, engine: Any, **others: Any) -> Observers:
-    observers = make_observers(progress, engine, **others)
+def with_death(world: Any, engine: Any, progress: Any, observers: Observers, num_sources: int) -> None:
     (saving,) = (each for each in observers.all if isinstance(each, Saving))
     (metrics,) = (each for each in observers.all if isinstance(each, StepMetrics))
     metrics.is_behind = PACE == "behind"
     if HAPPENS == "nan":
         progress.batches = Batches(progress.batches)
     observers.all.insert(0, Death(progress, saving))
-    return observers
+    train(world, engine, progress, observers, num_sources)
 
 
-make_observers = trainer.make_observers
-trainer.make_observers = with_death
+trainer.train = with_death
 os._exit(main(Path(sys.argv[-1])))  # as the trainer does

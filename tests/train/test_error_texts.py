@@ -28,7 +28,7 @@ from ftkit.train.distributed.pack_parallel import check_context_parallel, check_
 from ftkit.train.distributed.verification import verify_sharding, verify_targets
 from ftkit.train.engine import ShardingStats
 from ftkit.train.loop import Progress, StepResult, StepTiming, check_is_measured
-from ftkit.train.observers.profiler import check_profile
+from ftkit.train.observers import check_profile
 from ftkit.train.observers.step_metrics import AnomalyWatch
 
 if TYPE_CHECKING:

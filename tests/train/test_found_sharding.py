@@ -17,8 +17,8 @@ from ftkit.config.context import Context
 from ftkit.launch.resolve import RunArgs
 from ftkit.launch.user_script import ScriptArgs, accelerate_json, placed, resolve_script
 from ftkit.planning.plan import PlacementPlan
-from ftkit.train.distributed.found_sharding import FoundSharding, find_sharding
 from ftkit.train.private_apis.libraries import accelerate_environment
+from ftkit.train.script_process import FoundSharding, find_sharding
 
 
 def build(num_layers: int = 3) -> nn.Sequential:

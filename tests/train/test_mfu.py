@@ -18,7 +18,8 @@ from ftkit.planning.planner import plan_model
 from ftkit.runs.checkpoints import TrainState
 from ftkit.train.components.batches import BatchSchedule
 from ftkit.train.loop import Progress, StepResult, StepTiming
-from ftkit.train.observers.step_metrics import MfuMeter, StepReporter, count_flops
+from ftkit.train.observers import step_metrics
+from ftkit.train.observers.step_metrics import StepMetrics, Stopwatch, count_flops, find_peak_flops
 from ftkit.train.world import ContextGroup
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class Records:
 
 
 def test_throughput_and_mfu_are_those_of_real_tokens_since_the_last_record(
-    recipe: RecipePlan, store: PackStore
+    recipe: RecipePlan, store: PackStore, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = BatchPlan(micro_batch_size=1, accumulation_steps=2, global_batch_size=2)
     schedule = BatchSchedule(store=store, plan=plan, seed=1, num_packs_in_run=3, rank=0, size=1)
@@ -103,11 +104,12 @@ def test_throughput_and_mfu_are_those_of_real_tokens_since_the_last_record(
     state = TrainState(7, "data", num_tokens=1000, num_targets=400)
     plan_of_run: Any = SimpleNamespace(recipe=recipe)
     progress = Progress(plan_of_run, schedule, state, num_steps=9)
-    reporter = StepReporter(cast("Recorder", records), trace, MfuMeter(recipe, 1e15), progress)
+    monkeypatch.setattr(step_metrics, "find_peak_flops", lambda *_: 1e15)
+    metrics = StepMetrics(progress, world, Stopwatch(), cast("Recorder", records), trace, ())
     for number in (0, 1):
         timing, batch = StepTiming(2.0, 2.0, 0.0), schedule.step(number)
         result = StepResult(8 + number, batch, 1.0, {}, 1.0, 1e-3, stop_requested=False, timing=timing)
-        reporter.report(result)
+        metrics.report(result)
     (record,) = records.written
     tokens = sum(LENGTHS)
     assert (record.tokens, record.targets, record.tokens_per_second) == (1000 + tokens, 400 + TARGETS, tokens / 4)
@@ -116,4 +118,4 @@ def test_throughput_and_mfu_are_those_of_real_tokens_since_the_last_record(
 
 
 def test_mfu_on_a_cpu_is_unknown(recipe: RecipePlan, world: World) -> None:
-    assert MfuMeter.of(recipe, world).mfu(np.array(LENGTHS), 10, 1.0) is None
+    assert find_peak_flops(recipe, world) is None

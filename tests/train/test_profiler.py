@@ -11,7 +11,7 @@ from ftkit.config.recipe import ProfileSpec
 from ftkit.errors import TrainingError
 from ftkit.planning.layout import RunLayout
 from ftkit.train.loop import Observers
-from ftkit.train.observers.profiler import Profiler, check_profile
+from ftkit.train.observers import Profiler, check_profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ from ftkit.models.families import MEASURED
 
 def test_the_self_check_trains_a_model_of_each_family() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "ftkit.train", "--self-check"],
+        [sys.executable, "-m", "ftkit.train.self_check"],
         capture_output=True,
         text=True,
         timeout=PATIENCE_SECONDS,

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from ftkit.planning.layout import RunLayout
-from ftkit.train.observers import ranks
-from ftkit.train.observers.ranks import HangReport, Watchdog, describe_culprits
+from ftkit.train import observers
+from ftkit.train.observers import HangReport, Watchdog, describe_culprits
 
 
 def test_the_time_limit_is_derived_from_previous_steps(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(ranks.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(observers.time, "monotonic", lambda: clock.now)
     world: Any = SimpleNamespace(rank=0, size=2)
     progress: Any = SimpleNamespace(step=0)
     watch = Watchdog(RunLayout(tmp_path), world, progress, 60.0)

@@ -43,10 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-INDEX = ".metadata"
-"""torch's name of the index, which maps tensors to files."""
-_MODEL = "model."
-"""Prefix of the trained weights in a checkpoint: the key of `Engine.state`."""
+INDEX = ".metadata"  # torch's name of the index, which maps tensors to files
+_MODEL = "model."  # prefix of the trained weights in a checkpoint: the key of `Engine.state`
 
 
 class ForeignCheckpointError(Exception):
@@ -60,14 +58,8 @@ def reason_of(error: OSError | CheckpointException | ForeignCheckpointError) -> 
     return str(error)
 
 
-# --- Of a run ------------------------------------------------------------------------------------
-
-
 def load_newest(engine: Engine, layout: RunLayout, world: World, data: str) -> TrainState | None:
-    """Load the newest undamaged checkpoint; None if there is no checkpoint. Collective: every rank must call it.
-
-    `data` is the fingerprint of the prepared data.
-    """
+    """Load the newest undamaged checkpoint; None if there is no checkpoint. Collective: every rank must call it."""
     found: list[tuple[int, Path]] = []
     if world.is_first:
         try:
@@ -155,14 +147,8 @@ def _compare(folder: Path, step: int, rank: int = 0, size: int = 1) -> tuple[Mar
     return marker, damage
 
 
-# --- Tensors -------------------------------------------------------------------------------------
-
-
 def read_state(state: State, folder: Path, reader: FileSystemReader | None = None) -> None:
-    """Fill the tensors of nested dictionaries in place, from a checkpoint of any world size.
-
-    Collective if there is a process group: every rank must call it. `state` contains only tensors.
-    """
+    """Fill the tensors of nested dictionaries in place, from a checkpoint of any world size. Collective."""
     with warnings.catch_warnings():
         # `ftkit generate` and `ftkit export` read a checkpoint in a single process without a process group.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -175,29 +161,20 @@ def saved_sizes(folder: Path, prefix: str) -> dict[str, torch.Size]:
 
 
 def check_model(model: nn.Module, folder: Path) -> None:
-    """Check that a checkpoint has no weights that the model lacks: torch would ignore them silently.
-
-    Raises:
-        ForeignCheckpointError: it has.
-    """
+    """Raise ForeignCheckpointError if a checkpoint has weights that the model lacks: torch ignores them silently."""
     known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     if unknown := sorted(saved_sizes(folder, _MODEL).keys() - known):
         raise ForeignCheckpointError(f"the model has no '{unknown[0]}'")
 
 
 class CheckpointTensors(LazyTensors):
-    """The trained weights of a checkpoint, by their names in the model; each is read on access.
+    """The trained weights of a checkpoint, by their names in the model; each is read on access, by any thread.
 
-    It reads, in one process, what any engine wrote at any world size; ZeRO-3's flat tensors get their shapes back.
-    Threads may share it.
+    It reads what any engine wrote at any world size; ZeRO-3's flat tensors get their shapes back.
     """
 
     def __init__(self, folder: Path, shapes: Mapping[str, torch.Size]) -> None:
-        """Read the index; `shapes` are those of all of the model's parameters, by name.
-
-        Raises:
-            DamagedCheckpointError: the index is damaged, or belongs to another model.
-        """
+        """Raise DamagedCheckpointError if the index is damaged, or not that of a model with these `shapes` by name."""
         self._folder, self._reader, self._lock = folder, _Reader(folder), Lock()
         self._stored = _tensors_of(self._reader.read_metadata(), _MODEL)
         self._shapes = shapes
@@ -216,15 +193,8 @@ class CheckpointTensors(LazyTensors):
         return tensor.view(self._shapes[name])
 
 
-# --- The index -----------------------------------------------------------------------------------
-
-
 def read_index(folder: Path) -> Metadata:
-    """Return a checkpoint's index: shapes, types and places of its tensors.
-
-    Raises:
-        DamagedCheckpointError: it is not such an index, or contains anything else.
-    """
+    """Return a checkpoint's index: shapes, types and places of its tensors; raise DamagedCheckpointError if damaged."""
     try:
         with (folder / INDEX).open("rb") as file:
             index = _IndexUnpickler(file).load()

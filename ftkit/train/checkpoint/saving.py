@@ -66,13 +66,11 @@ class _SaveError(Exception):
 class Checkpointer:
     """Write one checkpoint at a time, in a thread with a separate process group.
 
-    A failed write is reported, and training continues, unless more than `max_failed_checkpoints` fail in a row.
-    Training waits only for the copy to host memory or, without room for a copy, for the whole checkpoint. The end of
-    the context, even after an error, waits until the current checkpoint is complete.
+    Training waits only for the copy to host memory or, without room for a copy, for the whole checkpoint. It continues
+    after a failed write, unless more than `max_failed_checkpoints` fail in a row.
     """
 
     def __init__(self, plan: RunPlan, world: World, write: Callable[[Record], None]) -> None:
-        """Start a thread; `write` takes the records of checkpoints."""
         self._plan = plan
         self._world = world
         self._write_record = write
@@ -119,12 +117,10 @@ class Checkpointer:
             self.wait()
 
     def report_ended(self) -> None:
-        """Report the current checkpoint if it is complete."""
         if self._save is not None and self._save.ended.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the current checkpoint, if there is one, and report it."""
         save, self._save = self._save, None
         if save is None:
             return
@@ -164,7 +160,6 @@ class Checkpointer:
         return self._has_room
 
     def _write(self, state: State, progress: TrainState) -> float:
-        """Write a checkpoint, in the thread; return the time at which it was complete."""
         if self._world.device.type == "cuda":
             torch.cuda.set_device(self._world.device)  # a new thread starts on the first one
         is_first, final = self._world.is_first, self._plan.layout.checkpoint(progress.step)
@@ -187,7 +182,6 @@ class Checkpointer:
         return time.perf_counter()
 
     def _complete(self, folder: Path, final: Path, progress: TrainState, parts: list[dict[str, SavedFile]]) -> None:
-        """Write the marker, rename the checkpoint to its final name, and delete those that need not be kept."""
         files = {INDEX: SavedFile.of(folder / INDEX)}
         for part in parts:
             files |= part
@@ -225,10 +219,8 @@ def _make_empty(folder: Path) -> None:
 def delete_oldest(
     layout: RunLayout, step: int, keep: int, *, keep_every: int | None = None, best: int | None = None
 ) -> None:
-    """Delete all checkpoints up to a step except the newest, the best, and those of multiples of `keep_every_steps`.
-
-    Later checkpoints don't count: they are damaged, or training would have resumed from them.
-    """
+    """Delete checkpoints up to a step except the newest, the best, and those of multiples of `keep_every_steps`."""
+    # Later checkpoints don't count: they are damaged, or training would have resumed from them.
     for old, folder in [found for found in layout.list_checkpoints() if found[0] <= step][:-keep]:
         if old == best or (keep_every is not None and old % keep_every == 0):
             continue
@@ -237,14 +229,8 @@ def delete_oldest(
         remove(doomed)
 
 
-# --- Host snapshots ------------------------------------------------------------------------------
-
-
 class HostSnapshot:
-    """Copies sharded state to host memory, where training cannot modify it while it is written.
-
-    There is one snapshot at a time: the next one reuses the buffers.
-    """
+    """Copies sharded state to host memory, where training cannot modify it while it is written; reuses its buffers."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -252,7 +238,6 @@ class HostSnapshot:
 
     @torch.no_grad()
     def take(self, state: State) -> State:
-        """Return the state, nested dictionaries and lists, with each tensor in host memory."""
         tensors = [local_tensor(tensor) for tensor in find_tensors(state)]
         # A parameter that never got a gradient has no optimizer state yet, so later states may have more tensors.
         if [(each.shape, each.dtype) for each in tensors] != [(each.shape, each.dtype) for each in self._buffers]:
@@ -273,5 +258,4 @@ class HostSnapshot:
 
 
 def state_bytes(state: State) -> int:
-    """Count the bytes of this rank's tensors in a state."""
     return sum(local_tensor(tensor).nbytes for tensor in find_tensors(state))

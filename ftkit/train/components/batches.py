@@ -30,8 +30,7 @@ ResultT = TypeVar("ResultT")
 HOST = torch.device("cpu")
 ALONE = ContextGroup()
 START = TrainState(0, "")
-NUM_AHEAD = 2
-"""Batches that are ready or being built; a second one covers a slow read of the disk."""
+NUM_AHEAD = 2  # batches that are ready or being built; a second one covers a slow read of the disk
 
 
 @dataclass(frozen=True)
@@ -44,15 +43,12 @@ class StepBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents."""
         return int(self.document_lengths.sum())
 
     def pinned(self) -> StepBatch:
-        """Return it in pinned memory, from which copies to a GPU are asynchronous."""
         return replace(self, micro_batches=[micro_batch.pinned() for micro_batch in self.micro_batches])
 
     def on(self, device: torch.device) -> StepBatch:
-        """Return it on a device."""
         return replace(self, micro_batches=[micro_batch.on(device) for micro_batch in self.micro_batches])
 
 
@@ -60,10 +56,9 @@ class StepBatch:
 class BatchSchedule:
     """Assign packs to steps, processes and micro-batches.
 
-    The i-th pack of a run depends on seed and i alone; a step takes the next `global_batch_size` of them. A resumed run
-    begins with the pack after those of its checkpoint, whose last step may have had fewer: the plan had fewer epochs.
-    After `num_packs_in_run`, the end of the last epoch, packs are empty and have no targets, so that every process
-    takes part in every collective.
+    The i-th pack of a run depends on seed and i alone. A resumed run begins with the pack after those of its
+    checkpoint, whose last step may have had fewer. After `num_packs_in_run`, packs are empty and have no targets, so
+    that every process takes part in every collective.
     """
 
     store: PackStore
@@ -84,18 +79,16 @@ class BatchSchedule:
         return [pack_at(index, len(self.store), self.seed) for index in indices]
 
     def num_packs_before(self, step: int) -> int:
-        """Return the number of packs of all steps before this one, over all processes."""
         num = self.state.num_packs + (step - self.state.step) * self.plan.global_batch_size
         return num if self.num_packs_in_run is None else min(num, self.num_packs_in_run)
 
     def count_steps(self) -> int | None:
-        """Return the number of steps to the end of the last epoch, earlier ones included; None if there is no end."""
+        """Count the steps to the end of the last epoch, earlier ones included; None if there is no end."""
         if self.num_packs_in_run is None:
             return None
         return self.state.step - (self.state.num_packs - self.num_packs_in_run) // self.plan.global_batch_size
 
     def epoch_of_step(self, step: int) -> float:
-        """Return the number of epochs after `step` steps."""
         return self.num_packs_before(step) / len(self.store)
 
     def step(self, step: int) -> StepBatch:
@@ -139,9 +132,8 @@ def to_micro_batch(
 ) -> MicroBatch:
     """Convert packs, as `PackStore.read` returns them, int32 [packs, 4, length], to a micro-batch on a device.
 
-    `first_tokens` has the number of each one's first token in the data, int64 [packs]; None for the first packs.
-    `marks_padding` finds the padding, for the routers of a mixture of experts. Of each pack, this process takes the
-    part that `context` decides.
+    `first_tokens` has the number of each one's first token in the data, int64 [packs]. `marks_padding` finds the
+    padding, for the routers of a mixture of experts. This process takes the part of each pack that `context` decides.
     """
     num_packs, _, length = packs.shape
     positions, local, gathered = packs[:, 2], packs[:, :, context.part(length)], context.gathered_part(length)
@@ -170,7 +162,6 @@ def to_micro_batch(
 def to_padded_micro_batch(
     rows: PaddedRows, device: torch.device, first_token: int = 0, *, is_mixed: bool = False
 ) -> MicroBatch:
-    """Convert padded rows to a micro-batch on a device; `first_token` is the number of that of their packs."""
     batch = to_micro_batch(rows.values, HOST, first_token + rows.offsets, is_mixed=is_mixed, marks_padding=False)
     # A row without a document has one token too: attention needs at least one.
     place, lengths = np.arange(rows.values.shape[2]), rows.lengths[:, None]
@@ -237,10 +228,9 @@ def pad_documents(packs: NDArray[np.int32], tokens_per_micro_batch: int, num_ran
 def prefetched(
     build: Callable[[int], StepBatch], steps: Iterable[int], device: torch.device
 ) -> Iterator[Iterator[StepBatch]]:
-    """Yield an iterator over the batches of `steps`, on `device`.
+    """Yield an iterator over the batches of `steps`, on `device`, which a thread builds in host memory by `build`.
 
-    A thread calls `build`, which returns a batch in host memory. An exception in `build` is raised where its batch is
-    requested. The thread ends with the block.
+    An exception in `build` is raised where its batch is requested. The thread ends with the block.
     """
     is_cuda = device.type == "cuda"
 

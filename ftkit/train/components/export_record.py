@@ -36,10 +36,7 @@ Logits = list[list[list[float]]]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation as the chat template of training renders it, with a generation prompt after a user's turn.
-
-    Turns have a role and a content; without any, `text` is plain.
-    """
+    """A conversation as the chat template renders it, with a generation prompt after a user's turn; or plain text."""
 
     turns: tuple[tuple[str, str], ...]
     text: str
@@ -47,12 +44,10 @@ class Prompt:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The turns in the form of a chat template's input."""
         return [{"role": role, "content": content} for role, content in self.turns]
 
     @property
     def asks(self) -> bool:
-        """Whether the assistant's turn is next."""
         return bool(self.turns) and self.turns[-1][0] == "user"
 
 
@@ -74,12 +69,10 @@ class ExportRecord:
     exported: Logits | None  # of the trained weights rounded to `precision`; None if that changes nothing
     columns: tuple[int, ...]  # tokens of the vocabulary whose logits are recorded
     tokenizer: dict[str, str]
-    version: Literal[1]
-    """Of the record's fields and their meaning; a record with another version is refused."""
+    version: Literal[1]  # of the record's fields and their meaning; a record with another version is refused
 
 
 def make_prompts(tokenizer: PreTrainedTokenizerBase) -> tuple[Prompt, ...]:
-    """Render the fixed conversations with a tokenizer's chat template; without one, use plain texts."""
     if tokenizer.chat_template is None:
         return tuple(Prompt((), text, tuple(tokenizer(text)["input_ids"])) for text in _PLAIN_TEXTS)
     texts = {turns: render(tokenizer, Prompt(turns, "", ())) for turns in _CONVERSATIONS}
@@ -90,7 +83,6 @@ def make_prompts(tokenizer: PreTrainedTokenizerBase) -> tuple[Prompt, ...]:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
-    """Render a conversation with a tokenizer's chat template, as transformers does."""
     template = Template(name_of_template(tokenizer), tokenizer.get_chat_template())
     return run_limited(template, _render, tokenizer, prompt)
 
@@ -101,26 +93,19 @@ def _render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
 
 
 def tokenizer_digests(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return the SHA-256 of a tokenizer's chat template and of its vocabulary, in which versions of libraries agree.
-
-    The fixed conversations use only a part of both: they have no tools, for example.
-    """
+    """Return the SHA-256 of a tokenizer's chat template and of its vocabulary, of which the prompts use only a part."""
     parts = {"chat template": tokenizer.chat_template, "vocabulary": sorted(tokenizer.get_vocab().items())}
     return {name: hashlib.sha256(json.dumps(part).encode()).hexdigest() for name, part in parts.items()}
 
 
 def sample_columns(vocab_size: int, end_tokens: Sequence[int]) -> tuple[int, ...]:
-    """Return the tokens whose logits are kept: evenly spaced ones, and end tokens."""
     evenly_spaced = torch.linspace(0, vocab_size - 1, min(vocab_size, _NUM_COLUMNS)).long().tolist()
     return tuple(sorted({*evenly_spaced, *(token for token in end_tokens if token < vocab_size)}))
 
 
 @torch.no_grad()
 def sample_logits(model: PreTrainedModel, record: ExportRecord) -> Logits:
-    """Compute the logits of a record's prompts in one batch, and return a sample that depends on the full vocabulary.
-
-    Rows are padded on their right without a mask: in a causal model no token sees what follows.
-    """
+    """Compute the logits of a record's prompts in one batch; return a sample that depends on the full vocabulary."""
     prompts = record.prompts
     longest = max(len(prompt.tokens) for prompt in prompts)
     rows = [[*prompt.tokens, *[0] * (longest - len(prompt.tokens))] for prompt in prompts]
@@ -135,8 +120,7 @@ def sample_logits(model: PreTrainedModel, record: ExportRecord) -> Logits:
 def streamed_logits(model: nn.Module, tensors: Mapping[str, torch.Tensor], record: ExportRecord) -> Logits:
     """Compute `sample_logits` in fp32 on the CPU, with one decoder layer, or one embedding, at a time in memory.
 
-    `model` is a transformers model on the meta device, with adapters or without; `tensors` are its parameters, and the
-    buffers that are in files, by its names.
+    `model` is on the meta device; `tensors` are its parameters, and the buffers that are in files, by its names.
     """
 
     def fill(names: Mapping[str, str]) -> None:

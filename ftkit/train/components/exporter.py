@@ -77,10 +77,7 @@ class ExportedParts:
 
 
 def export(engine: Engine, parts: ExportedParts, layout: RunLayout, step: int, world: World) -> None:
-    """Write the trained model into the run's export folder, in the dtype of training.
-
-    Collective: every rank must call it. The folder is renamed into place when complete, and replaces a former export.
-    """
+    """Write the trained model, in the dtype of training, in place of a former export. Collective: all ranks call it."""
     weights = engine.trained_weights()
     if world.is_first:
         model = build_export_model(parts)
@@ -112,16 +109,10 @@ def build_export_model(parts: ExportedParts) -> PreTrainedModel:
 
 
 class Exporter:
-    """Writes the trained weights of a run, one tensor at a time, and records their logits.
-
-    Merged adapters go into the unquantized base in fp32 and are rounded once.
-    """
+    """Writes the trained weights of a run, one tensor at a time, and records their logits."""
 
     def __init__(self, parts: ExportedParts, model: PreTrainedModel, trained: Tensors) -> None:
-        """Find the base model's weights, if there is one.
-
-        `model` is the result of `build_export_model`; `trained` are the weights by its names, each read on access.
-        """
+        """`model` is the result of `build_export_model`; `trained` are its weights by name, each read on access."""
         self._parts = parts
         self._model = self._plain = model
         self._trained = trained
@@ -132,7 +123,6 @@ class Exporter:
         self._base = None if folder is None else PretrainedTensors(self._plain, folder, stored)
 
     def record(self, run: str, step: int, precision: Precision, *, merges: bool) -> ExportRecord:
-        """Return the record of an export, without logits and files."""
         source, end_tokens = self._parts.recipe.model, self._parts.generation.end_tokens
         vocab_size = len(cast("torch.nn.Embedding", self._plain.get_output_embeddings()).weight)
         return ExportRecord(
@@ -154,8 +144,6 @@ class Exporter:
         )
 
     def with_logits(self, record: ExportRecord) -> ExportRecord:
-        """Compute the logits of a record's prompts: of the trained weights, of the exported ones, and of the base."""
-
         def of_trained(weights: Tensors) -> Logits:
             whole = (
                 self._with_buffers(weights) if self._lora is None else AdaptedTensors(self._required_base(), weights)
@@ -171,22 +159,23 @@ class Exporter:
         return replace(record, trained=of_trained(self._trained), exported=exported, untrained=untrained)
 
     def write(self, record: ExportRecord, folder: Path, layout: RunLayout) -> None:
-        """Write weights, configurations, tokenizer, model card and record into an empty folder."""
         parts, dtype = self._parts, DTYPES[record.precision]
         files = (self._write_adapters if record.kind == "adapters" else self._write_model)(dtype, folder)
         parts.tokenizer.save_pretrained(folder)
         if parts.pretrained is not None and parts.recipe.model.tokenizer.source == "model":
-            self._copy_sentencepiece(parts.pretrained / SENTENCEPIECE_FILE, folder)
+            sentencepiece = parts.pretrained / SENTENCEPIECE_FILE
+            if sentencepiece.is_file():  # llama.cpp's converter reads it, for Gemma only it; transformers does not
+                shutil.copyfile(sentencepiece, folder / SENTENCEPIECE_FILE)
+                if added := parts.recipe.model.added_tokens:
+                    tokens = {token: parts.tokenizer.convert_tokens_to_ids(token) for token in added}
+                    write_json(folder / ADDED_TOKENS_FILE, tokens)
         parts.generation.save(folder)
         known = None if parts.pretrained is None else read_license(parts.pretrained)
         write_card(folder, layout, parts.recipe, record.step, record.kind, known)
         write_json(folder / EXPORT_RECORD, replace(record, files=files))
 
     def _write_model(self, dtype: torch.dtype, folder: Path) -> dict[str, SavedFile]:
-        """Write the files for `AutoModelForCausalLM.from_pretrained`; of a multimodal model, its text model.
-
-        Returns the weight files.
-        """
+        """Write the files for `AutoModelForCausalLM.from_pretrained`; of a multimodal model, its text model."""
         weights = self._full_weights(dtype)
         if missing := sorted({name for name, _ in self._plain.named_parameters()} - weights.keys()):
             raise TrainingError(
@@ -201,20 +190,14 @@ class Exporter:
         return files
 
     def _full_weights(self, dtype: torch.dtype) -> Tensors:
-        """Return the weights of a full model; adapters are merged into their base, and rounded to `dtype`, on access.
-
-        Weights without adapters keep their dtype.
-        """
+        """Return a full model's weights; adapters are merged into their base in fp32, and rounded once, on access."""
         if self._lora is None:
             return self._with_buffers(self._trained)
         transposed = transposed_weights(self._plain) | transposed_experts(self._plain)
         return MergedTensors(self._required_base(), self._trained, self._lora, dtype, transposed)
 
     def _write_adapters(self, dtype: torch.dtype, folder: Path) -> dict[str, SavedFile]:
-        """Write the files for `PeftModel.from_pretrained` on the pretrained model, which may be multimodal.
-
-        Returns the adapter file.
-        """
+        """Write the files for `PeftModel.from_pretrained` on the pretrained model, which may be multimodal."""
         if self._lora is None:
             raise AssertionError("a run without adapters exports the full model")
         place = find_text(self._plain, self._parts.config.wrapper)
@@ -227,18 +210,6 @@ class Exporter:
             config.target_modules = place.targets(each for each in self._lora.targets if each in config.target_modules)
         config.save_pretrained(str(folder))
         return files
-
-    def _copy_sentencepiece(self, file: Path, folder: Path) -> None:
-        """Copy the SentencePiece model of the pretrained tokenizer, if it has one, and list the added tokens.
-
-        transformers reads both from `tokenizer.json`; llama.cpp's converter reads these files, for Gemma only these.
-        """
-        if not file.is_file():
-            return
-        shutil.copyfile(file, folder / SENTENCEPIECE_FILE)
-        if added := self._parts.recipe.model.added_tokens:
-            tokens = {token: self._parts.tokenizer.convert_tokens_to_ids(token) for token in added}
-            write_json(folder / ADDED_TOKENS_FILE, tokens)
 
     def _with_buffers(self, weights: Tensors) -> Tensors:
         """Add the buffers that files have: checkpoints have parameters."""
@@ -257,8 +228,6 @@ class Exporter:
 
 
 class _RoundedTensors(LazyTensors):
-    """Tensors in the dtype of an export; each is rounded on access."""
-
     def __init__(self, tensors: Tensors, dtype: torch.dtype) -> None:
         super().__init__(tensors)
         self._tensors, self._dtype = tensors, dtype
@@ -274,8 +243,7 @@ class _RoundedTensors(LazyTensors):
 # header comes first, so all shapes must be known before any tensor is.
 
 
-_MAX_THREADS = 4
-"""Threads that compute tensors: more would compute faster than disks write, and hold more tensors."""
+_MAX_THREADS = 4  # threads that compute tensors: more would compute faster than disks write, and hold more tensors
 _SHARD_BYTES = 2 * 2**30
 _PIECE_BYTES = 2**23
 """Bytes that are hashed and written at a time: they are read from memory once, and then from a CPU's cache."""
@@ -295,8 +263,6 @@ def write_weights(
     shard_bytes: int = _SHARD_BYTES,
 ) -> dict[str, SavedFile]:
     """Write tensors to one file, or to several with an index; return the files' sizes and digests.
-
-    A tensor is hashed while it is written, and a file is synced while the next one is written.
 
     `declared` has their shapes and dtypes, on the meta device, by their names in the files; `tensors` their values in
     host memory, in the same order. Larger dtypes come first: readers need tensors aligned to their dtype, and the
@@ -371,9 +337,8 @@ def _describe(tensor: torch.Tensor) -> str:
 def write_model(model: PreTrainedModel, weights: Tensors, dtype: torch.dtype, folder: Path) -> dict[str, SavedFile]:
     """Write a model's weights in the layout of files on the hub, rounded to `dtype`; return sizes and digests.
 
-    `weights` are by the model's names, each computed on access. While one unit of tensors is written, the next ones are
-    computed in parallel, each by one thread. The operations are short: on a loaded machine, several threads per
-    operation spend most of their time waiting for each other.
+    `weights` are by the model's names, each computed on access. A unit of tensors is computed ahead by one thread: the
+    operations are short, and on a loaded machine the threads of one operation mostly wait for each other.
     """
     tensors = {name: each.to("meta") for name, each in (*model.named_buffers(), *model.named_parameters())}
 
@@ -402,5 +367,4 @@ def write_model(model: PreTrainedModel, weights: Tensors, dtype: torch.dtype, fo
 
 
 def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in `dtype` if it is floating-point, else as it is."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

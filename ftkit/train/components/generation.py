@@ -25,10 +25,7 @@ def end_token_setting(end_tokens: Sequence[int]) -> int | list[int] | None:
 
 @dataclass(frozen=True)
 class Generation:
-    """End tokens of completions, and the content of the exported `generation_config.json`.
-
-    The trained end tokens come first, then those of the tokenizer and of the pretrained model.
-    """
+    """End tokens of completions, the trained ones first, and the content of the exported `generation_config.json`."""
 
     end_tokens: tuple[int, ...]
     settings: dict[str, object]
@@ -38,7 +35,6 @@ class Generation:
         """Combine the settings of the tokenizer and of the folder of pretrained weights, if there is one.
 
         The tokenizer may be that of another model: end tokens of the weights that are ordinary text in it are dropped.
-        `_from_model_config` is not exported: with it, transformers 4 uses the model's configuration instead.
         """
         pretrained = [] if weights is None else read_end_tokens(weights)
         pretrained = [token for token in pretrained if token in tokenizer.added_tokens_decoder]
@@ -52,7 +48,6 @@ class Generation:
         return cls(end_tokens, settings | {"eos_token_id": end_token_setting(end_tokens)})
 
     def greedy(self, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> GenerationConfig:
-        """Return the settings of evaluation: greedy decoding, independent of the pretrained model's settings."""
         return GenerationConfig(
             max_new_tokens=max_new_tokens,
             do_sample=False,
@@ -63,7 +58,6 @@ class Generation:
     def to_completion(
         self, tokenizer: PreTrainedTokenizerBase, completion: list[int], reference: list[int] | None
     ) -> Completion:
-        """Return a completion for metrics, with the reference from the data."""
         return Completion(
             self.up_to_end(completion),
             self.text_of(tokenizer, completion),
@@ -91,8 +85,8 @@ class Generation:
     ) -> list[list[int]]:
         """Return the completion of each prompt, with its end token if it has one.
 
-        `generate` is as transformers' `generate`: int64 [B, T] to [B, T + new]. Shorter prompts are padded on the left,
-        so that all of them end where generation begins. Options are passed on to `generate`.
+        `generate` is as transformers' `generate`: int64 [B, T] to [B, T + new], with the options. Shorter prompts are
+        padded on the left, so that all of them end where generation begins.
         """
         length = max(len(prompt) for prompt in prompts)
         padding = 0 if config.pad_token_id is None else config.pad_token_id

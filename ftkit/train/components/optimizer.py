@@ -29,15 +29,11 @@ if TYPE_CHECKING:
     Group = dict[str, Any]  # a parameter group of torch's optimizers
     States = dict[str, torch.Tensor]  # of one parameter
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Names of a parameter's states in torch's AdamW."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # names of a parameter's states in torch's AdamW
 
 
 def parameter_groups(model: nn.Module, training: TrainingPlan) -> list[Group]:
-    """Return the trained parameters in groups: matrices with weight decay, vectors and scalars without.
-
-    The parameters of a group are on the same mesh, as torch's fused update requires.
-    """
+    """Return the trained parameters, by mesh as fused updates require; only matrices get weight decay."""
     groups: dict[tuple[float, DeviceMesh | None], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -52,9 +48,8 @@ def parameter_groups(model: nn.Module, training: TrainingPlan) -> list[Group]:
 class FusedAdamW(torch.optim.AdamW):
     """AdamW in one kernel for each large parameter on a GPU, and in torch's fused kernel for the others.
 
-    Attributes:
-        found_inf: fp32 scalar on the device; a step is skipped unless it is 0, as with `torch.amp.GradScaler`.
-        grad_scale: fp32 scalar on the device, which gradients are divided by.
+    As with `torch.amp.GradScaler`, a step is skipped unless `found_inf` is 0, and gradients are divided by
+    `grad_scale`; both are fp32 scalars on the device.
     """
 
     found_inf: torch.Tensor | None = None
@@ -65,7 +60,6 @@ class FusedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override] # no closure is ever given
-        """Update the parameters that have a gradient."""
         del closure
         for group in self.param_groups:
             self._update([parameter for parameter in group["params"] if parameter.grad is not None], group)
@@ -125,11 +119,10 @@ class HostStateAdamW(FusedAdamW):
 
 
 def learning_rate_at(step: int, num_steps: int, training: TrainingPlan) -> float:
-    """Return the learning rate of a step.
+    """Return the learning rate of a step, counted from 0.
 
-    It rises linearly over the first `warmup_ratio` of all steps, to `learning_rate` at the last of these. Then it stays
-    constant, or decays to `min_learning_rate_ratio` of that, linearly or along a cosine (Loshchilov & Hutter 2017,
-    eq. 5). Steps are counted from 0.
+    It rises linearly over the first `warmup_ratio` of all steps. Then it stays constant, or decays to
+    `min_learning_rate_ratio` of the peak, linearly or along a cosine (Loshchilov & Hutter 2017, eq. 5).
     """
     warmup = round(training.warmup_ratio * num_steps)
     if step < warmup:
@@ -147,10 +140,8 @@ def learning_rate_at(step: int, num_steps: int, training: TrainingPlan) -> float
 # --- 8-bit states --------------------------------------------------------------------------------
 
 
-BLOCK_SIZE = 256
-"""Number of states that share a scale: the only block size of bitsandbytes' optimizers."""
-MIN_8BIT_SIZE = 4096
-"""Parameters with fewer elements have fp32 states, as in bitsandbytes (`min_8bit_size`)."""
+BLOCK_SIZE = 256  # number of states that share a scale: the only block size of bitsandbytes' optimizers
+MIN_8BIT_SIZE = 4096  # parameters with fewer elements have fp32 states, as in bitsandbytes (`min_8bit_size`)
 MAX_COLUMN_PARTS = 16
 """Parts of a row whose scales are stored separately: as many GPUs of a node may divide it (tensor parallelism)."""
 _BYTES, _ABSMAX = "_8bit", "_absmax"
@@ -159,8 +150,7 @@ _BYTES, _ABSMAX = "_8bit", "_absmax"
 class AdamW8bit(FusedAdamW):
     """AdamW with 8-bit states: one byte each, and a scale for every 256 of them (Dettmers et al. 2021).
 
-    Updates each rank's shards in place; one kernel of bitsandbytes per parameter reads, updates and quantizes its
-    states. bitsandbytes' own optimizers know no shards.
+    One kernel of bitsandbytes per parameter updates a rank's shard in place; its own optimizers know no shards.
 
     Each rank's flattened shard has its own blocks. `state_dict` has the bytes, and the scales of runs of each row, the
     same for any sharding: training continues bit for bit if the block boundaries stay, as they do with the same
@@ -210,7 +200,6 @@ class AdamW8bit(FusedAdamW):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, on the same or another number of shards."""
         super().load_state_dict(state_dict | {"state": {}})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -225,16 +214,12 @@ def _is_large(parameter: torch.Tensor) -> bool:
 
 
 def _run_length(parameter: torch.Tensor) -> int:
-    """Return how many neighbors have one scale in a checkpoint: runs divide blocks, and each rank's part of a row.
-
-    A vector has rows of one element.
-    """
+    """Return how many neighbors have one scale in a checkpoint: runs divide blocks, and each rank's part of a row."""
     width = parameter.shape[-1] if parameter.ndim > 1 else 1
     return math.gcd(BLOCK_SIZE, width // math.gcd(width, MAX_COLUMN_PARTS))
 
 
 def _as_shard(key: str, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a state as a checkpoint has it: sharded as its parameter; scales as one for each run."""
     if key == "step" or isinstance(value, DTensor):
         return value
     shape, local = parameter.shape, local_tensor(parameter)
@@ -251,10 +236,7 @@ def _as_shard(key: str, value: torch.Tensor, parameter: torch.Tensor) -> torch.T
 
 
 def _from_shards(given: States, parameter: torch.Tensor) -> States:
-    """Return this rank's part of the states of a `state_dict`, in the blocks of its shard.
-
-    A block with one scale does not change. A block with several takes the largest of them, so no state grows.
-    """
+    """Return this rank's part of the states of a `state_dict`, in the blocks of its shard, whose scales never grow."""
     device, run = local_tensor(parameter).device, _run_length(parameter)
     if not _is_large(parameter):
         return {key: value.to(device) for key, value in given.items()}

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Outcome = Literal["completed", "stopped", "failed"]
-CLOSE_SECONDS = 60.0
-"""Seconds that the end of a run waits for all of its trackers together."""
+CLOSE_SECONDS = 60.0  # seconds that the end of a run waits for all of its trackers together
 _DEFAULT_PROJECT = "ftkit"
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _REJECTED = re.compile(r"^[./]+|[^\w.-]+")  # by MLflow in a name, or would make a path
@@ -45,12 +44,9 @@ _NOT_MEASURED = {"time", "step", "num_steps"}
 
 
 class Recorder:
-    """Appends records to metrics.jsonl on rank 0, and sends them to the trackers; other ranks write nothing.
+    """Appends records to metrics.jsonl on rank 0 and sends them to trackers; they wait while the file can't be written.
 
-    While the file can't be written (disk full, file system unreachable), records are kept, and written with the next.
-
-    Jobs that evaluate checkpoints write a separate file (`RunLayout.evaluations`). Its records are copied here, so that
-    metrics.jsonl and the trackers have one writer.
+    Records of jobs that evaluate checkpoints are copied here: metrics.jsonl and the trackers have one writer.
     """
 
     def __init__(self, layout: RunLayout, world: World, send: Callable[[Record], None]) -> None:
@@ -89,14 +85,8 @@ class Recorder:
         self._send(record)
 
 
-# --- Trackers ------------------------------------------------------------------------------------
-
-
 class Tracker(Protocol):
-    """A tracker in which a run is open. Its methods may raise any exception, and may take long.
-
-    The run has the same id there, so a resumed run continues its record.
-    """
+    """A tracker in which a run is open, under the run's id. Its methods may raise any exception, and may take long."""
 
     def log(self, scalars: dict[str, float], step: int) -> None:
         """Send the scalars of a step."""
@@ -217,10 +207,7 @@ TRACKERS: dict[SinkName, Callable[[RunPlan, StartRecord], Tracker]] = {
 
 @contextmanager
 def open_trackers(plan: RunPlan, world: World | None = None) -> Iterator[Callable[[Record], None]]:
-    """Yield a function that sends a record to the trackers: first a start record, last an end record.
-
-    On ranks other than 0 it does nothing. Each rank checks packages, keys and addresses of the trackers first.
-    """
+    """Yield a function that sends a record to the trackers, on rank 0: first a start record, last an end record."""
     tracking = plan.recipe.tracking
     check_packages(tracking)
     check_access(tracking, os.environ, sees_home=True)
@@ -249,10 +236,7 @@ def open_trackers(plan: RunPlan, world: World | None = None) -> Iterator[Callabl
 
 
 def _talk_to(name: SinkName, plan: RunPlan, records: SimpleQueue[Record | None]) -> None:
-    """Send records to one tracker, until one is None.
-
-    The first error is logged as a warning. The next record tries again, and opens the tracker if it is not open.
-    """
+    """Send records to one tracker, until one is None; each record after an error tries again."""
     tracker: Tracker | None = None
     start: StartRecord | None = None
     outcome: Outcome = "failed"
@@ -295,12 +279,10 @@ def scalars_of(record: StepRecord | EvaluationRecord) -> dict[str, float]:
 
 
 def _numbers(record: object) -> list[tuple[str, float]]:
-    """Return the fields of a record that are numbers; none of None."""
     return [(name, value) for name, value in getattr(record, "__dict__", {}).items() if isinstance(value, int | float)]
 
 
 def _flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Flatten nested values into dotted keys, as overrides on the command line."""
     found: dict[str, object] = {}
     for key, value in values.items():
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

@@ -33,8 +33,7 @@ log = logging.getLogger(__name__)
 SHARED_BYTES = 2**28
 """Bytes that each rank shares with its peers for a collective. Larger tensors are sent in pieces."""
 DRIVER = "libcuda.so.1"
-NATIVE_ATOMICS = 3
-"""CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the CUDA driver's API."""
+NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the CUDA driver's API
 
 
 class PeerMemory:
@@ -86,11 +85,7 @@ class AllGather:
 
 
 class ReduceScatter:
-    """A reduce-scatter for FSDP2: each rank copies gradients to the rank that owns them, which averages them.
-
-    FSDP2 assumes that gradients are averaged in the dtype in which they were computed, and accepts an output of any
-    dtype.
-    """
+    """A reduce-scatter for FSDP2: each rank copies gradients to the rank that owns them, which averages them."""
 
     def __init__(self, memory: PeerMemory, averaged_in: torch.dtype) -> None:
         self._memory, self._averaged_in = memory, averaged_in
@@ -188,7 +183,6 @@ def choose_collectives(training: TrainingPlan, world: World) -> CopyEngineCollec
 
 
 def _reason_against(training: TrainingPlan, world: World) -> str:
-    """Return why copy engines can't be used; an empty string if they may."""
     against = {
         "there are no GPUs": world.device.type != "cuda",
         f"the processes are on {world.num_hosts} hosts": world.num_hosts > 1,
@@ -206,10 +200,9 @@ def _reason_against(training: TrainingPlan, world: World) -> str:
 
 
 def reaches(device: int, peer: int) -> bool:
-    """Tell whether a GPU can access another's memory with atomics, as over NVLink.
+    """Tell whether a GPU can access another's memory with atomics, as over NVLink; torch has no query for them.
 
-    Without atomics, as over most PCIe, ranks can copy, but not wait for each other. torch has no query for them; the
-    CUDA driver has.
+    Without atomics, as over most PCIe, ranks can copy, but not wait for each other.
     """
     if not torch.cuda.can_device_access_peer(device, peer):
         return False

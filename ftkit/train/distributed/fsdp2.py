@@ -18,12 +18,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from ftkit.errors import TrainingError
+from ftkit.planning.choices import EnginePlan
 from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
 from ftkit.train.checkpoint.loading import check_model, read_state, saved_sizes
 from ftkit.train.components.optimizer import AdamW8bit, FusedAdamW, HostStateAdamW, parameter_groups
 from ftkit.train.distributed.collectives import choose_collectives
 from ftkit.train.distributed.pack_parallel import divide_layers
-from ftkit.train.engine import DEFAULT_SHARDING, ShardingOptions, collect_sharding_stats
+from ftkit.train.engine import collect_sharding_stats
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing, offloads_of_layers
 from ftkit.train.memory.compile import compiles
 from ftkit.train.model.float8 import GatheredScales
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from ftkit.train.engine import InitWeights, ShardingStats, State
     from ftkit.train.world import World
 
+_DEFAULT = EnginePlan("fsdp2", "")
 _NORM_EPSILON = 1e-6
 """Added to the norm of gradients when they are clipped, as in `torch.nn.utils.clip_grads_with_norm_`."""
 
@@ -64,19 +66,18 @@ class Fsdp2Engine:
         training: TrainingPlan,
         world: World,
         init_weights: InitWeights | None = None,
-        sharding: ShardingOptions = DEFAULT_SHARDING,
+        chosen: EnginePlan = _DEFAULT,
     ) -> None:
-        """Shard a model, initialize its weights and create its optimizer; see `make_engine`."""
         self._world = world
         self._training = training
         self._is_unsharded = world.size == 1 and training.adapters is not None and training.offload != "all"
-        self._sharding = sharding
+        self._chosen = chosen
         _check_support(hf_model, world, is_sharded=not self._is_unsharded)
         is_empty = any(parameter.is_meta for parameter in hf_model.parameters())
         self._gathered_scales = GatheredScales.of(find_decoder_layers(hf_model), training, world)
         self.model = _prepare_layers(hf_model, training, world)
         if not self._is_unsharded:
-            _shard(self.model, training, world, reshard_after_forward=sharding.reshard_after_forward)
+            _shard(self.model, training, world, reshard_after_forward=not chosen.keeps_weights)
         if is_empty:
             parameter_device = torch.device("cpu") if training.offload == "all" else world.device
             materialize(self.model, world.device, parameter_device)
@@ -85,7 +86,11 @@ class Fsdp2Engine:
             init_weights(hf_model)
         self._shards = list(hf_model.parameters())
         """The sharded parameters; during forward and backward, the model has unsharded ones in their place."""
-        self.optimizer = _make_optimizer(hf_model, training)
+        optimizer: type[FusedAdamW] = HostStateAdamW if training.offload == "optimizer" else FusedAdamW
+        if training.optimizer == "adamw8bit":
+            optimizer = AdamW8bit
+        # Each step sets the learning rate.
+        self.optimizer = optimizer(parameter_groups(hf_model, training), 0.0, training.betas)
         self._update_scales()
 
     def sharding_stats(self) -> ShardingStats:
@@ -101,8 +106,7 @@ class Fsdp2Engine:
     def _even_share(self, parameter: torch.Tensor) -> int:
         """Return the maximum number of elements of a parameter on one rank, split along its rows.
 
-        Tensor parallelism divides the matrices of decoder layers by rows or columns before that, but one of each
-        adapter's two.
+        Tensor parallelism divides layers' matrices by rows or columns before that, but one of each adapter's two.
         """
         world, shape, num_shards = self._world, [*parameter.shape], self._world.num_shards
         if isinstance(parameter, DTensor) and parameter.device_mesh == world.tensor_mesh:
@@ -122,15 +126,14 @@ class Fsdp2Engine:
         """Accumulate gradients; see `Engine.backward`.
 
         Each micro-batch's gradients are reduce-scattered immediately, unless the sync is deferred: then they are summed
-        unsharded, and layers that are not resharded after the forward pass stay unsharded until the last micro-batch.
-        Replicas sum their shards in the last one.
+        unsharded. Replicas sum their shards in the last micro-batch.
         """
         root = cast("FSDPModule", self.model)
         if self._world.num_replicas > 1:
             root.set_requires_all_reduce(is_last)
-        if self._sharding.defer_sync:
+        if self._chosen.defers_sync:
             root.set_requires_gradient_sync(is_last)
-            root.set_reshard_after_backward(is_last or self._sharding.reshard_after_forward)
+            root.set_reshard_after_backward(is_last or not self._chosen.keeps_weights)
         # FSDP2 averages gradients over the ranks that share a layer; the loss is a mean over the labels of all ranks.
         torch.autograd.backward(loss * (self._world.num_layer_ranks / num_labels))
 
@@ -196,7 +199,6 @@ class Fsdp2Engine:
         return {name: with_ordinary_shard(cast("torch.Tensor", model[name])) for name in saved}, optimizer
 
     def _state_options(self, *, full: bool = False) -> StateDictOptions:
-        """Return torch's options; with adapters, frozen parameters are loaded from the pretrained weights again."""
         ignores_frozen = self._training.adapters is not None
         return StateDictOptions(
             full_state_dict=full, cpu_offload=full, ignore_frozen_params=ignores_frozen, strict=False
@@ -225,7 +227,6 @@ class Fsdp2Engine:
 
 
 def _check_support(model: nn.Module, world: World, *, is_sharded: bool) -> None:
-    """Refuse models that this version of torch can't shard."""
     torch_version = f"FSDP2 of torch {TORCH[0]}.{TORCH[1]}"
     layers = [{id(parameter) for parameter in layer.parameters()} for layer in find_decoder_layers(model)]
     if world.size > 1 and world.device.type == "cpu" and not FSDP2_ON_CPUS:
@@ -298,11 +299,3 @@ def _shard(model: CausalLM, training: TrainingPlan, world: World, *, reshard_aft
     if collectives is not None:
         for module in (*layers, model):
             collectives.install(cast("FSDPModule", module))
-
-
-def _make_optimizer(model: nn.Module, training: TrainingPlan) -> torch.optim.Optimizer:
-    groups, initial_rate = parameter_groups(model, training), 0.0  # each step sets the learning rate
-    if training.optimizer == "adamw8bit":
-        return AdamW8bit(groups, initial_rate, training.betas)
-    optimizer = HostStateAdamW if training.offload == "optimizer" else FusedAdamW
-    return optimizer(groups, initial_rate, training.betas)

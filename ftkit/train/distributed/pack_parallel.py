@@ -56,16 +56,13 @@ if TYPE_CHECKING:
     from ftkit.train.private_apis.torch import Ctx
     from ftkit.train.world import ContextGroup
 
-_NAME = "ftkit_whole_packs"
-"""transformers' name of attention that finds documents by `cu_seqlens`."""
+_NAME = "ftkit_whole_packs"  # transformers' name of attention that finds documents by `cu_seqlens`
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 """Types of layers in which only attention mixes tokens, with masks that `cu_seqlens` and a window describe."""
-_TOKENS: Placement = Shard(1)
-"""Layout of hidden states, [B, T, H], between matrices."""
+_TOKENS: Placement = Shard(1)  # layout of hidden states, [B, T, H], between matrices
 
 
 def check_context_parallel(config: PretrainedConfig, kernel: Kernel, size: int, tensor_parallel: int = 1) -> None:
-    """Check that a model's tokens can be divided among `size` ranks, each with its part of the heads."""
     heads = config.num_attention_heads
     others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if others:
@@ -83,7 +80,6 @@ def check_context_parallel(config: PretrainedConfig, kernel: Kernel, size: int, 
 
 
 def check_tensor_parallel(config: PretrainedConfig, kernel: Kernel, size: int) -> None:
-    """Check that the decoder layers of a model can be divided among `size` ranks."""
     sizes = (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size)
     indivisible = indivisible_sizes(*sizes, size)
     if config.model_type not in MEASURED:
@@ -104,10 +100,7 @@ def check_tensor_parallel(config: PretrainedConfig, kernel: Kernel, size: int) -
 
 
 def whole_pack_attention(kernel: Kernel, exchange: ContextGroup) -> str:
-    """Register attention over whole packs with transformers, whose own masks are for a rank's tokens; return its name.
-
-    `exchange` are ranks that exchange tokens for heads; tensor parallelism alone has one, with all tokens of its heads.
-    """
+    """Register attention over whole packs, since transformers' masks are for a rank's tokens; return its name."""
     AttentionInterface.register(_NAME, partial(_attention, kernel=kernel, group=exchange.name, size=exchange.size))
     return _NAME
 
@@ -189,8 +182,7 @@ all_to_all.register_autograd(_backward, setup_context=_save_group)
 def divide_layers(layers: nn.ModuleList, family: str, mesh: DeviceMesh, adapters: LoraSpec | None = None) -> None:
     """Divide the matrices of decoder layers among the ranks of a mesh of one dimension, and have their inputs gathered.
 
-    Parameters may be on the meta device. Norms are whole on each rank, and their gradients are summed over the ranks;
-    OLMo 3's norms of all heads are divided with the heads.
+    Norms are whole on each rank, with summed gradients; OLMo 3's norms of all heads are divided with the heads.
     """
     for layer in layers:
         names = [name for name, module in layer.named_children() if type(module).__name__.endswith("Norm")]
@@ -208,7 +200,6 @@ def divide_layers(layers: nn.ModuleList, family: str, mesh: DeviceMesh, adapters
 
 
 def _styles(family: str) -> dict[str, ParallelStyle]:
-    """Return the styles of attention and feed-forward layer by the modules' names."""
     norms: dict[str, ParallelStyle] = {
         "qwen3": SequenceParallel(sequence_dim=2, use_local_output=True),  # of [B, T, heads, D]
         "gemma3_text": SequenceParallel(sequence_dim=1, use_local_output=True),  # of [B, heads, T, D]
@@ -233,21 +224,14 @@ class _DividedNorm(ParallelStyle):
     """An RMS norm over all heads, of which each rank has some: the mean square is summed over the ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, self._divide, self._as_part, self._as_local)
+        def as_part(_: nn.Module, inputs: tuple[torch.Tensor], mesh: DeviceMesh) -> Any:
+            return DTensor.from_local(inputs[0], mesh, [Shard(2)], run_check=False)
 
-    @staticmethod
-    def _divide(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        weight = module.get_parameter("weight")
-        divided = distribute_tensor(weight, mesh, [Shard(0)])
-        module.register_parameter("weight", nn.Parameter(divided, requires_grad=weight.requires_grad))
+        def as_local(_: nn.Module, output: DTensor, __: DeviceMesh) -> Any:
+            return output.redistribute(placements=[Shard(2)]).to_local()
 
-    @staticmethod
-    def _as_part(_: nn.Module, inputs: tuple[torch.Tensor], mesh: DeviceMesh) -> Any:
-        return DTensor.from_local(inputs[0], mesh, [Shard(2)], run_check=False)
-
-    @staticmethod
-    def _as_local(_: nn.Module, output: DTensor, __: DeviceMesh) -> Any:
-        return output.redistribute(placements=[Shard(2)]).to_local()
+        _distribute(module, device_mesh, lambda _: Shard(0))
+        return distribute_module(module, device_mesh, None, as_part, as_local)
 
 
 class DividedAdapter(AdaptedLinear, ABC):

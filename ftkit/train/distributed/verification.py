@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -81,7 +80,6 @@ def verify_sharding(
 
 
 def verify_targets(num_targets: NDArray[np.int64]) -> Checks:
-    """Verify that each pack has labels; `num_targets` are their numbers."""
     without = np.flatnonzero(num_targets == 0)
     if len(without):
         raise TrainingError(
@@ -93,10 +91,7 @@ def verify_targets(num_targets: NDArray[np.int64]) -> Checks:
 
 
 def verify_causality(probe: ProbeResult) -> Checks:
-    """Verify that no token attends to later ones: hidden states have no gradient to them.
-
-    Otherwise, the loss would fall because the model sees the tokens that it predicts.
-    """
+    """Verify that hidden states have no gradient to later tokens: the model would see the tokens that it predicts."""
     leak = _leak(probe, probe.is_later)
     if not leak <= GRADIENT_TOLERANCE:
         raise TrainingError(
@@ -111,13 +106,11 @@ def verify_causality(probe: ProbeResult) -> Checks:
 def verify_isolation(probe: ProbeResult, *, shares_scales: bool = False) -> Checks:
     """Verify that documents of a micro-batch do not attend to each other, neither forward nor backward.
 
-    Hidden states of a document must not change with its neighbors, and their gradients to the neighbors must be zero.
-    The gradient is the stricter check: it is exactly zero unless documents attend to each other. Hidden states are
-    equal if each kernel sums in a fixed order; otherwise rounding errors grow from layer to layer.
+    Hidden states of a document must not change with its neighbors, except by rounding that grows from layer to layer.
+    Their gradients to the neighbors must be zero: the stricter check.
 
-    With `shares_scales`, tokens of different documents are rounded with one scale, as with precision fp8. A neighbor's
-    largest value then changes the rounding of all, by 0.56 of a hidden state after the 32 random layers of a Llama 3
-    8B, so only the gradient is checked.
+    With `shares_scales` (precision fp8), a neighbor's largest value changes the rounding of all, by 0.56 of a hidden
+    state after the 32 random layers of a Llama 3 8B, so only the gradient is checked.
     """
     one, other = (states.float() for states in probe.kept_states)
     change = _largest_ratio((one - other).norm(dim=1), one.norm(dim=1))
@@ -136,25 +129,18 @@ def verify_isolation(probe: ProbeResult, *, shares_scales: bool = False) -> Chec
 
 
 def _leak(probe: ProbeResult, to: torch.Tensor) -> float:
-    """Return the largest gradient at some tokens, relative to the mean at the kept ones."""
     return _largest_ratio(probe.gradient_norms[to], probe.kept_norm)
 
 
 def choose_packing(
     engine: Engine, world: World, wanted: Packing, vocab_size: int, batch: BatchPlan, training: TrainingPlan
 ) -> tuple[ProbeResult, str | None]:
-    """Choose packs if the model isolates packed documents, else padded rows. Collective: every rank must call it.
+    """Choose packs if the model isolates packed documents, else padded rows; return why, and the probe. Collective."""
+    sizes = batch.micro_batch_size, training.sequence_length
 
-    Returns the probe that was run with them, and why documents are padded; None for packs.
-    """
-    probe = partial(
-        run_probe,
-        engine,
-        world,
-        vocab_size,
-        micro_batch_size=batch.micro_batch_size,
-        sequence_length=training.sequence_length,
-    )
+    def probe(*, is_packed: bool) -> ProbeResult:
+        return run_probe(engine, world, vocab_size, *sizes, is_packed=is_packed)
+
     reason: str | None = "the recipe asks for it"
     if wanted == "auto":
         packed, reason = None, why_not_packed(engine.model.hf_model)
@@ -179,10 +165,7 @@ def choose_packing(
 
 
 def verify_logits(probe: ProbeResult) -> Checks:
-    """Verify that the logits behind the loss are those of the model's own class.
-
-    Logits are compared, not losses: a wrong scale of the logits hardly changes the loss of an untrained model.
-    """
+    """Verify that the logits behind the loss are those of the model's own class: a loss hardly shows a wrong scale."""
     own, expected = probe.own_logits.float(), probe.expected_logits.float()
     difference = math.inf
     if own.shape == expected.shape:
@@ -201,9 +184,6 @@ def _largest_ratio(values: torch.Tensor, reference: torch.Tensor) -> float:
     if not values.numel():
         return 0.0
     return float((values / reference.clamp_min(torch.finfo(torch.float32).tiny)).max())  # host sync: before step 1
-
-
-# --- Probe ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -228,15 +208,15 @@ def run_probe(
     engine: Engine,
     world: World,
     vocab_size: int,
-    *,
     micro_batch_size: int,
     sequence_length: int,
+    *,
     is_packed: bool = True,
 ) -> ProbeResult:
     """Run a model on two micro-batches as in training: same shapes, same kernels, compiled, with gradients.
 
     Packs are filled with documents of uneven lengths, longer and shorter than most windows; padded rows have half the
-    length of a pack. Weights don't change. Costs one backward pass and two forward passes of a micro-batch.
+    length of a pack. Weights don't change.
     """
     layout = (_packed_layout if is_packed else _padded_layout)(micro_batch_size, sequence_length)
     first, second = (_probe_batch(layout, vocab_size, seed, world) for seed in (1, 2))
@@ -261,7 +241,6 @@ def run_probe(
 
 
 def _kept_states(states: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
-    """Copy hidden states of the kept tokens to host memory."""
     if len(states) != len(is_kept):
         raise TrainingError(
             f"the model's class computes hidden states of other tokens too: {len(states):,} for {len(is_kept):,} "
@@ -281,7 +260,7 @@ def _kept_states(states: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
 def _class_logits(
     model: CausalLM, batch: MicroBatch, num_logits: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run the model's own class. Within `CausalLM.forward` only.
+    """Run the model's own class, within `CausalLM.forward`.
 
     Returns its last hidden states, [N, H]; its logits for the last `num_logits` tokens of each row, [M, V]; and those
     that `CausalLM.loss` would compute its loss from, [M, V]: those of the class, if it has layers in between.
@@ -335,10 +314,8 @@ def _states_and_gradients(
     return states.detach(), by_token
 
 
-_DOCUMENT_SHARES = (0.05, 0.62, 0.03, 0.11)
-"""Fractions of a pack for its documents; a fifth document fills the rest."""
-_ROW_SHARES = (0.93, 0.61)
-"""Fractions of padded rows for their documents, in turn; the rest is padding."""
+_DOCUMENT_SHARES = (0.05, 0.62, 0.03, 0.11)  # fractions of a pack for its documents; a fifth document fills the rest
+_ROW_SHARES = (0.93, 0.61)  # fractions of padded rows for their documents, in turn; the rest is padding
 _KEPT_SHARE = 0.75
 """Fraction of a document that is kept. Its rest differs: no kept token may attend to it."""
 
@@ -369,7 +346,6 @@ def _packed_layout(micro_batch_size: int, length: int) -> _Layout:
 
 
 def _padded_layout(micro_batch_size: int, length: int) -> _Layout:
-    """Lay out padded rows, of which every other one is kept."""
     width = row_width(-(-length // 2), length)
     num_rows = micro_batch_size * length // width
     rows, places = np.arange(num_rows)[:, None], np.arange(width)

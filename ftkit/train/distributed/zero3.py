@@ -50,7 +50,6 @@ class Zero3Engine:
     def __init__(
         self, hf_model: PreTrainedModel, training: TrainingPlan, world: World, init_weights: InitWeights | None = None
     ) -> None:
-        """Partition a model, initialize its weights and create its optimizer; see `make_engine`."""
         self._world = world
         self._training = training
         # DeepSpeed returns offloaded states on the device, one parameter at a time: they are moved back immediately.
@@ -91,7 +90,6 @@ class Zero3Engine:
             self._deepspeed.utils.safe_set_local_fp32_param(parameter, master)
 
     def sharding_stats(self) -> ShardingStats:
-        """Return how the model is sharded on this rank: a unit is a submodule with all parameters partitioned."""
         hf_model = self.model.hf_model
         layers = find_decoder_layers(hf_model)
         in_layers = set(layers.parameters())
@@ -164,7 +162,6 @@ class Zero3Engine:
         write = self._deepspeed.utils
 
         def padded(values: DTensor, partition: Zero3Partition) -> torch.Tensor:
-            """Pad a shard to the length of all DeepSpeed partitions."""
             local = values.to_local()
             return functional.pad(local, (0, partition.values.numel() - local.numel()))
 
@@ -231,10 +228,10 @@ class Zero3Engine:
 
 
 def hide_activations(model: nn.Module) -> None:
-    """Take the activation functions of experts out of the modules that DeepSpeed sees.
+    """Hide the activation functions of experts from DeepSpeed, which hooks every module.
 
-    It hooks every module, and ranks wait for each other forever if they call different ones. Experts that are computed
-    one by one call their activation function once for each expert that got a token.
+    Ranks wait for each other forever if they call different ones: experts that are computed one by one call theirs once
+    for each expert that got a token.
     """
     for _, experts in experts_in_layers(model):
         for name, module in list(experts.named_children()):
@@ -271,10 +268,7 @@ def _deepspeed_config(training: TrainingPlan, world: World) -> dict[str, object]
 
 
 def _init_in_fp32(model: nn.Module, init_weights: InitWeights) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Initialize the partitions, and return the fp32 values of trained ones that rounding changed.
-
-    DeepSpeed makes its fp32 masters from rounded values, FSDP2 from exact ones.
-    """
+    """Initialize the partitions; return trained ones' fp32 values that rounding changed, for DeepSpeed's masters."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     partitions = [(each, found.values) for each in trained if (found := zero3_partition(each)) is not None]
     rounded = [values.data for _, values in partitions]
@@ -291,10 +285,7 @@ def _init_in_fp32(model: nn.Module, init_weights: InitWeights) -> list[tuple[nn.
 
 
 def _materialize(unit: nn.Module, device: torch.device, precision: torch.dtype) -> None:
-    """Allocate the parameters of a part of a model that are on the meta device, and cast all to the compute dtype.
-
-    Only this part of the model is ever unsharded.
-    """
+    """Allocate the parameters of one part of a model that are on the meta device; cast all to the compute dtype."""
     materialized: dict[nn.Parameter, nn.Parameter] = {}
     for module in unit.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):

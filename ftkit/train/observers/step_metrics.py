@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ftkit.config.recipe import RecipePlan
 from ftkit.errors import TrainingError
 from ftkit.models.parameters import count_model
 from ftkit.planning.flops import token_flops
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ftkit.config.recipe import RecipePlan
     from ftkit.config.training import OnNonfinite, TrainingSpec
     from ftkit.models.architecture import ArchitectureSpec
     from ftkit.train.components.recorder import Recorder
@@ -43,11 +43,10 @@ log = logging.getLogger(__name__)
 
 
 class StepMetrics(Observer):
-    """Sums losses and stop requests over the ranks, and reports the results of steps, one step behind.
+    """Sums losses and stop requests over the ranks, and records the results of steps, one step behind.
 
-    A GPU runs behind the host. The sums of a step are read once the next step is queued, by waiting for the copy of
-    the sums and not for the queue, so that the device never idles. All ranks read the same numbers, so they stop after
-    the same step.
+    A step's sums are read once the next step is queued, by waiting for their copy and not for the queue, so that the
+    device never idles. All ranks read the same numbers, so they stop after the same step.
     """
 
     def __init__(
@@ -62,7 +61,12 @@ class StepMetrics(Observer):
         self._progress = progress
         self._is_first = world.is_first
         self._stopwatch = stopwatch
-        self._reporter = StepReporter(recorder, trace, MfuMeter.of(progress.plan.recipe, world), progress)
+        self._recorder = recorder
+        self._trace = trace
+        self._peak_flops = find_peak_flops(progress.plan.recipe, world)
+        self._num_tokens = progress.state.num_tokens
+        self._num_targets = progress.state.num_targets
+        self._results: list[StepResult] = []  # since the last record
         self._sources = sources
         self._pending: _Pending | None = None
         self._buffer: torch.Tensor | None = None
@@ -98,7 +102,6 @@ class StepMetrics(Observer):
         self._pending = _Pending(self._progress.step, batch, outcome.learning_rate, numbers, copied, timing)
 
     def _take_pending(self) -> StepResult | None:
-        """Wait for the sums of the last step, and return its result; None if it was returned already."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -120,22 +123,60 @@ class StepMetrics(Observer):
         )
 
     def report(self, result: StepResult) -> None:
-        self._reporter.report(result)
+        self._results.append(result)
+        self._num_tokens += result.batch.num_tokens
+        self._num_targets += result.batch.num_targets
+        every, num_steps = self._progress.plan.recipe.training.log_every_steps, self._progress.num_steps
+        if not (result.step % every == 0 or result.step in {1, num_steps} or result.stop_requested):
+            return
+        results, self._results = self._results, []
+        seconds = sum(each.timing.seconds for each in results)
+        work = sum(each.timing.work_seconds for each in results)
+        wait = sum(each.timing.wait_seconds for each in results)
+        lengths = np.concatenate([each.batch.document_lengths for each in results])
+        mfu = None
+        if self._peak_flops is not None:
+            recipe, num_targets = self._progress.plan.recipe, sum(each.batch.num_targets for each in results)
+            flops = count_flops(recipe.model.architecture, recipe.training, lengths, num_targets)
+            mfu = flops / seconds / self._peak_flops  # Chowdhery et al. 2022, appendix B
+        record = StepRecord(
+            time=time.time(),
+            step=result.step,
+            num_steps=num_steps,
+            epoch=round(self._progress.batches.epoch_of_step(result.step), 4),
+            loss=result.loss,
+            learning_rate=result.learning_rate,
+            grad_norm=result.grad_norm,
+            tokens=self._num_tokens,
+            targets=self._num_targets,
+            tokens_per_second=int(lengths.sum()) / seconds,
+            step_seconds=seconds / len(results),
+            overhead_ratio=max(wait, seconds - work) / seconds,  # rounding must not make it less than the wait
+            data_wait_ratio=wait / seconds,
+            mfu=mfu,
+            memory_gib=self._trace.peak_gib(),
+            sources=result.sources,
+            routers=result.routers,
+        )
+        self._recorder.write(record)
+        log.info(
+            "step %d/%d: loss %.4f, lr %.2e, grad norm %.2f, %.0f tokens/s%s",
+            record.step, record.num_steps, record.loss, record.learning_rate, record.grad_norm,
+            record.tokens_per_second,
+            "" if record.mfu is None else f" ({record.mfu:.1%} MFU)",
+        )  # fmt: skip
 
     def close(self) -> None:
         """Report the last step even if the run fails, unless the device might never finish it."""
         copied = None if self._pending is None else self._pending.copied
         is_done = copied is None or copied.query()  # type: ignore[no-untyped-call]
         if is_done and (result := self._take_pending()):
-            self._reporter.report(result)
+            self.report(result)
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A step whose sums are being copied to the host.
-
-    `numbers` are loss, stop requests, sums by source, those of routers, and gradient norm; valid once `copied` is done.
-    """
+    """A step whose sums are being copied to the host; `numbers` are valid once `copied` is done."""
 
     step: int
     batch: StepBatch
@@ -146,10 +187,7 @@ class _Pending:
 
 
 class Stopwatch(Observer):
-    """Measures a step's time: forward, backward and optimizer; waiting for a batch; and in total.
-
-    What observers after this one do in `end_step` is not counted: checkpoints and evaluations report their own time.
-    """
+    """Measures a step's time, without that of observers after this one: checkpoints and evaluations report theirs."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -165,64 +203,10 @@ class Stopwatch(Observer):
         self.begin("pause")
 
     def take(self) -> StepTiming:
-        """Return the times since the last call, and reset them."""
         self.begin("report")
         seconds, self._seconds = self._seconds, defaultdict(float)
         work = sum(seconds[phase] for phase in ("forward", "backward", "update", "reduce"))
         return StepTiming(sum(seconds.values()) - seconds["pause"], work, seconds["batch"])
-
-
-class StepReporter:
-    """Writes a record every few steps, with the throughput since the last record."""
-
-    def __init__(self, recorder: Recorder, trace: MemoryTrace, mfu_meter: MfuMeter, progress: Progress) -> None:
-        self._recorder = recorder
-        self._trace = trace
-        self._mfu_meter = mfu_meter
-        self._progress = progress
-        self._num_tokens = progress.state.num_tokens
-        self._num_targets = progress.state.num_targets
-        self._results: list[StepResult] = []
-
-    def report(self, result: StepResult) -> None:
-        """Count a step, and write its record if one is due."""
-        self._results.append(result)
-        self._num_tokens += result.batch.num_tokens
-        self._num_targets += result.batch.num_targets
-        every, num_steps = self._progress.plan.recipe.training.log_every_steps, self._progress.num_steps
-        if not (result.step % every == 0 or result.step in {1, num_steps} or result.stop_requested):
-            return
-        results, self._results = self._results, []
-        seconds = sum(each.timing.seconds for each in results)
-        work = sum(each.timing.work_seconds for each in results)
-        wait = sum(each.timing.wait_seconds for each in results)
-        lengths = np.concatenate([each.batch.document_lengths for each in results])
-        record = StepRecord(
-            time=time.time(),
-            step=result.step,
-            num_steps=num_steps,
-            epoch=round(self._progress.batches.epoch_of_step(result.step), 4),
-            loss=result.loss,
-            learning_rate=result.learning_rate,
-            grad_norm=result.grad_norm,
-            tokens=self._num_tokens,
-            targets=self._num_targets,
-            tokens_per_second=int(lengths.sum()) / seconds,
-            step_seconds=seconds / len(results),
-            overhead_ratio=max(wait, seconds - work) / seconds,  # rounding must not make it less than the wait
-            data_wait_ratio=wait / seconds,
-            mfu=self._mfu_meter.mfu(lengths, sum(each.batch.num_targets for each in results), seconds),
-            memory_gib=self._trace.peak_gib(),
-            sources=result.sources,
-            routers=result.routers,
-        )
-        self._recorder.write(record)
-        log.info(
-            "step %d/%d: loss %.4f, lr %.2e, grad norm %.2f, %.0f tokens/s%s",
-            record.step, record.num_steps, record.loss, record.learning_rate, record.grad_norm,
-            record.tokens_per_second,
-            "" if record.mfu is None else f" ({record.mfu:.1%} MFU)",
-        )  # fmt: skip
 
 
 def count_flops(shape: ArchitectureSpec, training: TrainingSpec, lengths: NDArray[np.int64], num_targets: int) -> float:
@@ -238,36 +222,19 @@ def count_flops(shape: ArchitectureSpec, training: TrainingSpec, lengths: NDArra
     return num_tokens * token_flops(shape, training, keys, in_window, num_targets / num_tokens).total
 
 
-@dataclass(frozen=True)
-class MfuMeter:
-    """Measures model FLOPs utilization, the share of the GPUs' peak (MFU; Chowdhery et al. 2022, appendix B)."""
-
-    recipe: RecipePlan
-    peak_flops: float | None  # FLOP/s of all GPUs; None if the GPU is unknown, or the model's FLOPs are an estimate
-
-    @classmethod
-    def of(cls, recipe: RecipePlan, world: World) -> MfuMeter:
-        is_known = world.device.type == "cuda" and count_model(recipe.model.architecture).is_exact
-        gpu = gpu_of_device(torch.cuda.get_device_name(world.device)) if is_known else None
-        return cls(recipe, None if gpu is None else world.size * gpu.peak_flops(recipe.training.compute_precision))
-
-    def mfu(self, lengths: NDArray[np.int64], num_targets: int, seconds: float) -> float | None:
-        """Return MFU from 0 to 1, of documents that were trained on in this time; None without a known peak."""
-        if self.peak_flops is None:
-            return None
-        recipe = self.recipe
-        return count_flops(recipe.model.architecture, recipe.training, lengths, num_targets) / seconds / self.peak_flops
-
-
-# --- Anomalies -----------------------------------------------------------------------------------
+def find_peak_flops(recipe: RecipePlan, world: World) -> float | None:
+    """Return the peak FLOP/s of all GPUs; None if the GPU is unknown, or the model's FLOPs are an estimate."""
+    if world.device.type != "cuda" or not count_model(recipe.model.architecture).is_exact:
+        return None
+    gpu = gpu_of_device(torch.cuda.get_device_name(world.device))
+    return None if gpu is None else world.size * gpu.peak_flops(recipe.training.compute_precision)
 
 
 _WINDOW, _MIN_STEPS, _SIGMAS = 128, 32, 6.0
 """A spike is 6 standard deviations above the mean of the last 128 steps, and needs 32 of them (OLMo-core's
 SkipStepOptimizer). Logarithms are compared: losses and gradient norms are positive and skewed, and single batches often
 multiply a norm near zero."""
-_FLOOR = 1e-3
-"""Smaller values are raised to this one: a multiple of a negligible loss is negligible too."""
+_FLOOR = 1e-3  # smaller values are raised to this one: a multiple of a negligible loss is negligible too
 _MIN_RISE = math.log(1.1)
 """A spike is at least 10% above the mean: the deviation of steps that hardly differ is rounding."""
 _MAX_SKIPPED = 10  # consecutive steps after which the cause is not single batches
@@ -277,8 +244,7 @@ _MAX_SHOWN = 8
 class AnomalyWatch(Observer):
     """Checks each step's loss and gradient norm, which are equal on all ranks once they are reduced.
 
-    An engine skips the optimizer step of a gradient that is not finite, on the device. The host detects it here, one
-    step later, without waiting for the device.
+    The engine has skipped a step whose gradient is not finite; the host detects it one step later, without a sync.
     """
 
     def __init__(
