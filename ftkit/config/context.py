@@ -158,8 +158,7 @@ def load_dotenv(project: Path, environment: MutableMapping[str, str]) -> None:
 def read_dotenv(project: Path) -> dict[str, str]:
     """Return the variables of a project's `.env`; none if there is no such file.
 
-    Raises:
-        ConfigError: with every line that can't be used.
+    Raises ConfigError with every line that can't be used.
     """
     path = project / DOTENV
     try:

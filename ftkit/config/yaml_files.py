@@ -54,9 +54,8 @@ _FLOAT: Final = re.compile(
 def read_yaml(path: Path) -> Layers:
     """Read a YAML 1.2 file whose top is a mapping (`1e-5` is a number, `no` a word, no key twice).
 
-    Raises:
-        NotFoundError: the file can't be read.
-        ConfigError: it is not YAML, not a mapping, or beyond the limits of this module.
+    Raises NotFoundError: the file can't be read; ConfigError: it is not YAML, not a mapping, or beyond the limits of
+    this module.
     """
     log.debug("read %s", path)
     try:
@@ -95,10 +94,8 @@ def parse_override(text: str) -> Layers:
     """Parse `key.path=value`.
 
     A value is a list (`[a, b]`), a mapping (`{a: 1}`) or quoted text, as in YAML; otherwise a single word or text, in
-    which only YAML's numbers, `true`, `false` and `null` have a meaning.
-
-    Raises:
-        ConfigError: there is no `=`, or the value is not YAML.
+    which only YAML's numbers, `true`, `false` and `null` have a meaning. Raises ConfigError: there is no `=`, or the
+    value is not YAML.
     """
     key, separator, value = text.partition("=")
     path = tuple(key.split("."))
@@ -192,8 +189,7 @@ class _LimitedComposer(Composer):
 def _parse(text: str, where: str, origins: dict[KeyPath, str]) -> object:
     """Return the value of a text's only document, None if it has none; record the origin of each key.
 
-    Raises:
-        ConfigError: it is not YAML, has several documents, has keys twice or that are no words, or exceeds a limit.
+    Raises ConfigError: it is not YAML, has several documents, has keys twice or that are no words, or exceeds a limit.
     """
     yaml = YAML(typ="safe", pure=True)
     yaml.Composer = _LimitedComposer

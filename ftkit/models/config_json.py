@@ -168,10 +168,8 @@ def _layer_types(filled: Mapping[str, Any]) -> list[str] | None:
 def resolve_shape(model: ModelSpec, config: Mapping[str, Any] | None) -> ArchitectureSpec:
     """Return the complete shape of a model: that of its configuration, with the recipe's overrides.
 
-    `config` is the raw configuration of its weights; None if there is none, or if it can't be read from here.
-
-    Raises:
-        ConfigError: the recipe contradicts the configuration, or neither defines the complete shape.
+    `config` is the raw configuration of its weights; None if there is none, or if it can't be read from here. Raises
+    ConfigError: the recipe contradicts the configuration, or neither defines the complete shape.
     """
     given = model.architecture
     if config is None and isinstance(given, ArchitectureSpec):
@@ -189,11 +187,7 @@ def resolve_shape(model: ModelSpec, config: Mapping[str, Any] | None) -> Archite
 
 
 def read_shape(config: Mapping[str, Any], weights: str) -> ArchitectureSpec:
-    """Return the shape in a configuration.
-
-    Raises:
-        ConfigError: it is incomplete, or has impossible values.
-    """
+    """Return the shape in a configuration. Raises ConfigError: it is incomplete, or has impossible values."""
     filled = fill_config(config)
     window, every = _window_and_interval(filled)
     fields = {name: filled.get(name) for name in ArchitectureFields.model_fields if name != "rope_scaling"}

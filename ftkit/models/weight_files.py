@@ -75,8 +75,7 @@ def weight_files(folder: Path) -> list[str]:
 def read_index(folder: Path) -> dict[str, str]:
     """Return the file of each tensor, from the index; a damaged one raises one of `UNREADABLE`.
 
-    Raises:
-        NotFoundError: it lists a file outside the folder, or one that can't exist.
+    Raises NotFoundError: it lists a file outside the folder, or one that can't exist.
     """
     places: dict[str, str] = load_json(read_small(folder / WEIGHTS_INDEX, MAX_JSON_BYTES))["weight_map"]
     for file in set(places.values()):
@@ -166,10 +165,8 @@ def check_tensors(shape: ArchitectureFields, config: Mapping[str, Any], folder: 
     """Compare complete weight files with the model that is built from config.json, if its parameters are counted.
 
     Return a warning if the files have more decoder layers; for families without a formula, whose files may have other
-    tensors than their class, also if they have fewer layers or tensors of other shapes.
-
-    Raises:
-        NotFoundError: the files of a family with a formula have fewer layers, or tensors of other shapes.
+    tensors than their class, also if they have fewer layers or tensors of other shapes. Raises NotFoundError: the files
+    of a family with a formula have fewer layers, or tensors of other shapes.
     """
     if not isinstance(shape, ArchitecturePlan) or shape.counts is None:
         return None
