@@ -140,10 +140,10 @@ ALLOWED: Final = frozenset([
 Others can: the file may come with a project that the user has only cloned.
 """
 _ELSEWHERE: Final = {
-    "FTKIT_CLUSTER": "set 'cluster' in ftkit.yaml",
-    "FTKIT_IMAGE": "set 'image' in ftkit.yaml",
-    "FTKIT_REGISTRY": "set 'registry' in ftkit.yaml",
-    "FTKIT_WORKSPACE": "set 'workspace' in ftkit.yaml",
+    **{
+        f"FTKIT_{key.upper()}": f"set '{key}' in {PROJECT_FILE}"
+        for key in ("cluster", "image", "registry", "workspace")
+    },
     "MLFLOW_TRACKING_URI": "set 'tracking.mlflow_uri' in the recipe",
 }
 _MAX_BYTES: Final = 2**16

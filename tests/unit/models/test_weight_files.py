@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import pytest
 import safetensors.numpy
 
 from ftkit.errors import NotFoundError
+from ftkit.hub.readiness import check_weights
 from ftkit.models.architecture import ModelSpec
 from ftkit.models.parameters import count_by_config
 from ftkit.models.weight_files import check_tensors
@@ -65,6 +67,19 @@ def test_files_of_other_shapes_than_the_configuration_are_rejected(
 ) -> None:
     with pytest.raises(NotFoundError, match=message):
         check(tmp_path, **edits)
+
+
+def test_files_that_do_not_fit_are_rejected_before_the_job(tmp_path: Path) -> None:
+    check(tmp_path)
+    for num_layers in (3, 4):
+        config = CONFIG | {"num_hidden_layers": num_layers}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        model = plan_model(ModelSpec(weights=str(tmp_path)), config)
+        if num_layers == 3:
+            assert check_weights(model, {}, tmp_path) is None
+            continue
+        with pytest.raises(NotFoundError, match="num_hidden_layers"):
+            check_weights(model, {}, tmp_path)
 
 
 def test_families_without_a_formula_get_warnings_if_their_parameters_are_counted(tmp_path: Path) -> None:
