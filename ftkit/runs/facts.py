@@ -46,8 +46,8 @@ class RunFacts:
         return self.plan.script if isinstance(self.plan, ScriptPlan) else None
 
 
-def read_facts(layout: RunLayout) -> RunFacts:
-    """Read the facts of a run."""
+def read_facts(layout: RunLayout, *, skips_steps: bool = False) -> RunFacts:
+    """Read the facts of a run; `skips_steps` as in `read_history`."""
     plan, problem = None, ""
     try:
         plan = read_job_plan(layout)
@@ -55,6 +55,12 @@ def read_facts(layout: RunLayout) -> RunFacts:
         problem = error.what
     samples = read_samples(layout)
     return RunFacts(
-        plan, problem, read_history(layout), find_stragglers(read_timings(layout)), explain_missing_digests(layout),
-        judge(layout), samples, summarize_samples(samples),
-    )  # fmt: skip
+        plan=plan,
+        plan_problem=problem,
+        history=read_history(layout, skips_steps=skips_steps),
+        stragglers=find_stragglers(read_timings(layout)),
+        doubts=explain_missing_digests(layout),
+        verdict=judge(layout),
+        samples=samples,
+        gpus=summarize_samples(samples),
+    )
