@@ -18,20 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts of a run.
+    """Facts of a run."""
 
-    Attributes:
-        plan: None if it can't be read: usually, another version of ftkit wrote it.
-        doubts: reasons why the run can't be repeated exactly.
-        verdict: whether it reproduced the run that it repeats; None if it repeats none.
-    """
-
-    plan: RunPlan | ScriptPlan | None
+    plan: RunPlan | ScriptPlan | None  # None if it can't be read: usually, another version of ftkit wrote it
     plan_problem: str
     history: History
     stragglers: list[Straggler]
-    doubts: list[str]
-    verdict: Verdict | None
+    doubts: list[str]  # why the run can't be repeated exactly
+    verdict: Verdict | None  # None if it repeats no run
     samples: list[NodeSample]
     gpus: GpuSummary | None
 

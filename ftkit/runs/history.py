@@ -50,57 +50,41 @@ _STALLED_STEPS = 10
 
 @dataclass(frozen=True)
 class Restart:
-    """A later start of a run's training, with its Slurm job, if it has one, and the host of rank 0.
-
-    `step` is that of the checkpoint that it continued from; None if it ended before. `reason` tells why the previous
-    start ended; None if it was not recorded.
-    """
+    """A later start of a run's training."""
 
     time: float
-    step: int | None
-    job_id: str
-    host: str
-    reason: End | None
+    step: int | None  # of the checkpoint that it continued from; None if it ended before
+    job_id: str  # of Slurm; empty without it
+    host: str  # of rank 0
+    reason: End | None  # why the previous start ended; None if it was not recorded
 
 
 @dataclass(frozen=True)
 class History:
-    """The records of a run, in the order of time; None for those that don't exist yet.
+    """The records of a run, in the order of time; None for those that don't exist yet. A repeated step occurs once.
 
-    Attributes:
-        steps: records by step; a repeated step occurs once.
-        steady: the records for the throughput: all but the first of each start, which compiles and allocates.
-        speeds: tokens per second of one process in these records.
-        memory: the record with the highest peak of each stage.
-        start_up: when the last start completed its first step.
-        failed_checkpoint: after the newest checkpoint that could be written.
-        anomalies: in the order of steps; a repeated step occurs once.
-        sharding: of a script's model.
-        records: all of them in the order of the file, without evaluations by separate jobs.
-        start_times: when the processes of each start began, according to the manifest.
-        training_seconds: between the first and the last record of each start's training, without the time in the queue.
-        problem: which records can't be read, and why; empty if all can.
+    `training_seconds` are those between the first and the last record of each start's training.
     """
 
     starts: tuple[StartRecord, ...] = ()
     restarts: tuple[Restart, ...] = ()
     steps: dict[int, StepRecord] = field(default_factory=dict)
-    steady: tuple[StepRecord, ...] = ()
-    speeds: tuple[float, ...] = ()
-    memory: tuple[MemoryRecord, ...] = ()
+    steady: tuple[StepRecord, ...] = ()  # for the throughput: not the first of each start, which compiles and allocates
+    speeds: tuple[float, ...] = ()  # tokens per second of one process in these
+    memory: tuple[MemoryRecord, ...] = ()  # the one with the highest peak of each stage
     checks: VerificationRecord | None = None
-    start_up: FirstStepRecord | None = None
+    start_up: FirstStepRecord | None = None  # of the last start
     evaluations: tuple[EvaluationRecord, ...] = ()
     checkpoint: CheckpointRecord | None = None
-    failed_checkpoint: FailedCheckpointRecord | None = None
-    anomalies: tuple[AnomalyRecord, ...] = ()
+    failed_checkpoint: FailedCheckpointRecord | None = None  # after the newest checkpoint that could be written
+    anomalies: tuple[AnomalyRecord, ...] = ()  # in the order of steps
     end: EndRecord | None = None
-    sharding: ShardingRecord | None = None
+    sharding: ShardingRecord | None = None  # of a script's model
     script_step: ScriptStepRecord | None = None
-    records: tuple[Record, ...] = ()
-    start_times: tuple[float, ...] = ()
+    records: tuple[Record, ...] = ()  # all, in the order of the file, without evaluations by separate jobs
+    start_times: tuple[float, ...] = ()  # of the processes of each start, according to the manifest
     training_seconds: float | None = None
-    problem: str = ""
+    problem: str = ""  # which records can't be read, and why
 
     @property
     def start(self) -> StartRecord | None:
@@ -316,15 +300,11 @@ def _restarts(starts: Sequence[_Start], records: Sequence[StartRecord]) -> tuple
 
 @dataclass(frozen=True)
 class Silence:
-    """A running job that has written no record for some seconds.
-
-    `is_stalled` tells whether that is much longer than the run's pace explains; `is_alive`, whether its trainer still
-    renews its lease.
-    """
+    """A running job that has written no record for some seconds."""
 
     seconds: float
-    is_stalled: bool
-    is_alive: bool
+    is_stalled: bool  # that is much longer than the run's pace explains
+    is_alive: bool  # its trainer still renews its lease
 
 
 def measure_silence(layout: RunLayout, seen: Job, log_every_steps: int, now: float) -> Silence | None:
