@@ -20,7 +20,7 @@ from ftkit.train.checkpoint.loading import CheckpointTensors, describe_damage
 from ftkit.train.components.export_record import streamed_bytes
 from ftkit.train.components.exporter import ExportedParts, Exporter, build_export_model
 from ftkit.train.components.generation import Generation
-from ftkit.train.memory.host_memory import available_bytes
+from ftkit.train.memory.usage import available_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,7 +21,7 @@ from ftkit.files import DamagedFileError, read_json, read_json_if_valid
 from ftkit.models.folder import ADAPTER_CONFIG, EXPORT_RECORD
 from ftkit.models.weight_files import stored_dtypes, tensors_of_model
 from ftkit.train.components.export_record import ExportRecord, Logits, render, sample_logits, tokenizer_digests
-from ftkit.train.memory.host_memory import available_bytes
+from ftkit.train.memory.usage import available_bytes
 from ftkit.train.model.hf_model import load_pretrained
 from ftkit.train.private_apis.libraries import free_offloaded, import_peft, load_offloaded
 

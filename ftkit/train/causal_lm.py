@@ -31,32 +31,20 @@ if TYPE_CHECKING:
 class MicroBatch:
     """A micro-batch of one process: B packs of T tokens, or B padded rows of one document each, with N labels.
 
-    Attributes:
-        input_ids: int64 [B, T].
-        position_ids: int64 [B, T]; they restart at 0 with each document, which is all that separates documents. With
-            tensor parallelism, they are those of the full packs.
-        label_index: int64 [N], indices into the flattened tokens; the next token of each is a label.
-        labels: int64 [N], these next tokens.
-        cu_seqlens: int32 [D + 1], the offset of each of D documents in the flattened tokens, then B * T; with context
-            or tensor parallelism, the offsets in the full packs, of which this process has a part.
-        max_seqlen: upper bound of the documents' lengths.
-        is_token: bool [B, T], false for padding; None if there is none, or nothing needs it.
-        attention_mask: int64 [B, T], 1 for tokens and 0 for the padding on their right; None for packs.
-        label_sources: int64 [N], the source of each label, as its index in `data.source`; None for a single source.
-        token_keys: int64 [B, T], random bits of each token for dropout; with tensor parallelism, those of the full
-            packs. None where nothing draws any.
+    Positions restart at 0 with each document, which is all that separates documents. With context or tensor
+    parallelism, this process has a part of the packs, and what is marked with * is of the full packs.
     """
 
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    label_index: torch.Tensor
-    labels: torch.Tensor
-    cu_seqlens: torch.Tensor
-    max_seqlen: int
-    is_token: torch.Tensor | None = None
-    attention_mask: torch.Tensor | None = None
-    label_sources: torch.Tensor | None = None
-    token_keys: torch.Tensor | None = None
+    input_ids: torch.Tensor  # int64 [B, T]
+    position_ids: torch.Tensor  # int64 [B, T]; * with tensor parallelism
+    label_index: torch.Tensor  # int64 [N], indices into the flattened tokens; the next token of each is a label
+    labels: torch.Tensor  # int64 [N], these next tokens
+    cu_seqlens: torch.Tensor  # int32 [D + 1], offsets of D documents in the flattened tokens, then B * T; *
+    max_seqlen: int  # upper bound of the documents' lengths
+    is_token: torch.Tensor | None = None  # bool [B, T], false for padding; None without, or if nothing needs it
+    attention_mask: torch.Tensor | None = None  # int64 [B, T], 0 for the padding on the right; None for packs
+    label_sources: torch.Tensor | None = None  # int64 [N], indices in `data.source`; None for a single source
+    token_keys: torch.Tensor | None = None  # int64 [B, T], random bits for dropout; * with tensor parallelism
 
     def pinned(self) -> MicroBatch:
         """Return a copy in pinned memory, from which copies to a GPU don't block the host."""
@@ -67,23 +55,18 @@ class MicroBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-        changed: dict[str, Any] = {
-            name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
-        }
-        return replace(self, **changed)
+        changed = {name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **changed)  # type: ignore[arg-type]
 
 
 class SourceLosses:
     """The losses of each of S sources, accumulated on the device over micro-batches.
 
-    Not a dataclass: FSDP2 casts tensors in dataclasses that are passed to `forward` to the compute dtype.
-
-    Attributes:
-        sums: fp32 [2, S], the losses of each source's labels, and the number of its labels (exact up to 2**24).
+    `sums`, fp32 [2, S], are the losses of each source's labels, and the number of its labels (exact up to 2**24). Not a
+    dataclass: FSDP2 casts tensors in dataclasses that are passed to `forward` to the compute dtype.
     """
 
     def __init__(self, num_sources: int, device: torch.device) -> None:
-        """Start at zero; with no sources, only micro-batches without `label_sources` can be added."""
         self.sums = torch.zeros((2, num_sources), dtype=torch.float32, device=device)
 
     def add(self, losses: torch.Tensor, label_sources: torch.Tensor) -> None:
@@ -93,10 +76,7 @@ class SourceLosses:
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """Transform of the output projection's products to logits: a scale, then a soft cap.
-
-    A cap `c` is `c * tanh(x / c)`, as in Gemma 2.
-    """
+    """Transform of the output projection's products to logits: a scale, then a cap `c`, `c * tanh(x / c)`."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -110,7 +90,6 @@ class LogitTransform:
         return cls(factor / divisor, getattr(config, "final_logit_softcapping", None))
 
     def apply(self, products: torch.Tensor) -> torch.Tensor:
-        """Return the logits."""
         logits = products if self.scale == 1.0 else products * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
@@ -122,19 +101,10 @@ class LogitTransform:
 def linear_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, transform: LogitTransform = LogitTransform()
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed cross-entropy of the logits of `hidden @ weight.T`, in fp32, and each token's.
+    """Return the summed cross-entropy of the logits of `hidden @ weight.T`, in fp32, and of each token, without graph.
 
     The forward pass also computes the gradients, while a chunk's logits exist, so that logits are neither saved nor
-    recomputed.
-
-    Args:
-        hidden: [N, H].
-        weight: [V, H].
-        targets: int64 [N], token ids below V.
-        transform: from products to logits.
-
-    Returns:
-        The sum, a scalar; and the losses of the tokens, [N], through which no gradients flow.
+    recomputed. `hidden` is [N, H], `weight` [V, H], `targets` int64 [N].
     """
     loss, losses = _LinearCrossEntropy.apply(hidden, weight, targets, transform)  # type: ignore[no-untyped-call]
     return loss, losses
@@ -162,7 +132,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[part])
             if grad_weight is not None:
-                _add_product(grad_weight, grad_logits.T, hidden[part])
+                if hidden.is_cuda and hidden.dtype != torch.float32 and TORCH >= (2, 11):  # in one kernel
+                    torch.addmm(grad_weight, grad_logits.T, hidden[part], out_dtype=torch.float32, out=grad_weight)
+                else:
+                    grad_weight += grad_logits.T @ hidden[part]
             del logits, grad_logits  # freed before the next chunk's logits
         if grad_weight is not None:
             grad_weight = grad_weight[:vocabulary].to(weight.dtype)
@@ -176,21 +149,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add the product of two matrices to an fp32 one, on GPUs in one kernel if torch supports it."""
-    if total.device.type == "cuda" and right.dtype != total.dtype and TORCH >= (2, 11):
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        total += left @ right
-
-
 def _losses_and_gradient(
     products: torch.Tensor, targets: torch.Tensor, vocabulary: int, transform: LogitTransform
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the losses of logits [N, V], and the gradient of their sum: softmax minus one at the target.
-
-    Columns from `vocabulary` on are padding: no token is there.
-    """
+    """Return the losses of logits [N, V], and the gradient of their sum; columns from `vocabulary` on are padding."""
     places = torch.arange(products.shape[1], device=products.device)
     logits = transform.apply(products.float())
     exact = logits.masked_fill(places >= vocabulary, -torch.inf)
@@ -206,18 +168,14 @@ def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
 
 
 class CausalLM(nn.Module):
-    """A transformers model with its loss.
+    """A transformers model, `hf_model`, with its loss.
 
     FSDP2 and DeepSpeed all-gather weights in hooks around `forward`. So every computation with unsharded weights goes
-    through `forward`: the loss by default, else its argument `compute`.
+    through `forward`: the loss by default, else its argument `compute`. `forward` also counts what the routers of a
+    mixture of experts do in training.
 
-    Attributes:
-        hf_model: the transformers model. Its parameters have the names of the weight files; this module's names add a
-            prefix that no file has.
-        has_head_layers: whether there are layers between decoder and output projection, as in ModernBERT's decoder:
-            the loss is then computed from all logits of the model's own class.
-        logit_transform: scaling and soft cap of the logits before the loss.
-        routers: those of a mixture of experts; `forward` counts what they do in training.
+    If `has_head_layers`, between decoder and output projection, as in ModernBERT's decoder, the loss is computed from
+    all logits of the model's own class.
     """
 
     def __init__(
@@ -233,16 +191,18 @@ class CausalLM(nn.Module):
         Args:
             hf_model: a causal language model of transformers.
             routers: found before an engine changed the model; None: they are left alone.
-            by_weight: read the output projection's weight, and compute the loss from a chunk of logits at a time;
-                otherwise call the projection as a module, for an engine that gathers weights in hooks of every module.
+            by_weight: compute the loss from the output projection's weight, a chunk of logits at a time; otherwise call
+                the projection as a module, for an engine that gathers weights in hooks of every module.
             autocast: creates the autocast context if the compute dtype is not that of the parameters.
         """
         super().__init__()
         self.hf_model = hf_model
         self.logit_transform = LogitTransform.of(hf_model.config)
-        self.routers = routers or Routers.none()
-        has_bias = getattr(hf_model.get_output_embeddings(), "bias", None) is not None
-        self.has_head_layers = _has_head_layers(hf_model)
+        self.routers = routers or Routers()
+        decoder, projection = find_decoder(hf_model), hf_model.get_output_embeddings()
+        inside = {id(parameter) for part in (decoder, projection) for parameter in part.parameters()}
+        self.has_head_layers = any(id(parameter) not in inside for parameter in hf_model.parameters())
+        has_bias = getattr(projection, "bias", None) is not None
         self._tokens = TokenKeys.of(hf_model)
         self._is_chunked = by_weight and not has_bias and not self.has_head_layers
         self._autocast = autocast
@@ -257,34 +217,25 @@ class CausalLM(nn.Module):
     def loss(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
         """Return the cross-entropy summed over the labels: a scalar in fp32. Within `forward` only.
 
-        Its gradient includes that of the load-balancing loss, if the routers have one.
-
-        Args:
-            batch: tokens and their labels.
-            source_losses: accumulates the losses of each source, if the labels are from several sources.
+        Its gradient includes that of the load-balancing loss, if the routers have one. `source_losses` accumulates the
+        losses of each source, if the labels are from several.
         """
-        if self._is_chunked:
-            hidden, projection = self._label_states(batch), self.hf_model.get_output_embeddings()
-            loss, losses = linear_cross_entropy(hidden, projection.weight, batch.labels, self.logit_transform)
+        model, projection = self.hf_model, self.hf_model.get_output_embeddings()
+        if self.has_head_layers:
+            self._begin_routing(batch)
+            states = model(**model_inputs(model, batch)).logits
         else:
-            losses = functional.cross_entropy(self._label_logits(batch), batch.labels, reduction="none")
+            states = self.hidden_states(batch)
+        states = states.flatten(0, 1).index_select(0, batch.label_index)  # of the tokens whose next one is a label
+        if self._is_chunked:
+            loss, losses = linear_cross_entropy(states, projection.weight, batch.labels, self.logit_transform)
+        else:
+            logits = states if self.has_head_layers else self.logit_transform.apply(projection(states).float())
+            losses = functional.cross_entropy(logits.float(), batch.labels, reduction="none")
             loss = losses.sum()
         if source_losses is not None and batch.label_sources is not None:
             source_losses.add(losses.detach(), batch.label_sources)
         return self.routers.balance(loss, batch.label_index)
-
-    def _label_states(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the last hidden states of the tokens whose next token is a label, [N, H]."""
-        return self.hidden_states(batch).flatten(0, 1).index_select(0, batch.label_index)
-
-    def _label_logits(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the logits of these tokens, fp32 [N, V]."""
-        model = self.hf_model
-        if self.has_head_layers:
-            self._begin_routing(batch)
-            logits: torch.Tensor = model(**model_inputs(model, batch)).logits
-            return logits.flatten(0, 1).index_select(0, batch.label_index).float()
-        return self.logit_transform.apply(model.get_output_embeddings()(self._label_states(batch)).float())
 
     def hidden_states(self, batch: MicroBatch) -> torch.Tensor:
         """Return the last hidden states, [B, T, H]. Within `forward` only."""
@@ -302,36 +253,29 @@ class CausalLM(nn.Module):
         return tokens
 
 
-def _has_head_layers(hf_model: PreTrainedModel) -> bool:
-    """Tell whether a model has parameters outside its decoder and its output projection."""
-    parts = (find_decoder(hf_model), hf_model.get_output_embeddings())
-    inside = {id(parameter) for part in parts for parameter in part.parameters()}
-    return any(id(parameter) not in inside for parameter in hf_model.parameters())
-
-
-def model_inputs(module: PreTrainedModel, batch: MicroBatch) -> dict[str, Any]:
+def model_inputs(module: PreTrainedModel, batch: MicroBatch) -> dict[str, object]:
     """Return a micro-batch as the keyword arguments that a transformers model accepts.
 
     Packs have no attention mask and no cache: with either, transformers ignores where packed documents end. Attention
     kernels find the ends in the positions or in `cu_seqlens`; recurrent layers get all packs as one row, since their
     kernels need `cu_seqlens` of a single row.
     """
-    inputs: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
+    input_ids, positions = batch.input_ids, batch.position_ids
+    inputs: dict[str, object] = {"use_cache": False}
     if getattr(module.config, "output_router_logits", False):
         inputs["output_router_logits"] = False  # ftkit's own hooks read them
     if batch.attention_mask is not None:
         inputs["attention_mask"] = batch.attention_mask
     else:
         if has_recurrent_layers(module.config):
-            inputs |= {name: inputs[name].view(1, -1) for name in ("input_ids", "position_ids")}
-            starts = (inputs["position_ids"] == 0).int()
-            inputs["seq_idx"] = (starts.cumsum(1) - 1).int()
+            input_ids, positions = input_ids.view(1, -1), positions.view(1, -1)
+            inputs["seq_idx"] = ((positions == 0).int().cumsum(1) - 1).int()
         mark_dynamic(batch.cu_seqlens, 0)  # one compiled graph for any number of documents
         inputs |= {
-            "attention_mask": packed_masks(module, inputs["position_ids"]),
+            "attention_mask": packed_masks(module, positions),
             "cu_seq_lens_q": batch.cu_seqlens,
             "cu_seq_lens_k": batch.cu_seqlens,
             "max_length_q": batch.max_seqlen,
             "max_length_k": batch.max_seqlen,
         }
-    return accepted_inputs(module, inputs)
+    return accepted_inputs(module, inputs | {"input_ids": input_ids, "position_ids": positions})

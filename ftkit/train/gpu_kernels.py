@@ -27,10 +27,8 @@ else:
 _SMALLEST_UPDATE = 2**21
 """Elements from which a parameter is worth a kernel of its own: its update takes about as long as the host's launch of
 it. torch's kernel updates dozens of smaller ones at once."""
-_ELEMENTS = 2048
-"""Elements that a program handles, of vectors."""
-_ROWS = 64
-"""Rows and columns that a program handles, of matrices."""
+_ELEMENTS = 2048  # elements that a program handles, of vectors
+_ROWS = 64  # rows and columns that a program handles, of matrices
 _HASH_ROUNDS = ((17, 0xED5AD4BB - 2**32), (11, 0xAC4C1B51 - 2**32), (15, 0x31848BAB))
 """Right shifts and factors, int32, of `triple32` (https://github.com/skeeto/hash-prospector)."""
 
@@ -41,7 +39,7 @@ def average_rows(rows: torch.Tensor, averages: torch.Tensor) -> None:
         torch.mean(rows, dim=0, dtype=averages.dtype, out=averages)
         return
     num_rows, numel = rows.shape
-    _average_rows_kernel[(_num_blocks(numel, _ELEMENTS),)](rows, averages, num_rows, numel, BLOCK=_ELEMENTS)
+    _average_rows_kernel[(triton.cdiv(numel, _ELEMENTS),)](rows, averages, num_rows, numel, BLOCK=_ELEMENTS)
 
 
 def round_and_transpose(
@@ -53,10 +51,9 @@ def round_and_transpose(
         rounded = (matrix.float() / scale).clamp(-largest, largest).to(dtype)
         return rounded, transpose(rounded)
     matrix = matrix.contiguous()
-    num_rows, num_columns = matrix.shape
-    rounded, transposed = torch.empty_like(matrix, dtype=dtype), matrix.new_empty(num_columns, num_rows, dtype=dtype)
+    rounded, transposed = torch.empty_like(matrix, dtype=dtype), matrix.new_empty(matrix.shape[::-1], dtype=dtype)
     _round_and_transpose_kernel[_blocks_of(matrix)](
-        matrix, scale, rounded, transposed, num_rows, num_columns, LARGEST=largest, BLOCK=_ROWS
+        matrix, scale, rounded, transposed, *matrix.shape, LARGEST=largest, BLOCK=_ROWS
     )
     return rounded, transposed
 
@@ -70,11 +67,9 @@ def round_shard(values: torch.Tensor, scale: torch.Tensor, rounded: torch.Tensor
     if triton is None or not values.is_cuda:
         rounded.copy_((values.bfloat16().float() / scale).clamp(-largest, largest))
         return
-    numel = values.numel()
-    if numel:
-        _round_elements_kernel[(_num_blocks(numel, _ELEMENTS),)](
-            values, scale, rounded, numel, LARGEST=largest, BLOCK=_ELEMENTS
-        )
+    if numel := values.numel():
+        grid = (triton.cdiv(numel, _ELEMENTS),)
+        _round_elements_kernel[grid](values, scale, rounded, numel, LARGEST=largest, BLOCK=_ELEMENTS)
 
 
 def transpose(matrix: torch.Tensor) -> torch.Tensor:
@@ -86,20 +81,20 @@ def transpose(matrix: torch.Tensor) -> torch.Tensor:
     if triton is None or not matrix.is_cuda:
         return matrix.t().contiguous()
     matrix = matrix.contiguous()
-    num_rows, num_columns = matrix.shape
-    transposed = matrix.new_empty(num_columns, num_rows)
-    _transpose_kernel[_blocks_of(matrix)](matrix, transposed, num_rows, num_columns, BLOCK=_ROWS)
+    transposed = matrix.new_empty(matrix.shape[::-1])
+    _transpose_kernel[_blocks_of(matrix)](matrix, transposed, *matrix.shape, BLOCK=_ROWS)
     return transposed
 
 
 def drop(inputs: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, probability: float, first: int) -> torch.Tensor:
     """Set elements of inputs, [..., K], to zero with a probability, and divide the others by that of being kept.
 
-    The keys, and an element's feature, determine whether it is kept: everywhere and always the same.
+    Hashes of an element's feature, and of both keys, determine whether it is kept: everywhere and always the
+    same. Inputs may be the gradient of dropped ones, which has zeros at the same places.
 
     Args:
-        inputs: to be dropped, or the gradient of dropped ones, which has zeros at the same places.
-        rows: int64 [N], random bits of each of the N rows.
+        inputs: N rows.
+        rows: int64 [N], random bits of each of the rows.
         key: int64 [], random bits of all of them.
         probability: below 1.
         first: index of the first of the K features; other ranks may have those before it.
@@ -111,7 +106,7 @@ def drop(inputs: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, probabilit
     dropped = torch.empty_like(inputs)
     width = inputs.shape[-1]
     block = min(_ELEMENTS, 1 << (width - 1).bit_length())
-    _drop_kernel[(len(rows), _num_blocks(width, block))](
+    _drop_kernel[(len(rows), triton.cdiv(width, block))](
         inputs, dropped, rows, key, width, first, _first_kept(probability), 1 / (1 - probability),
         *itertools.chain(*_HASH_ROUNDS), BLOCK=block,
     )  # fmt: skip
@@ -121,14 +116,13 @@ def drop(inputs: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, probabilit
 def _is_kept(
     inputs: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, probability: float, first: int
 ) -> torch.Tensor:
-    """Return a mask by hashes of features, and of the bits of both keys: half of them are mixed in in each round."""
     keys = (rows ^ key)[:, None]
     columns = torch.arange(first, first + inputs.shape[-1], device=inputs.device)
     # In Triton code of torch < 2.13, positions have the dtype of indices (int64 if sizes are symbolic, and from 2^31
     # elements), and casts of them are left out. Those of loaded values, such as keys, are not.
     hashes, added = (columns ^ keys).int(), (keys >> 32).int()
-    # Products of int32 wrap. Right shifts copy the sign, which a bit mask removes.
-    for shift, factor in _HASH_ROUNDS:
+    for shift, factor in _HASH_ROUNDS:  # half of the bits of the keys are mixed in in each round
+        # Products of int32 wrap. Right shifts copy the sign, which a bit mask removes.
         hashes = (hashes ^ (hashes >> shift & (1 << 32 - shift) - 1)) * factor + added
     return (hashes >= _first_kept(probability)).view(inputs.shape)
 
@@ -161,31 +155,20 @@ def update_adamw(
 ) -> None:
     """Update a parameter and its moments in place (Loshchilov & Hutter 2019, algorithm 2, as torch computes it).
 
-    Args:
-        parameter: fp32, as the other tensors.
-        gradient: divided by `divisor` before it is used, and not changed.
-        moments: of first and second order.
-        num_steps: [], number of updates with this one.
-        group: the optimizer's constants.
-        divisor: [].
-        is_skipped: [], 1 to change nothing.
+    All tensors are fp32. The gradient is divided by `divisor`, [], and not changed. `num_steps`, [], includes this
+    update; if `is_skipped`, [], is 1, nothing changes. `group` has the optimizer's constants.
     """
     beta1, beta2 = group["betas"]
     log2_beta1, log2_beta2 = (math.log2(beta) if beta else -math.inf for beta in (beta1, beta2))
-    _update_adamw_kernel[(_num_blocks(parameter.numel(), _ELEMENTS),)](
+    _update_adamw_kernel[(triton.cdiv(parameter.numel(), _ELEMENTS),)](
         parameter, gradient, *moments, num_steps, divisor, is_skipped,
         group["lr"], group["weight_decay"], group["eps"], 1 - beta1, 1 - beta2, log2_beta1, log2_beta2,
         parameter.numel(), BLOCK=_ELEMENTS,
     )  # fmt: skip
 
 
-def _blocks_of(matrix: torch.Tensor) -> tuple[int, int]:
-    num_rows, num_columns = matrix.shape
-    return _num_blocks(num_rows, _ROWS), _num_blocks(num_columns, _ROWS)
-
-
-def _num_blocks(numel: int, size: int) -> int:
-    return -(-numel // size)
+def _blocks_of(matrix: torch.Tensor) -> tuple[int, ...]:
+    return tuple(triton.cdiv(size, _ROWS) for size in matrix.shape)
 
 
 # --- Kernels -----------------------------------------------------------------------------------------
@@ -193,7 +176,6 @@ def _num_blocks(numel: int, size: int) -> int:
 
 @_jit
 def _average_rows_kernel(rows, averages, num_rows, numel, BLOCK: tl.constexpr):
-    """Average the columns of one block."""
     column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = column < numel
     total = tl.zeros((BLOCK,), tl.float32)
@@ -208,7 +190,6 @@ def _drop_kernel(
     SHIFT1: tl.constexpr, FACTOR1: tl.constexpr, SHIFT2: tl.constexpr, FACTOR2: tl.constexpr,
     SHIFT3: tl.constexpr, FACTOR3: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Drop elements of one block of a row by hashes of their features, in the arithmetic of int32."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -227,7 +208,6 @@ def _drop_kernel(
 def _round_and_transpose_kernel(
     matrix, scale, rounded, transposed, num_rows, num_columns, LARGEST: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Round one square block, and write it twice."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
@@ -240,7 +220,6 @@ def _round_and_transpose_kernel(
 
 @_jit
 def _round_elements_kernel(values, scale, rounded, numel, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    """Round one block of a vector to bf16, and then to FP8."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < numel
     scaled = tl.load(values + index, mask=inside, other=0.0).to(tl.bfloat16).to(tl.float32) / tl.load(scale)
@@ -249,7 +228,6 @@ def _round_elements_kernel(values, scale, rounded, numel, LARGEST: tl.constexpr,
 
 @_jit
 def _transpose_kernel(matrix, transposed, num_rows, num_columns, BLOCK: tl.constexpr):
-    """Transpose one square block."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
@@ -262,7 +240,6 @@ def _update_adamw_kernel(
     parameter, gradient, average, square, num_steps, divisor, is_skipped,
     learning_rate, weight_decay, eps, rate1, rate2, log2_beta1, log2_beta2, numel, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update the elements of one block."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < tl.where(tl.load(is_skipped) == 0, numel, 0)
     step = tl.load(num_steps).to(tl.float64)  # 1 - beta^n would lose digits in fp32

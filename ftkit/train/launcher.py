@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from ftkit import process
 from ftkit.data.imports import UNUSED as OF_TRANSFORMERS
 from ftkit.data.imports import keep_bytecode, without_packages
+from ftkit.data.staging import STAGED, stage_weights
 from ftkit.errors import FtkitError, MemoryExhaustedError, as_user_error, one_line
 from ftkit.health.sampler import sampling
 from ftkit.planning.layout import RunLayout
@@ -49,33 +50,21 @@ _PR_SET_PDEATHSIG = 1
 UNUSED = (*OF_TRANSFORMERS, "bitsandbytes", "boto3", "torchao", "torchvision", "transformer_engine")
 """Packages that transformers, accelerate and peft import wherever they are installed, for models, layers and services
 that ftkit does not use. sklearn imports pandas and pyarrow too, and bitsandbytes torch's Inductor."""
-TERMINATED = 128 + signal.SIGTERM
-"""Exit code of a rank that its torchrun ended, in a shell's convention."""
-
-
-LAUNCHED = "FTKIT_LAUNCHED"
-"""Variable with the time when the launcher began, for the ranks' record of the first step."""
-_REPORT_SECONDS = 120
-_HEED_SIGNALS = "--heed-signals"
-_SIGBUS_MEANING = ": a memory-mapped file can't be read; usually its file system is full or unreachable"
+TERMINATED = 128 + signal.SIGTERM  # exit code of a rank that its torchrun ended, in a shell's convention
+LAUNCHED = "FTKIT_LAUNCHED"  # variable with the time when the launcher began, for the ranks' record of the first step
 
 
 def main(arguments: list[str]) -> int:
-    """Run torchrun; it and its children ignore stop requests unless the first argument is --heed-signals.
-
-    Returns:
-        The exit code: 1 if a rank failed.
-    """
+    """Run torchrun, and return 1 if a rank failed; all ignore stop requests unless the first word is --heed-signals."""
     os.environ[LAUNCHED] = str(time.time())
     num_oom_kills = _count_oom_kills()
-    if arguments[0] == _HEED_SIGNALS:
+    if arguments[0] == "--heed-signals":
         arguments = arguments[1:]
     else:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # torchrun installs a handler, which never runs
     layout = RunLayout(Path(arguments[arguments.index("-m") + 2]).parent)
-    cache = os.environ.get("FTKIT_CACHE_DIR")
-    if cache is not None:
+    if cache := os.environ.get("FTKIT_CACHE_DIR"):
         _stage_weights(layout, Path(cache))
     if folder := keep_bytecode():
         sys.stderr.write(f"ftkit: torch was installed without bytecode: it is kept in {folder}\n")
@@ -107,7 +96,7 @@ def _write_report(layout: RunLayout) -> None:
     environment = {**os.environ, "FTKIT_WORKSPACE": str(layout.root.parents[1])}
     try:
         command = [sys.executable, "-m", "ftkit", "report", layout.root.name]
-        done = process.run(command, timeout_seconds=_REPORT_SECONDS, environment=environment)
+        done = process.run(command, timeout_seconds=120, environment=environment)
         failure = "" if done.returncode == 0 else done.stderr
     except FtkitError as error:
         failure = str(error)
@@ -121,16 +110,14 @@ def _stage_weights(layout: RunLayout, cache: Path) -> None:
         plan = read_plan(layout)
     except FtkitError:  # the ranks report the error
         return
-    if plan.cluster.stage != "local":
-        return
-    from ftkit.data.staging import STAGED, stage_weights  # noqa: PLC0415 - few clusters need it
+    if plan.cluster.stage == "local":
 
-    def report(text: str) -> None:
-        sys.stderr.write(f"stage: {text}\n")
+        def report(text: str) -> None:
+            sys.stderr.write(f"stage: {text}\n")
 
-    folder = stage_weights(plan, cache, report)
-    if folder is not None:
-        os.environ[STAGED] = str(folder)
+        folder = stage_weights(plan, cache, report)
+        if folder is not None:
+            os.environ[STAGED] = str(folder)
 
 
 def _were_asked_to_stop(layout: RunLayout, error: ChildFailedError) -> bool:
@@ -164,16 +151,18 @@ def _explain_kill(num_before: int | None) -> tuple[str, int]:
 def _record_deaths(layout: RunLayout, error: ChildFailedError, num_oom_kills: int | None) -> None:
     """Write an error for each rank that was killed by a signal."""
     for rank, failure in error.failures.items():
-        if failure.exitcode < 0:
-            name = failure.signal_name()
-            meaning, code = (_SIGBUS_MEANING, 1) if name == "SIGBUS" else ("", 1)
-            if name == "SIGKILL":
-                meaning, code = _explain_kill(num_oom_kills)
-            message = f"rank {rank} was killed by {name}{meaning}"
-            # The timestamp is rounded down to seconds, so it precedes those of ranks that failed because of this one.
-            died = RankError(float(failure.timestamp), rank, socket.gethostname(), name, message, "", code, code == 1)
-            with suppress(OSError):
-                write_rank_error(layout.rank_error(rank), died)
+        if failure.exitcode >= 0:
+            continue
+        name, meaning, code = failure.signal_name(), "", 1
+        if name == "SIGBUS":
+            meaning = ": a memory-mapped file can't be read; usually its file system is full or unreachable"
+        elif name == "SIGKILL":
+            meaning, code = _explain_kill(num_oom_kills)
+        message = f"rank {rank} was killed by {name}{meaning}"
+        # The timestamp is rounded down to seconds, so it precedes those of ranks that failed because of this one.
+        died = RankError(float(failure.timestamp), rank, socket.gethostname(), name, message, "", code, code == 1)
+        with suppress(OSError):
+            write_rank_error(layout.rank_error(rank), died)
 
 
 @contextmanager
@@ -204,36 +193,33 @@ def end_with_launcher() -> int:
 
 
 def follow_launcher(on_end: Callable[[], None]) -> None:
-    """End this process with its parent, and at its parent's SIGTERM. Call it before threads are started.
+    """End this process with its parent, and at its parent's SIGTERM, after `on_end` in another thread.
 
-    torchrun starts its ranks in new sessions: if it is killed, they would continue to train.
-
-    Args:
-        on_end: called, in another thread, before SIGTERM ends this process.
+    torchrun starts its ranks in new sessions: if it is killed, they would continue to train. Call it before threads are
+    started.
     """
     launcher = end_with_launcher()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_wait_for_sigterm, args=(launcher, on_end), name="sigterm", daemon=True).start()
 
+    def wait_for_sigterm() -> None:
+        while (received := signal.sigwaitinfo({signal.SIGTERM})).si_pid != launcher:
+            log.warning("SIGTERM from process %d ignored: a rank ends by the stop file, or by its torchrun's SIGTERM",
+                        received.si_pid)  # fmt: skip
+        on_end()
+        os._exit(TERMINATED)
 
-def _wait_for_sigterm(launcher: int, on_end: Callable[[], None]) -> None:
-    while (received := signal.sigwaitinfo({signal.SIGTERM})).si_pid != launcher:
-        log.warning("SIGTERM from process %d ignored: a rank ends by the stop file, or by its torchrun's SIGTERM",
-                    received.si_pid)  # fmt: skip
-    on_end()
-    os._exit(TERMINATED)
+    threading.Thread(target=wait_for_sigterm, name="sigterm", daemon=True).start()
 
 
 class RunRank:
     """A rank of a run, of ftkit's trainer or of a user's script: its log, the run's lease, GPU samples, and its error.
 
-    Attributes:
-        at_end: closed at the end of the run, or at torchrun's SIGTERM.
+    `say` and `report` write a line, and an error, to the log. `at_end` is closed at the end of the run, or at
+    torchrun's SIGTERM.
     """
 
     def __init__(self, layout: RunLayout, say: Callable[[str], None], report: Callable[[Exception], None]) -> None:
-        """Take functions that write a line, and an error, to the log; nothing is touched yet."""
         self._layout = layout
         self._say = say
         self._report = report

@@ -37,11 +37,9 @@ _OF_AN_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 
 
 def count_modules(model: PreTrainedModel, feed_forward: int) -> ModelCounts:
-    """Count the parameters of a model; those of experts also per token (the active ones).
+    """Count the parameters of an unsharded model without adapters; those of experts also per token (the active ones).
 
-    Args:
-        model: an unsharded model without adapters; its parameters may be on the meta device.
-        feed_forward: width of its feed-forward layers without experts.
+    `feed_forward` is the width of its feed-forward layers without experts.
     """
     layers, config = find_decoder_layers(model), _with_heads(fill_config(model.config.to_dict()))
     experts = read_experts(config)
@@ -76,12 +74,6 @@ def _with_heads(config: dict[str, Any]) -> dict[str, Any]:
     return {"num_key_value_heads": heads, "head_dim": hidden // heads} | known if heads and hidden else known
 
 
-def _widest(model: PreTrainedModel) -> int:
-    """Return the largest dimension of the decoder layers' matrices, for classes without an `intermediate_size`."""
-    matrices = (each.shape for layer in find_decoder_layers(model) for each in layer.parameters() if each.ndim > 1)
-    return max((max(shape) for shape in matrices), default=0)
-
-
 def _active(name: str, parameter: nn.Parameter, experts: Experts | None) -> float:
     """Return the number of a parameter's weights that are active per token: for experts, only the active ones."""
     if parameter.ndim == 1 or name.endswith("bias"):
@@ -93,11 +85,7 @@ def _active(name: str, parameter: nn.Parameter, experts: Experts | None) -> floa
 
 
 def count_method(model: nn.Module, training: TrainingPlan) -> ParameterCounts:
-    """Count the parameters of a model for a training method, before adapters are added and it is sharded.
-
-    Raises:
-        TrainingError: `training.lora.targets` has a projection that the model lacks.
-    """
+    """Count the parameters of a model for a training method, before adapters are added and it is sharded."""
     base = sum(parameter.numel() for parameter in model.parameters())
     lora = training.adapters
     if lora is None:  # classes freeze some, such as the biases of AFMoE's routers
@@ -105,21 +93,22 @@ def count_method(model: nn.Module, training: TrainingPlan) -> ParameterCounts:
     targeted = find_targets(model, lora.targets)
     adapters = sum(adapter_size(lora, *sizes) for sizes in targeted)
     adapters += sum(each.count * expert_adapter_size(lora, each) for each in expert_matrices(model))
-    return ParameterCounts(base + adapters, adapters, _count_quantized(model, training))
+    quantized = sum(
+        inputs * outputs
+        for _, _, (inputs, outputs) in linears_in_layers(model)
+        if is_quantized(training.quantization, inputs, outputs)
+    )
+    matrices = [each for each in expert_matrices(model) if are_quantized(training.quantization, each)]
+    return ParameterCounts(base + adapters, adapters, quantized + sum(each.count * each.size for each in matrices))
 
 
 def find_targets(model: nn.Module, targets: Iterable[str]) -> list[tuple[int, int]]:
-    """Return the numbers of inputs and outputs of the linear layers that get an adapter.
-
-    Raises:
-        TrainingError: the model has no linear layer, and no matrix of experts, of a target's name.
-    """
+    """Return the numbers of inputs and outputs of the linear layers that get an adapter."""
     found: dict[str, list[tuple[int, int]]] = {}
     for name, module in model.named_modules():
         if (sizes := linear_sizes(module)) is not None:
             found.setdefault(name.rpartition(".")[2], []).append(sizes)
-    of_experts = {name for each in expert_matrices(model) for name in (each.parts or (each.name,))}
-    of_experts |= {each.name for each in expert_matrices(model)}
+    of_experts = {name for each in expert_matrices(model) for name in (*each.parts, each.name)}
     missing = [target for target in targets if target not in found and target not in of_experts]
     if missing:
         available = dict.fromkeys(name.rpartition(".")[2] for name, *_ in linears_in_layers(model))
@@ -129,27 +118,15 @@ def find_targets(model: nn.Module, targets: Iterable[str]) -> list[tuple[int, in
             for part in layer.modules()
             if getattr(getattr(part, "weight", None), "ndim", 0) == 2  # noqa: PLR2004 - matrices
         }
+        meaning = f"ftkit adapts linear layers, but its decoder layers have only {', '.join(sorted(others))}"
+        fix = "set training.method=full"
+        if available:
+            meaning = f"the linear layers of its decoder layers are: {', '.join(available)}"
+            fix = "list those that get an adapter: training.lora.targets=[…]"
         raise TrainingError(
-            f"training.lora.targets: the model has no linear layer {', '.join(missing)}",
-            meaning=f"the linear layers of its decoder layers are: {', '.join(available)}"
-            if available
-            else f"ftkit adapts linear layers, but its decoder layers have only {', '.join(sorted(others))}",
-            fix="list those that get an adapter: training.lora.targets=[…]"
-            if available
-            else "set training.method=full",
+            f"training.lora.targets: the model has no linear layer {', '.join(missing)}", meaning=meaning, fix=fix
         )
     return [sizes for target in targets for sizes in found.get(target, ())]
-
-
-def _count_quantized(model: nn.Module, training: TrainingPlan) -> int:
-    linears = sum(
-        inputs * outputs
-        for _, _, (inputs, outputs) in linears_in_layers(model)
-        if is_quantized(training.quantization, inputs, outputs)
-    )
-    return linears + sum(
-        each.count * each.size for each in expert_matrices(model) if are_quantized(training.quantization, each)
-    )
 
 
 _WITHOUT_ATTENTION = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1}
@@ -168,11 +145,7 @@ def _with_floats(value: Any) -> Any:
 
 
 def print_counts(text: str) -> None:
-    """Print the configuration and the `ModelCounts` of a model without weights.
-
-    Args:
-        text: JSON with its configuration or its shape.
-    """
+    """Print the configuration and the `ModelCounts` of a model without weights, from JSON with its config or shape."""
     request = json.loads(text)
     raw = request.get("config")
     family = raw["model_type"] if raw else request["architecture"]["family"]
@@ -197,6 +170,8 @@ def print_counts(text: str) -> None:
     filled = _WITHOUT_ATTENTION | _UNLIMITED | filled
     width = filled.get("intermediate_size") or 0
     if not width and read_experts(fill_config(filled)) is None:
-        width = filled["intermediate_size"] = _widest(model)
+        # A class without an `intermediate_size`: the largest dimension of the decoder layers' matrices.
+        shapes = [each.shape for layer in find_decoder_layers(model) for each in layer.parameters() if each.ndim > 1]
+        width = filled["intermediate_size"] = max((max(shape) for shape in shapes), default=0)
     counts = TypeAdapter(ModelCounts).dump_python(count_modules(model, width))
     sys.stdout.write(json.dumps({"config": filled, "counts": counts}) + "\n")

@@ -142,14 +142,7 @@ class Trainer:
         generation = Generation.of(self.tokenizer, folder)
         model = build_empty(config.text, self._attention(config.text))
         check_positions(model, shape)
-        choices = choose_token_mixers(model, self.world)
-        for choice in choices:
-            log.info("%s", choice.text)
-        if any(choice.is_slow for choice in choices):
-            log.warning(
-                "linear attention without a kernel is slow: install what is missing; images on 26.05 have "
-                "flash-linear-attention"
-            )
+        choose_token_mixers(model, self.world)
         counts = count_modules(model, shape.intermediate_size)
         plan = plan_for_counts(self.plan, counts)
         if plan.num_parameters != self.plan.num_parameters:

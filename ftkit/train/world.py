@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,10 +33,8 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 class ContextGroup:
     """The ranks that divide the tokens of the same packs among them; by default, one rank has them all.
 
-    Attributes:
-        group: None for a single rank.
-        num_gathered: number of consecutive ranks whose tokens tensor parallelism gathers for attention, which so needs
-            their positions; 1 without.
+    Tensor parallelism gathers the tokens of `num_gathered` consecutive ranks for attention, which so needs their
+    positions.
     """
 
     rank: int = 0
@@ -46,7 +44,6 @@ class ContextGroup:
 
     @property
     def name(self) -> str:
-        """Name of the process group."""
         return "" if self.group is None else self.group.group_name
 
     def part(self, length: int) -> slice:
@@ -66,14 +63,12 @@ class World:
     """This process among the `size` processes of a run.
 
     Attributes:
-        mesh: all processes as they shard the model, for tensors on their devices: [shards], or [replicas, shards].
-        host_mesh: the same, for tensors in host memory.
-        context: this process in the group that divides packs, by context or tensor parallelism or both; consecutive
-            ranks.
+        mesh: all processes as they shard the model, [shards] or [replicas, shards]; for tensors in host memory,
+            `host_mesh`.
+        context: this process in the group of consecutive ranks that divides packs, by context or tensor parallelism.
         exchange: this process in its context-parallel group, which exchanges tokens for heads. With tensor parallelism,
             its ranks have the same part of the layers, so they are not consecutive.
         tensor_mesh: all processes as they share decoder layers with tensor parallelism, [shards, tensor]; None without.
-        host_tensor_mesh: the same, for tensors in host memory.
     """
 
     rank: int
@@ -90,12 +85,10 @@ class World:
 
     @property
     def num_replicas(self) -> int:
-        """Number of copies of the model."""
         return self.mesh.size(0) if self.mesh.ndim > 1 else 1
 
     @property
     def num_shards(self) -> int:
-        """Number of processes that share a copy of the model."""
         return self.size // self.num_replicas
 
     @property
@@ -111,12 +104,10 @@ class World:
 
     @property
     def tensor_parallel(self) -> int:
-        """Number of processes that divide the matrices of decoder layers."""
         return 1 if self.tensor_mesh is None else self.tensor_mesh.size(1)
 
     @property
     def num_layer_shards(self) -> int:
-        """Number of processes that FSDP2 shards a decoder layer over."""
         return self.num_shards // self.tensor_parallel
 
     @property
@@ -131,7 +122,6 @@ class World:
 
     @property
     def data_size(self) -> int:
-        """Number of groups with different packs."""
         return self.size // self.context.size
 
     @property
@@ -140,7 +130,6 @@ class World:
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         dist.barrier()
 
     def gather_objects(self, value: T) -> list[T]:
@@ -167,11 +156,7 @@ class World:
 def init_world(placement: PlacementPlan, context_parallel: int = 1, num_replicas: int = 1) -> Iterator[World]:
     """Join the process group that torchrun's environment describes, and leave it at the end.
 
-    `context_parallel` processes divide the tokens of a pack. Each of `num_replicas` copies of the model is on
-    consecutive ranks. Both divide the number of all processes.
-
-    Raises:
-        TrainingError: the processes or devices differ from the plan's.
+    `context_parallel` processes divide the tokens of a pack. Each copy of the model is on consecutive ranks.
     """
     size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     if size != placement.world_size:
@@ -179,8 +164,11 @@ def init_world(placement: PlacementPlan, context_parallel: int = 1, num_replicas
             f"the plan is for {plural(placement.world_size, 'process')}, but {size} were started",
             fix="start the job script as it was rendered, or plan the run again",
         )
-    device = _device(placement, local_rank)
-    torch.set_num_threads(_num_threads(placement, local_rank))
+    if placement.device == "cpu":
+        device, num_threads = torch.device("cpu"), placement.threads_per_process
+    else:
+        device, num_threads = _gpu(placement, local_rank), _num_threads(placement, local_rank)
+    torch.set_num_threads(num_threads)
     # fp32 must mean fp32 in every image: NVIDIA's set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which rounds to TF32.
     torch.set_float32_matmul_precision("highest")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -224,20 +212,15 @@ def _num_threads(placement: PlacementPlan, local_rank: int) -> int:
 
     The plan has one thread per process if the cluster profile does not set the number of CPUs of a node.
     """
-    if placement.device == "cpu":
-        return placement.threads_per_process
-    gpus = [torch.cuda.get_device_properties(index) for index in range(placement.processes_per_node)]
+    gpus: list[Any] = [torch.cuda.get_device_properties(index) for index in range(placement.processes_per_node)]
     if not all(hasattr(gpu, "pci_domain_id") for gpu in gpus):  # an older torch
         return placement.threads_per_process
-    parts = [[int(getattr(gpu, f"pci_{part}_id")) for part in ("domain", "bus", "device")] for gpu in gpus]
-    bus_ids = [f"{domain:04x}:{bus:02x}:{device:02x}.0" for domain, bus, device in parts]
+    bus_ids = [f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in gpus]
     return max(placement.threads_per_process, bind_to_gpu(bus_ids, local_rank))
 
 
-def _device(placement: PlacementPlan, local_rank: int) -> torch.device:
-    """Return this rank's device. A plan for GPUs never falls back to CPUs, where the run would take weeks."""
-    if placement.device == "cpu":
-        return torch.device("cpu")
+def _gpu(placement: PlacementPlan, local_rank: int) -> torch.device:
+    """Return this rank's GPU. A plan for GPUs never falls back to CPUs, where the run would take weeks."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if local_rank >= visible:
         raise TrainingError(
@@ -256,9 +239,8 @@ def bind_to_gpu(bus_ids: Sequence[str], local_rank: int, root: Path = Path("/"))
     """Bind this process to the CPUs of its GPU's NUMA node; return its share of them, as a number of threads.
 
     Memory that it allocates afterwards is on that NUMA node too, which matters for pinned copies to the GPU. CPUs that
-    Slurm or a container excludes stay excluded. If the topology can't be read, the process is not bound.
-
-    `bus_ids` are the PCI addresses of the GPUs of all ranks on this node, by local rank; `root` contains /sys.
+    Slurm or a container excludes stay excluded. If the topology can't be read, the process is not bound. `bus_ids` are
+    the PCI addresses of the GPUs of all ranks on this node, by local rank; `root` contains /sys.
     """
     near = [_cpus_near(bus_id, root) for bus_id in bus_ids]
     allowed = os.sched_getaffinity(0) & near[local_rank]
@@ -269,22 +251,11 @@ def bind_to_gpu(bus_ids: Sequence[str], local_rank: int, root: Path = Path("/"))
 
 
 def _cpus_near(bus_id: str, root: Path) -> set[int]:
-    """Return the CPUs of a PCI device's NUMA node; none if it is unknown, for which the kernel's value is -1."""
+    """Return the CPUs of a PCI device's NUMA node, a list such as `0-3,8`; none if it is unknown, or -1."""
     try:
         node = int((root / "sys/bus/pci/devices" / bus_id.lower() / "numa_node").read_text(encoding="ascii"))
-        return parse_cpu_list((root / f"sys/devices/system/node/node{node}/cpulist").read_text(encoding="ascii"))
+        text = (root / f"sys/devices/system/node/node{node}/cpulist").read_text(encoding="ascii")
+        ranges = [part.partition("-") for part in text.strip().split(",") if part]
+        return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
     except (OSError, ValueError):
         return set()
-
-
-def parse_cpu_list(text: str) -> set[int]:
-    """Parse the kernel's list format: `0-3,8,10-11`.
-
-    Raises:
-        ValueError: it is not such a list.
-    """
-    cpus: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return cpus

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ftkit.train.memory.host_memory import empty_pinned_like
+from ftkit.train.memory.usage import empty_pinned_like
 
 pytestmark = pytest.mark.gpu
 

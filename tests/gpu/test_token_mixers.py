@@ -43,7 +43,7 @@ def test_compiled_linear_attention_isolates_packed_documents(
     kernel, _ = choose_kernel(training, config, world)
     model = build_empty(config, register_kernel(kernel))
     choices = choose_token_mixers(model, world)
-    assert {choice.text.split(":")[0] for choice in choices} == {"causal_conv1d_fn", "chunk_gated_delta_rule"}
+    assert {choice.split(":")[0] for choice in choices} == {"causal_conv1d_fn", "chunk_gated_delta_rule"}
     with caplog.at_level(logging.WARNING, logger="ftkit"):
         engine = Fsdp2Engine(model, training, world, lambda sharded: init_weights(sharded, shape, 0))
         probe = run_probe(engine, world, VOCABULARY, micro_batch_size=2, sequence_length=LENGTH)

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from ftkit.train.causal_lm import MicroBatch, model_inputs
 from ftkit.train.model.attention import choose_kernel, register_kernel
-from ftkit.train.model.packed_mixers import chunk_gated_delta_rule
-from ftkit.train.model.token_mixers import choose_token_mixers
+from ftkit.train.model.token_mixers import choose_token_mixers, chunk_gated_delta_rule
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.train.world import bind_to_gpu, parse_cpu_list
+from ftkit.train.world import bind_to_gpu
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,8 +58,3 @@ def test_without_a_known_topology_cpus_are_divided_but_not_bound(
     assert bind_to_gpu(BUS_IDS, 0, root) == 8
     assert bind_to_gpu(BUS_IDS, 0, tmp_path / "nowhere") == 8
     assert bound == []
-
-
-def test_cpu_lists_of_the_kernel_are_parsed() -> None:
-    assert parse_cpu_list("0-2,8\n") == {0, 1, 2, 8}
-    assert parse_cpu_list("\n") == set()

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.train.memory.host_memory import available_bytes, reset_peak, resident_bytes
+from ftkit.train.memory.usage import available_bytes, reset_peak, resident_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,15 +37,6 @@ def test_the_tightest_cgroup_applies_and_its_page_cache_counts_as_free(proc: Pat
     limit(tmp_path / "groups" / "job", "1000", used=900, cached=300)
     limit(tmp_path / "groups" / "job" / "step", "2000", used=900)
     assert available_bytes(proc, tmp_path / "groups") == 400
-
-
-def test_limits_of_cgroups_version_1_apply(proc: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "groups" / "memory" / "old"
-    folder.mkdir(parents=True)
-    for name, value in (("limit_in_bytes", 1000), ("usage_in_bytes", 900)):
-        (folder / f"memory.{name}").write_text(f"{value}\n")
-    (folder / "memory.stat").write_text("inactive_file 7\ntotal_inactive_file 100\ntotal_active_file 50\n")
-    assert available_bytes(proc, tmp_path / "groups") == 250
 
 
 def test_a_cgroup_over_its_limit_has_nothing_available(proc: Path, tmp_path: Path) -> None:

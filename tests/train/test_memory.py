@@ -23,8 +23,7 @@ from ftkit.train import trainer as session
 from ftkit.train.components.recorder import Recorder
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.memory import usage
-from ftkit.train.memory.host_memory import pin
-from ftkit.train.memory.usage import MemoryTrace, check_free_host_memory, is_out_of_memory
+from ftkit.train.memory.usage import MemoryTrace, check_free_host_memory, is_out_of_memory, pin
 from ftkit.train.trainer import run_training
 
 if TYPE_CHECKING:

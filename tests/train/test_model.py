@@ -459,7 +459,7 @@ def test_a_missing_projection_is_reported_with_those_that_exist(
 def test_a_model_without_decoder_layers_is_rejected() -> None:
     model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]))
     model.config = type("Config", (), {"num_hidden_layers": 3})()  # type: ignore[assignment]
-    with pytest.raises(TrainingError, match=r"3 decoder layers were not found.*1 x Linear"):
+    with pytest.raises(TrainingError, match=r"\b3 .*1 x Linear"):
         find_decoder_layers(model)
 
 
@@ -492,7 +492,7 @@ def test_a_tokenizer_next_to_an_invalid_configuration_is_a_data_error(
 
 def test_a_parameter_missing_from_all_files_is_reported(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     build("llama", tokenizer, num_hidden_layers=3).save_pretrained(tmp_path)
-    with pytest.raises(TrainingError, match=r"9 of the model's parameters are not in .*: model\.layers\.3\."):
+    with pytest.raises(TrainingError, match=r"^9 .*: model\.layers\.3\."):
         load_weights(build("llama", tokenizer), tmp_path)
 
 

@@ -63,5 +63,5 @@ def test_a_model_without_rotary_positions_is_rejected(tmp_path: Path) -> None:
     shape = resolve_shape(ModelSpec.model_validate({"weights": str(tmp_path)}), {"model_type": "llama"} | SMALL)
     gpt = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=1, n_embd=8, n_head=1, vocab_size=9))
     spec = ModelSpec.model_validate({"weights": "x/y", "architecture": {"rope_scaling": YARN}})
-    with pytest.raises(TrainingError, match="GPT2LMHeadModel does not scale its positions by 'yarn'"):
+    with pytest.raises(TrainingError, match=r"GPT2LMHeadModel .*'yarn'"):
         check_positions(gpt, shape.model_copy(update={"rope_scaling": spec.architecture.rope_scaling}))

@@ -28,7 +28,7 @@ from waiting import PATIENCE_SECONDS
 
 from ftkit.data.private_apis import compile_chat_template
 from ftkit.train.components.optimizer import FusedAdamW
-from ftkit.train.private_apis.libraries import compute_in_input_dtype, flash_attention, import_bitsandbytes
+from ftkit.train.private_apis.libraries import flash_attention, import_bitsandbytes
 from ftkit.train.private_apis.torch import (
     GROUPED_MM,
     add_to_all,
@@ -167,8 +167,7 @@ def test_memory_history_accepts_ftkits_arguments() -> None:
 
 def test_fp8_matrices_are_multiplied_if_the_operator_exists() -> None:
     assert torch.ops.aten._scaled_mm.default is not None
-    assert callable(torch._scaled_mm)
-    assert "_scaled_mm" in inspect.getsource(scaled_mm)
+    assert callable(scaled_mm)
 
 
 def test_the_matmuls_of_experts_are_an_operator() -> None:
@@ -239,17 +238,6 @@ def test_bitsandbytes_has_the_functions_of_nf4_and_8_bit_states(name: str) -> No
     assert callable(getattr(import_bitsandbytes("a test"), name))
     assert torch.ops.bitsandbytes.dequantize_4bit.default is not None
     assert torch.ops.bitsandbytes.dequantize_blockwise.default is not None
-
-
-@pytest.mark.oldest
-def test_peft_layers_compute_in_the_dtype_of_their_inputs() -> None:
-    from peft import LoraConfig, inject_adapter_in_model
-
-    model = nn.Sequential(nn.Linear(4, 4))
-    inject_adapter_in_model(LoraConfig(target_modules=["0"], r=2), model)  # type: ignore[arg-type]
-    assert model[0].cast_input_dtype_enabled
-    compute_in_input_dtype(model)
-    assert not model[0].cast_input_dtype_enabled
 
 
 @pytest.mark.oldest

@@ -77,7 +77,7 @@ def test_files_of_a_model_without_its_output_projection_are_loaded(tmp_path: Pat
     model.base_model.save_pretrained(tmp_path)
     assert "layers.0.mlp.up_proj.weight" in load_file(tmp_path / "model.safetensors")
     expected = {name: value.clone() for name, value in model.base_model.state_dict().items()}
-    with pytest.raises(TrainingError, match=r"1 of the model's parameters are not in .*: lm_head\.weight"):
+    with pytest.raises(TrainingError, match=r"^1 .*: lm_head\.weight"):
         load_weights(model, tmp_path)
     model.lm_head.weight = model.get_input_embeddings().weight
     for parameter in model.parameters():
@@ -130,9 +130,7 @@ def test_an_expert_that_is_missing_is_an_error(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.1.mlp.experts.3.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(
-        TrainingError, match=r"pieces of 'model\.layers\.1\.mlp\.experts\.gate_up_proj' are missing: the files have \d+"
-    ):
+    with pytest.raises(TrainingError, match=r"'model\.layers\.1\.mlp\.experts\.gate_up_proj' .* \d+"):
         load_weights(model, tmp_path)
 
 
@@ -223,7 +221,7 @@ def test_fp8_blocks_dequantized_by_rows_match_the_full_matrix() -> None:
     def read(name: str) -> Any:
         return TensorSlice(stored[name])
 
-    names, dequantizing = dequantized(stored, read)
+    names, dequantizing = dequantized({*stored}, read)
     assert names == {"a.weight", "b.weight"}
     whole = dequantizing("a.weight")[:]
     assert torch.equal(whole, expected.to(torch.bfloat16))

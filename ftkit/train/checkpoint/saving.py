@@ -27,7 +27,7 @@ from ftkit.files import publish, remove, write_json
 from ftkit.runs.checkpoints import FORMAT_VERSION, MARKER, Marker, SavedFile, TrainState
 from ftkit.runs.records import CheckpointRecord, FailedCheckpointRecord
 from ftkit.train.checkpoint.loading import INDEX, reason_of
-from ftkit.train.memory.host_memory import available_bytes, empty_pinned_like
+from ftkit.train.memory.usage import available_bytes, empty_pinned_like
 from ftkit.train.model.local_shard import local_tensor
 from ftkit.train.private_apis.torch import find_tensors, map_instances
 from ftkit.train.world import COLLECTIVE_TIMEOUT

@@ -36,8 +36,16 @@ from ftkit.train.components.generation import Generation, end_token_setting
 from ftkit.train.model.expert_adapters import transposed_experts
 from ftkit.train.model.hf_model import TextConfig, build_empty, config_for_export, find_decoder_layers
 from ftkit.train.model.linears import transposed_weights
-from ftkit.train.model.lora import AdaptedTensors, MergedTensors, is_adapter, peft_config, peft_names, prepare_method
-from ftkit.train.model.peft_names import find_text, to_peft
+from ftkit.train.model.lora import (
+    AdaptedTensors,
+    MergedTensors,
+    find_text,
+    is_adapter,
+    peft_config,
+    peft_names,
+    prepare_method,
+    to_peft,
+)
 from ftkit.train.model.pretrained import PretrainedTensors
 from ftkit.train.model.weight_conversion import LazyTensors, converts_layout, split_as_stored
 from ftkit.train.world import DTYPES

@@ -24,8 +24,7 @@ from ftkit.train.components.optimizer import AdamW8bit, FusedAdamW, HostStateAda
 from ftkit.train.distributed.collectives import choose_collectives
 from ftkit.train.distributed.pack_parallel import divide_layers
 from ftkit.train.engine import DEFAULT_SHARDING, ShardingOptions, collect_sharding_stats
-from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
-from ftkit.train.memory.activation_offload import offloads_of_layers
+from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing, offloads_of_layers
 from ftkit.train.memory.compile import compiles
 from ftkit.train.model.float8 import GatheredScales
 from ftkit.train.model.hf_model import find_decoder_layers

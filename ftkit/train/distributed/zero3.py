@@ -16,8 +16,7 @@ from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
 from ftkit.train.checkpoint.loading import check_model, read_state
 from ftkit.train.components.optimizer import parameter_groups
 from ftkit.train.engine import collect_sharding_stats
-from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
-from ftkit.train.memory.activation_offload import offloads_of_layers
+from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing, offloads_of_layers
 from ftkit.train.model.expert_adapters import experts_in_layers
 from ftkit.train.model.hf_model import find_decoder_layers
 from ftkit.train.model.local_shard import local_shard

@@ -1,4 +1,4 @@
-"""Activation checkpointing: which activations of a decoder layer are saved for the backward pass, and which recomputed.
+"""Activation checkpointing: what a decoder layer saves for the backward pass, in which memory, and what is recomputed.
 
 Saved for each layer, besides tensors that all layers share (rotary tables, masks, `cu_seqlens`):
 
@@ -19,11 +19,10 @@ a time. Only compiled layers move the outputs of attention and matmuls.
 
 from __future__ import annotations
 
-import ast
-import inspect
 import logging
-import re
-import sys
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ftkit.train.memory.compile import CompiledForward, tag_with_sources
+from ftkit.train.memory.usage import empty_pinned_like
 from ftkit.train.private_apis.torch import (
     GROUPED_MM,
     SCALED_MM,
@@ -42,14 +42,12 @@ from ftkit.train.private_apis.torch import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
-    from types import ModuleType
 
     from torch._ops import OpOverload
 
     from ftkit.config.training import ActivationCheckpointing
-    from ftkit.train.memory.activation_offload import ActivationOffload
     from ftkit.train.memory.compile import Forward
 
     Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
@@ -60,10 +58,15 @@ WIDE = 256
 """Inner dimension from which a bf16 matmul is compute-bound. A narrower one is memory-bound, like element-wise
 operations, so recomputing it is cheap."""
 
-_COUNTS_TOKENS = re.compile(r"seq|chunk|num_blocks|shape\[1\]")
-"""Ends of loops that grow with the number of tokens, as transformers writes them."""
-_FAMILIES = "transformers.models."
-"""Packages with the code of model families."""
+_LOOPS_OVER_TOKENS = {
+    "MiniMaxLightningAttention",
+    "Qwen4ExpTextQSAIndexer",
+    "RecurrentGemmaRglru",
+    "RwkvSelfAttention",
+    "xLSTMBackend",
+}
+"""Classes of transformers 5.23 that loop over tokens or chunks: a compiler would unroll such a loop into a graph
+that takes minutes."""
 _INNER_FACTOR = {
     torch.ops.aten.mm.default: 0,
     torch.ops.aten.addmm.default: 1,
@@ -92,7 +95,10 @@ def apply_activation_checkpointing(
         tag_with_sources()
     offloads = offloads or [None] * len(layers)
     for index, (layer, mode, offload) in enumerate(zip(layers, modes, offloads, strict=True)):
-        is_compiled = compiled and not _is_left_uncompiled(find_token_loop(layer), type(layer).__name__)
+        loops = {type(module).__name__ for module in layer.modules()} & _LOOPS_OVER_TOKENS
+        is_compiled = compiled and not loops
+        if compiled and loops:
+            _warn_of_loop(loops.pop(), type(layer).__name__)
         if mode == "none" and not is_compiled:
             continue
         layer_class = _recomputed_class(type(layer))  # type: ignore[arg-type] # a class can be hashed
@@ -100,11 +106,8 @@ def apply_activation_checkpointing(
 
 
 @cache
-def _is_left_uncompiled(loop: str | None, layer: str) -> bool:
-    """Return whether a loop keeps a layer from being compiled; warn of it once."""
-    if loop is not None:
-        log.warning("%s is not compiled, because %s loops over tokens: it is slow, and takes more memory", layer, loop)
-    return loop is not None
+def _warn_of_loop(loop: str, layer: str) -> None:
+    log.warning("%s is not compiled, because %s loops over tokens: it is slow, and takes more memory", layer, loop)
 
 
 def activation_checkpointing_of(layer: nn.Module) -> ActivationCheckpointing:
@@ -114,7 +117,7 @@ def activation_checkpointing_of(layer: nn.Module) -> ActivationCheckpointing:
 
 def is_offloaded(layer: nn.Module) -> bool:
     """Return whether a decoder layer saves its activations in host memory."""
-    return isinstance(layer, RecomputedLayer) and layer.is_offloaded
+    return isinstance(layer, RecomputedLayer) and layer.offload is not None
 
 
 class RecomputedLayer(nn.Module):
@@ -122,9 +125,6 @@ class RecomputedLayer(nn.Module):
 
     A subclass rather than a wrapper, so that parameters keep their names, and the family's code finds the layer's
     attributes.
-
-    Attributes:
-        activation_checkpointing: the layer's mode.
     """
 
     activation_checkpointing: ActivationCheckpointing
@@ -136,19 +136,14 @@ class RecomputedLayer(nn.Module):
         vars(self).update(vars(layer))
         self._run = _forward_of(super().forward, f"{type(layer).__qualname__}.forward", mode, compiled=compiled)
         self.activation_checkpointing = mode
-        self._offload = offload
+        self.offload = offload
 
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether what the layer saves is in host memory until the backward pass."""
-        return self._offload is not None
-
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> object:
         """Run the family's forward; `hidden` is [B, T, H]."""
-        if self._offload is None:
+        if self.offload is None:
             return self._run(hidden, *args, **kwargs)
         existing = [*self.parameters(), *self.buffers(), *find_tensors((args, kwargs))]
-        with self._offload.offloading(hidden, existing):
+        with self.offload.offloading(hidden, existing):
             return self._run(hidden, *args, **kwargs)
 
 
@@ -171,7 +166,7 @@ def _forward_of(plain: Forward, name: str, mode: ActivationCheckpointing, *, com
 
 
 def _recomputing(forward: Forward, **options: Any) -> Forward:
-    def recomputing(*args: Any, **kwargs: Any) -> Any:
+    def recomputing(*args: Any, **kwargs: Any) -> object:
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     return recomputing
@@ -180,17 +175,13 @@ def _recomputing(forward: Forward, **options: Any) -> Forward:
 def _is_compute_bound(operation: OpOverload, args: tuple[torch.Tensor, ...]) -> bool:
     if operation in _INNER_FACTOR:
         return bool(args[_INNER_FACTOR[operation]].shape[-1] >= WIDE)
-    return _is_attention(operation) or _name_of(operation) == "ftkit::nf4_product"
+    return _is_attention(operation)
 
 
 def _is_attention(operation: OpOverload, _: object = None) -> bool:
     # By name: torch has an operator for each of its attention kernels, and adds some with each version.
-    name = _name_of(operation)
+    name: str = operation.name()  # type: ignore[no-untyped-call]
     return "attention" in name or name == "ftkit::token_mixer"
-
-
-def _name_of(operation: OpOverload) -> str:
-    return str(operation.name())  # type: ignore[no-untyped-call]
 
 
 def _contexts(
@@ -227,52 +218,128 @@ _CONTEXTS: dict[ActivationCheckpointing, Callable[[], Contexts]] = {
 }
 
 
-# --- Loops over tokens ---------------------------------------------------------------------------
-#
-# A compiler would unroll a loop over the tokens of a pack into a graph that takes minutes. Such loops are found in the
-# code of a layer's classes, because tracing them takes as long.
+# --- Offload to host memory ----------------------------------------------------------------------
 
 
-def find_token_loop(layer: nn.Module) -> str | None:
-    """Return the class or function of a layer that loops over tokens or chunks of them; None if there is none.
+@dataclass(eq=False)
+class _Layer:
+    """The offloaded tensors of a layer; `before` was offloaded before it, so the backward pass needs it after it."""
 
-    Functions with a decorator are not looked at: transformers decorates those that `choose_token_mixers` replaces.
+    before: weakref.ref[_Layer] | None  # unless its graph was dropped without a backward pass
+    host: list[torch.Tensor] = field(default_factory=list)  # none once they are loaded
+    device: dict[int, torch.Tensor] = field(default_factory=dict)  # while they are prefetched and not yet loaded
+
+
+@dataclass(frozen=True, eq=False)
+class _Offloaded:
+    """A tensor in host memory, by its layer and index there."""
+
+    layer: _Layer
+    index: int
+
+
+class ActivationOffload:
+    """Copies what layers save to host memory and back on a separate stream, while layers compute.
+
+    A layer's tensors stay on the device until the next layer offloads its own: by then their copies are done, and
+    nothing waits for them. Loading a tensor of a layer prefetches those of the layer before it, which the backward pass
+    needs next. On CPUs there are no streams, and copies are synchronous. Host buffers are reused: copies into and out
+    of them are on one stream.
     """
-    kinds = {
-        kind for module in layer.modules() for kind in type(module).__mro__ if kind.__module__.startswith(_FAMILIES)
-    }
-    found = (_loop_of_class(kind) for kind in sorted(kinds, key=lambda kind: kind.__qualname__))
-    return next((name for name in found if name is not None), None)
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._library = torch.get_device_module(device)
+        self._stream = self._library.Stream()
+        self._newest: weakref.ref[_Layer] | None = None
+        self._being_copied: list[torch.Tensor] = []
+        self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+
+    def offloading(self, layer_input: torch.Tensor, existing: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
+        """Return a context to call a layer in, which offloads the layer's input and all that the layer computes.
+
+        `layer_input` is [B, T, H]. Parameters, buffers and other inputs of the layer exist already, and stay.
+        """
+        num_tokens = layer_input.numel() // max(1, layer_input.shape[-1])
+        staying = {address for tensor in existing for address in _addresses(tensor)} - {*_addresses(layer_input)}
+        dtypes = {layer_input.dtype, torch.float32}
+        layer: _Layer | None = None
+
+        def pack(tensor: torch.Tensor) -> _Offloaded | torch.Tensor:
+            nonlocal layer
+            # Less than a number per token, or integers: borders of documents, states of random generators.
+            is_small = tensor.numel() < max(1, num_tokens) or tensor.dtype not in dtypes
+            if is_small or not staying.isdisjoint(_addresses(tensor)):
+                return tensor
+            layer = layer or self._begin_layer()
+            return self._offload(tensor, layer)
+
+        def unpack(saved: _Offloaded | torch.Tensor) -> torch.Tensor:
+            return self._load(saved) if isinstance(saved, _Offloaded) else saved
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def _begin_layer(self) -> _Layer:
+        # The copies of the previous layer are done: its memory may be reused.
+        self._library.current_stream().wait_stream(self._stream)
+        self._being_copied.clear()
+        layer = _Layer(self._newest)
+        # The graph holds the layer. If it is dropped without a backward pass, as by checks before step 1, nothing is
+        # left to prefetch, and the host buffers are reused.
+        weakref.finalize(layer, self._reuse, layer.host).atexit = False
+        self._newest = weakref.ref(layer)
+        return layer
+
+    def _reuse(self, buffers: list[torch.Tensor]) -> None:
+        for host in buffers:
+            self._free[host.shape, host.dtype].append(host)
+        buffers.clear()
+
+    def _offload(self, tensor: torch.Tensor, layer: _Layer) -> _Offloaded:
+        free = self._free[tensor.shape, tensor.dtype]
+        host = free.pop() if free else empty_pinned_like(tensor)
+        self._stream.wait_stream(self._library.current_stream())
+        with self._library.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+        self._being_copied.append(tensor)
+        layer.host.append(host)
+        return _Offloaded(layer, len(layer.host) - 1)
+
+    def _load(self, offloaded: _Offloaded) -> torch.Tensor:
+        layer = offloaded.layer
+        if layer.host:  # the first of the layer's tensors: wait for all, and prefetch those of the layer before it
+            self._prefetch(layer)
+            self._library.current_stream().wait_stream(self._stream)
+            self._reuse(layer.host)
+            self._being_copied.clear()
+            self._newest = layer.before
+            if layer.before is not None and (before := layer.before()) is not None:
+                self._prefetch(before)
+        return layer.device.pop(offloaded.index)
+
+    def _prefetch(self, layer: _Layer) -> None:
+        if layer.device:
+            return
+        for index, host in enumerate(layer.host):
+            # The compute stream allocates this memory: it must be done with it before the copy, and uses it afterwards.
+            tensor = layer.device[index] = torch.empty_like(host, device=self._device)
+            self._stream.wait_stream(self._library.current_stream())
+            with self._library.stream(self._stream):
+                tensor.copy_(host, non_blocking=True)
 
 
-@cache
-def _loop_of_class(kind: type) -> str | None:
-    functions, classes = _definitions(sys.modules[kind.__module__])
-    definition = classes.get(kind.__name__)
-    if definition is None:
-        return None
-    methods = [one for one in definition.body if isinstance(one, ast.FunctionDef) and one.name != "__init__"]
-    if any(map(_loops_over_tokens, methods)):
-        return kind.__name__
-    called: set[str] = set()
-    waiting: list[ast.AST] = [definition]
-    while waiting:
-        names = {node.id for node in ast.walk(waiting.pop()) if isinstance(node, ast.Name)} & set(functions) - called
-        called |= names
-        waiting += [functions[name] for name in names]
-    return next((name for name in sorted(called) if _loops_over_tokens(functions[name])), None)
+def offloads_of_layers(are_offloaded: Sequence[bool], device: torch.device) -> list[ActivationOffload | None]:
+    """Return what offloads each layer: one object for all that are offloaded, because it prefetches the next one."""
+    offload = ActivationOffload(device) if any(are_offloaded) else None
+    return [offload if is_offloaded else None for is_offloaded in are_offloaded]
 
 
-@cache
-def _definitions(file: ModuleType) -> tuple[dict[str, ast.FunctionDef], dict[str, ast.ClassDef]]:
-    """Return the functions without a decorator, and the classes, of a file."""
-    nodes = list(ast.walk(ast.parse(inspect.getsource(file))))
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and not node.decorator_list]
-    return {node.name: node for node in functions}, {
-        node.name: node for node in nodes if isinstance(node, ast.ClassDef)
-    }
-
-
-def _loops_over_tokens(function: ast.FunctionDef) -> bool:
-    loops = (node.iter for node in ast.walk(function) if isinstance(node, ast.For))
-    return any(text.startswith("range(") and _COUNTS_TOKENS.search(text) for text in map(ast.unparse, loops))
+def _addresses(tensor: torch.Tensor) -> Iterator[int]:
+    """Yield the addresses of a tensor's memory, or of that of the tensors in it (DTensor, gathered weights)."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for part in parts:
+            if isinstance(part, torch.Tensor):  # DTensor also lists its mesh
+                yield from _addresses(part)
+    else:
+        yield tensor.untyped_storage().data_ptr()

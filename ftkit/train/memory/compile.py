@@ -5,13 +5,9 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
-import os
-import shlex
-import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import cache
 from operator import getitem
 from pathlib import Path
@@ -21,7 +17,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from ftkit.errors import PrerequisiteError, one_line
+from ftkit.errors import one_line
 from ftkit.train.private_apis.torch import (
     cache_autograd_functions,
     compile_failures,
@@ -31,15 +27,14 @@ from ftkit.train.private_apis.torch import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from ftkit.config.training import TrainingPlan
 
 log = logging.getLogger(__name__)
 
 
-Forward = Callable[..., Any]
-"""The forward of a layer, as its family calls it."""
+Forward = Callable[..., object]  # the forward of a layer, as its family calls it
 
 
 class CompiledForward:
@@ -50,7 +45,7 @@ class CompiledForward:
     """
 
     def __init__(self, forward: Forward, name: str, fallback: Forward | None = None) -> None:
-        """Compile `forward` at its first call; warnings call it `name`.
+        """Compile `forward`, which warnings call `name`, at its first call.
 
         If it can't be one graph, `fallback`, which computes the same, is called instead; without one, `forward` is
         compiled in parts.
@@ -62,14 +57,18 @@ class CompiledForward:
         self._was_called = False
         self._compiled = torch.compile(forward, fullgraph=True, backend=compile_with_joint_adapters)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Call the compiled forward; if it can't be one graph, its fallback from then on."""
+        collects_garbage = gc.isenabled() and not self._was_called
+        self._was_called = True
         try:
-            if not self._was_called:
-                self._was_called = True
-                with _without_garbage_collection():
-                    return self._compiled(*args, **kwargs)
-            return self._compiled(*args, **kwargs)
+            if not collects_garbage:
+                return self._compiled(*args, **kwargs)
+            gc.disable()  # while the layer is compiled: garbage collection takes a quarter of Dynamo's tracing
+            try:
+                return self._compiled(*args, **kwargs)
+            finally:
+                gc.enable()
         except self._failures as error:
             is_limit = isinstance(error, self._failures[1])
             reason = "It was recompiled too often (torch's recompile limit)." if is_limit else one_line(error)
@@ -82,54 +81,9 @@ class CompiledForward:
         return self._compiled(*args, **kwargs)
 
 
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection while a layer is compiled: it takes a quarter of Dynamo's tracing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def compiles(training: TrainingPlan, device: torch.device) -> bool:
-    """Return whether layers are compiled: on GPUs unless the recipe disables it, on CPUs only if it enables it.
-
-    Raises:
-        PrerequisiteError: torch can't compile for CPUs here.
-    """
-    if training.compile == "layers" and device.type == "cpu":
-        _check_cpu_compiler_paths()
+    """Return whether layers are compiled: on GPUs unless the recipe disables it, on CPUs only if it enables it."""
     return training.compile == "layers" or (training.compile == "auto" and device.type == "cuda")
-
-
-def _check_cpu_compiler_paths() -> None:
-    """Check that torch can compile for CPUs here: it does not quote all paths in the command line of the C++ compiler.
-
-    Raises:
-        PrerequisiteError: a path has spaces, or other characters of the shell.
-    """
-    caches = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
-    for path, fix in (
-        (str(Path(torch.__file__).parent), "move the virtual environment to a path without spaces"),
-        (sys.base_prefix, "use a Python in a path without spaces"),
-        (caches, "set TORCHINDUCTOR_CACHE_DIR to a folder without spaces in its path"),
-    ):
-        if not _is_one_word(path):
-            raise PrerequisiteError(
-                f"training.compile=layers can't compile for CPUs: a path has spaces or special characters: {path}",
-                meaning="torch passes it to the C++ compiler without quotes, so the compiler finds nothing there",
-                fix=f"set training.compile=auto, which compiles on GPUs only; or {fix}",
-            )
-
-
-def _is_one_word(path: str) -> bool:
-    try:
-        return shlex.split(path) == [path]
-    except ValueError:  # a quote without its other half
-        return False
 
 
 @cache
@@ -152,12 +106,12 @@ def _warn_once(message: str, reason: str) -> None:
 # --- Adapters of layers with the same input (q, k, v; gate, up) --------------------------------------
 #
 # One product by all their `lora_A`: each is so narrow that its product takes no longer than reading the input, or than
-# launching the kernel. The compiler differentiates the joint product, so the backward pass also reads the input once
-# for all weight gradients, and adds one summand to the input's gradient. The product is formed in the graph that the
-# compiler gets, where it is visible which layers read the same tensor. Inputs with dropout differ, and stay apart.
+# launching the kernel (3.9% of a step of Gemma 3 12B at 2,048 tokens on an H200). The compiler differentiates the joint
+# product, so the backward pass also reads the input once for all weight gradients. The product is formed in the graph
+# that the compiler gets, where it is visible which layers read the same tensor. Inputs with dropout stay apart.
 
 
-def compile_with_joint_adapters(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+def compile_with_joint_adapters(graph: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
     """Compile a graph by Inductor after joining its adapters; `backend` of `torch.compile`.
 
     Layers with adapters recompute the inputs of their matmuls in the backward pass, where element-wise operations made
@@ -170,8 +124,7 @@ def compile_with_joint_adapters(graph: fx.GraphModule, inputs: Sequence[Any]) ->
             module.recompile()
     has_adapters = any("lora_b" in node.name.lower() for node in graph.graph.find_nodes(op="placeholder"))
     with cache_autograd_functions(), recompute_matmul_inputs() if has_adapters else nullcontext():
-        compiled: Callable[..., Any] = inductor()(graph, inputs)
-    return compiled
+        return inductor()(graph, inputs)
 
 
 def _join(graph: fx.Graph) -> None:

@@ -1,13 +1,17 @@
-"""Measure the memory and the time of a run by stage, and explain an out-of-memory error."""
+"""Memory of a run: measured by stage, with the time; of the host, in bytes; and what an out-of-memory error means."""
 
 from __future__ import annotations
 
 import logging
 import time
-from contextlib import contextmanager
+import weakref
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -15,7 +19,6 @@ from ftkit.config.execution import GIB, USABLE_MEMORY
 from ftkit.errors import MemoryExhaustedError, one_line
 from ftkit.planning.suggestions import check_host_memory, suggest_changes
 from ftkit.runs.records import FirstStepRecord, MemoryRecord
-from ftkit.train.memory.host_memory import available_bytes, reset_peak, resident_bytes, total_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -52,9 +55,7 @@ def read_memory(device: torch.device) -> DeviceMemory:
 class MemoryTrace:
     """Records the allocated memory and the peak at the end of each stage. All ranks run the same stages.
 
-    Attributes:
-        stage: the current one; empty before the first.
-        step: the current optimizer step, counted from 1; None outside the training loop.
+    `stage` is empty before the first; `step`, counted from 1, is None outside the training loop.
     """
 
     def __init__(
@@ -73,7 +74,13 @@ class MemoryTrace:
         memory = read_memory(self._world.device)
         self._highest = max(self._highest, memory.peak)
         if self.stage:
-            self._record(memory)
+            ranks = self._world.gather_objects(astuple(memory))
+            largest = tuple(map(max, zip(*ranks, strict=True)))
+            self._write(MemoryRecord(time.time(), self.stage, *ranks[0], *largest))
+            log.info(
+                "memory after %s: %.2f GiB allocated, peak %.2f GiB, reserved %.2f GiB (%.2f, %.2f and %.2f GiB on the "
+                "ranks with the most)", self.stage, *astuple(memory), *largest,
+            )  # fmt: skip
         self.stage = stage
         self._begun.setdefault(stage, time.time())
         if self._world.device.type == "cuda":
@@ -88,38 +95,26 @@ class MemoryTrace:
 
     def first_step(self, step: int) -> FirstStepRecord:
         """Return the record of the first step, which is complete, with the time of each stage up to it."""
-        now = time.time()
         # The current stage began when the host had queued the step; the device finished it only now.
-        stages, times = list(self._begun)[:-1], [*list(self._begun.values())[:-1], now]
-        phases = {stage: round(end - begin, 3) for stage, begin, end in zip(stages, times[:-1], times[1:], strict=True)}
+        now = time.time()
+        times = [*list(self._begun.values())[:-1], now]
+        phases = {
+            stage: round(end - begin, 3) for stage, (begin, end) in zip(self._begun, pairwise(times), strict=False)
+        }
         return FirstStepRecord(now, step, round(now - times[0], 3), phases)
 
     def peak_gib(self) -> float:
         """Return the peak of allocated memory since the start, over all stages; on a CPU, of the resident set."""
         return max(self._highest, read_memory(self._world.device).peak)
 
-    def _record(self, memory: DeviceMemory) -> None:
-        ranks = self._world.gather_objects(astuple(memory))
-        largest = DeviceMemory(*map(max, zip(*ranks, strict=True)))
-        self._write(MemoryRecord(time.time(), self.stage, *ranks[0], *astuple(largest)))
-        log.info(
-            "memory after %s: %.2f GiB allocated, peak %.2f GiB, reserved %.2f GiB (%.2f, %.2f and %.2f GiB on the "
-            "ranks with the most)", self.stage, *astuple(memory), *astuple(largest),
-        )  # fmt: skip
-
 
 _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed", "failed to allocate")
 """Messages of allocators and libraries, in lower case."""
-_TOO_LOW = 0.9
-"""If the run was predicted to fit but did not, suggestions must fit in this fraction of the prediction."""
+_TOO_LOW = 0.9  # if the run was predicted to fit but did not, suggestions must fit in this fraction of the prediction
 
 
 def check_free_host_memory(plan: RunPlan, world: World) -> None:
-    """Compare what the processes of this node will offload with its free memory; warn if it is less.
-
-    Raises:
-        MemoryExhaustedError: less than half of the predicted memory is free.
-    """
+    """Compare what this node's processes will offload with its free memory: warn if it is less, raise below half."""
     memory = plan.host_memory
     if memory is None or world.local_rank != 0 or not (free := available_bytes()):
         return
@@ -130,10 +125,9 @@ def check_free_host_memory(plan: RunPlan, world: World) -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error, or its cause, is an out-of-memory error."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
     may_report = isinstance(error, RuntimeError | CheckpointException)
-    if may_report and any(message in str(error).lower() for message in _MESSAGES):
+    is_reported = may_report and any(message in str(error).lower() for message in _MESSAGES)
+    if is_reported or isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
@@ -142,12 +136,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory_explained(
     plan: RunPlan, world: World, trace: MemoryTrace, tensors: Callable[[], Mapping[str, list[torch.Tensor]]] = dict
 ) -> Iterator[None]:
-    """Convert an out-of-memory error to one that lists the memory by part, and gives advice.
+    """Convert an out-of-memory error to one that lists the memory by part, and changes that are predicted to fit.
 
     `tensors` returns the engine's tensors, by part; without it, memory is not divided by part.
-
-    Raises:
-        MemoryExhaustedError: with the allocated memory by part, and changes that are predicted to fit.
     """
     try:
         yield
@@ -173,10 +164,10 @@ def out_of_memory_explained(
 
 
 def capacity_gib(plan: RunPlan, device: torch.device) -> float:
-    """Return the memory of this process's GPU, or its share of host memory."""
+    """Return the memory of this process's GPU, or its share of the machine's host memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / GIB
-    return total_bytes() / plan.placement.processes_per_node / GIB
+    return _kibibytes(_PROC / "meminfo", "MemTotal:") / plan.placement.processes_per_node / GIB
 
 
 def _in_gib(parts: Mapping[str, float]) -> str:
@@ -191,3 +182,78 @@ def _advice(plan: RunPlan, capacity: float) -> str:
         return "no change to the recipe is predicted to fit: use GPUs with more memory, or a smaller model"
     lines = "\n".join(f"  {suggestion}" for suggestion in suggestions)
     return f"run it again with one of these, predicted to fit (GiB per process in parentheses):\n{lines}"
+
+
+# --- Host memory, in bytes -----------------------------------------------------------------------
+
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
+    """Return how much more this job's processes may allocate: the machine's free memory, or less if cgroups limit it.
+
+    A cgroup's file cache counts as free. 0 if unknown.
+    """
+    left = [_kibibytes(proc / "meminfo", "MemAvailable:")]
+    for line in _lines(proc / "self" / "cgroup"):
+        own = cgroups / line.removeprefix("0::/")  # version 2
+        for folder in (own, *own.parents) if line.startswith("0::") else ():
+            limit = "".join(_lines(folder / "memory.max"))
+            if limit.isdigit():
+                used = int("".join(_lines(folder / "memory.current")) or 0)
+                cached = sum(_field(folder / "memory.stat", name) for name in ("inactive_file", "active_file"))
+                left.append(max(0, int(limit) - used + cached))
+    return min(left)
+
+
+def resident_bytes(proc: Path = _PROC) -> tuple[int, int]:
+    """Return the resident set of this process, and its peak since `reset_peak`; zeros if unknown."""
+    return _kibibytes(proc / "self" / "status", "VmRSS:"), _kibibytes(proc / "self" / "status", "VmHWM:")
+
+
+def reset_peak(proc: Path = _PROC) -> None:
+    """Reset the peak; if that is not permitted, it stays the peak since the process's start."""
+    with suppress(OSError):
+        (proc / "self" / "clear_refs").write_text("5", encoding="ascii")
+
+
+def _kibibytes(path: Path, name: str) -> int:
+    return 1024 * _field(path, name)
+
+
+def _field(path: Path, name: str) -> int:
+    """Return the number that follows a name in a file; 0 if there is none."""
+    return next((int(words[1]) for line in _lines(path) if (words := line.split()) and words[0] == name), 0)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
+
+
+def empty_pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return uninitialized host memory for a copy of a tensor, pinned if the tensor is on a GPU.
+
+    It has the size of the tensor: torch's allocator of pinned memory rounds up to a power of two, up to twice the size.
+    Reuse it: pinning takes about a second for 3 GiB.
+    """
+    if not tensor.is_cuda or not tensor.numel():
+        return torch.empty_like(tensor, device="cpu")
+    strides = torch.empty_like(tensor, device="meta").stride()
+    memory = pin(np.empty(tensor.numel() * tensor.element_size(), np.uint8))
+    return torch.from_numpy(memory).view(tensor.dtype).as_strided(tensor.shape, strides)
+
+
+def pin(memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Pin memory until it is freed.
+
+    Addresses that stayed pinned would be given out again, and CUDA can't copy to memory that is pinned in part.
+    """
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(int(runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)))
+    unpin = weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data)
+    unpin.atexit = False  # CUDA may be gone by then
+    return memory

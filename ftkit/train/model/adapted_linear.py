@@ -27,19 +27,14 @@ if TYPE_CHECKING:
     from ftkit.train.private_apis.torch import Ctx
 
 
-ADAPTER = "default"
-"""peft's default name for an adapter; part of its parameters' names."""
+ADAPTER = "default"  # peft's default name for an adapter; part of its parameters' names
 
 
 class AdaptedLinear(nn.Module):
-    """A frozen linear layer with an adapter; parameters have peft's names.
+    """A frozen linear layer with an adapter; parameters have peft's names, in peft's dictionaries of modules.
 
-    Attributes:
-        base_layer: the frozen layer.
-        lora_A: peft's dictionary with the matrix [rank, num_inputs].
-        lora_B: that with the matrix [num_outputs, rank].
-        lora_magnitude_vector: that with DoRA's magnitudes, [num_outputs]; empty for LoRA.
-        dropout: of the adapter's inputs in training; None for none.
+    `lora_A` has a matrix [rank, num_inputs], `lora_B` [num_outputs, rank], `lora_magnitude_vector` DoRA's magnitudes,
+    [num_outputs]; it is empty for LoRA.
     """
 
     def __init__(self, adapted: nn.Module, lora: LoraSpec, dropout: Dropout | None = None) -> None:
@@ -57,7 +52,6 @@ class AdaptedLinear(nn.Module):
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """The frozen bias, likewise."""
         return self.base_layer.bias
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -79,7 +73,6 @@ class AdaptedLinear(nn.Module):
         return (output + (scales - 1) * base + scales * adapted).to(output.dtype)
 
     def _draw(self, inputs: torch.Tensor, dropout: Dropout) -> Draw:
-        """Draw dropout for the adapter's inputs."""
         return dropout.draw(inputs)
 
     def _down(self, inputs: torch.Tensor, draw: Draw | None) -> torch.Tensor:
@@ -89,12 +82,10 @@ class AdaptedLinear(nn.Module):
         return product
 
     def _up(self, products: torch.Tensor) -> torch.Tensor:
-        """Multiply by `lora_B`."""
         product: torch.Tensor = self.lora_B[ADAPTER](products)
         return product
 
     def _multiply(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Multiply by the frozen matrix, without the bias."""
         return self._without_bias(self.base_layer(inputs))
 
     def _without_bias(self, output: torch.Tensor) -> torch.Tensor:
@@ -104,7 +95,6 @@ class AdaptedLinear(nn.Module):
         return cast("torch.Tensor", self.lora_magnitude_vector[ADAPTER].weight)
 
     def _norms(self) -> torch.Tensor:
-        """Return the norms of the rows of the merged weight, in fp32."""
         base = self.weight.T if is_transposed(self.base_layer) else self.weight
         down, up = (cast("torch.Tensor", part[ADAPTER].weight) for part in (self.lora_A, self.lora_B))
         return merged_squares(base, down, up, self.lora.scaling).sqrt()
@@ -112,10 +102,8 @@ class AdaptedLinear(nn.Module):
 
 @torch.no_grad()
 def merged_squares(base: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Return the sums of squares of the rows of `base + scaling * up @ down`, in fp32.
-
-    Autocast does not change products in place. A block without autocast would keep graphs out of the compiler's caches.
-    """
+    """Return the sums of squares of the rows of `base + scaling * up @ down`, in fp32."""
+    # Autocast does not change products in place; a block without it would keep graphs out of the compiler's caches.
     merged = base.to(torch.float32, copy=True).addmm_(up.float(), down.float(), alpha=scaling)
     return merged.square().sum(dim=1)
 
@@ -132,18 +120,14 @@ def token_keys(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class TokenKeys:
-    """The keys of the tokens that a model computes, which all its adapters read.
-
-    Attributes:
-        keys: int64 [B, T]; empty before the first micro-batch.
-    """
+    """The keys of the tokens that a model computes, int64 [B, T], which all its adapters read."""
 
     def __init__(self, probability: float = 0.0, seed: int = 0) -> None:
         self._probability, self._seed = probability, seed
         self.keys = torch.zeros(0, dtype=torch.int64)
 
     def dropout_of(self, name: str) -> Dropout | None:
-        """Return dropout for the inputs of an adapter, by its name in the model."""
+        """Return dropout for the adapter of a name in the model; None without."""
         return Dropout(self._probability, self, f"{self._seed} {name}") if self._probability else None
 
     @classmethod
@@ -153,31 +137,24 @@ class TokenKeys:
 
 
 class Dropout(nn.Module):
-    """Dropout of the inputs of one adapter.
+    """Dropout of the inputs of one adapter, by the keys of tokens that a model's adapters share.
 
-    Attributes:
-        probability: of an element to be zero.
-        tokens: shared by all adapters of a model.
-        key: int64 [], random bits of the seed and the adapter. A tensor, so that layers share one compiled graph.
+    `key`, int64 [], has random bits of the seed and the adapter: a tensor, so that layers share one compiled graph.
     """
 
     key: torch.Tensor
 
     def __init__(self, probability: float, tokens: TokenKeys, identity: str) -> None:
-        """Derive the key from the seed, and the adapter's name in the model."""
         super().__init__()
         self.probability, self.tokens = probability, tokens
         key = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "big", signed=True)
         self.register_buffer("key", torch.tensor(key, device="cpu"), persistent=False)
 
     def draw(self, inputs: torch.Tensor, rank: int = 0, keys: torch.Tensor | None = None) -> Draw:
-        """Return the masks of inputs, [..., K].
+        """Return the masks of inputs, [..., K], of which `rank` says which part of the features they are.
 
-        Args:
-            inputs: one row for each token, in their order. Other rows, of one expert's tokens in transformers 4 and of
-                zeros in Zaya, have masks that depend on the micro-batch.
-            rank: index of the part of the features that these are, if ranks divide them.
-            keys: int64 [N], of inputs whose rows are other than the tokens, [N, K].
+        `keys`, int64 [N], are those of rows that are not the tokens in their order. Without them, such rows (of one
+        expert's tokens in transformers 4, of zeros in Zaya) have masks that depend on the micro-batch.
         """
         width = inputs.shape[-1]
         num_rows = inputs.shape[:-1].numel()
@@ -188,14 +165,7 @@ class Dropout(nn.Module):
 
 
 class Draw(NamedTuple):
-    """The masks of an adapter's inputs in a micro-batch.
-
-    Attributes:
-        rows: int64 [N], keys of the rows.
-        key: int64 [], of the adapter.
-        probability: of an element to be zero.
-        first: index of the first feature, of which other ranks may have the rest.
-    """
+    """The masks of an adapter's inputs in a micro-batch: the arguments of `gpu_kernels.drop`."""
 
     rows: torch.Tensor
     key: torch.Tensor

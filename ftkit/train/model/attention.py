@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.nn import functional
@@ -26,26 +26,16 @@ if TYPE_CHECKING:
 
 Kernel = Literal["flash4", "flex", "sdpa", "eager"]
 
-_FLASH4 = "ftkit_varlen"
-"""Name of ftkit's flash-attn-4 attention in transformers."""
-
+_FLASH4 = "ftkit_varlen"  # name of ftkit's flash-attn-4 attention in transformers
 _HOPPER = (9, 0)
 _UNSUPPORTED_BY_FLASH4 = ("softcap", "s_aux", "position_bias")
 """Arguments by which some models change the attention scores: soft caps, sinks, biases."""
-
-_CHANGES_SCORES = {"attn_logit_softcapping": "caps its attention scores"}
-"""Configuration keys of models whose attention flash-attn-4 and SDPA don't compute, with the reason."""
-_HAS_SINKS = ("gpt_oss",)
-"""Families with attention sinks, which config.json does not record."""
-
 _IGNORES_POSITIONS = ("gpt_oss",)
 """Families whose decoder builds its masks without `position_ids` (transformers 5.23): packed documents would attend to
 each other."""
-
 _KERNEL_TOLERANCE = 0.05
 """Largest difference of outputs and gradients, relative to their norm, that rounding in bf16 explains. flash-attn-4
 4.0.0b36 on an H200 computed gradients that were off by 70 to 90% with heads of 16 and 48."""
-
 FLEX_MINIMUM = 128
 """Minimum number of tokens for flex attention's training kernel. For fewer queries torch uses a decoding kernel without
 gradients, which ignores documents or fails to compile (seen with torch 2.11)."""
@@ -57,87 +47,58 @@ def choose_kernel(training: TrainingPlan, config: PretrainedConfig, world: World
     flash-attn-4 runs on Hopper and newer, in bf16, and supports packed documents of any length; flex attention is
     compiled for any CUDA device; torch's SDPA and transformers' eager attention run everywhere, with a mask of
     sequence length squared. Only flex and eager attention support models that change their attention scores.
-
-    Raises:
-        TrainingError: the recipe asks for a kernel that can't compute this model.
-        PrerequisiteError: it asks for flash-attn-4, which does not run here.
     """
-    special, has = _changed_scores(config), _kernels_of_class(config)
-    if training.attention != "auto":
-        _check_requested(training, special, config, world)
-        return training.attention, "the recipe asks for it"
-    if has == {"eager"}:
-        return "eager", "the model's class in transformers has no other"
-    if world.device.type != "cuda":
-        special = special or (None if "sdpa" in has else "does not have SDPA")
-        return ("eager", f"CPU; the model {special}") if special else ("sdpa", "the fastest one on CPUs")
-    if special or training.compute_precision != "bf16":
-        failure = f"the model {special}" if special else f"it does not compute in {training.compute_precision}"
-    elif "flash4" not in has:
-        failure = "the model's class in transformers computes its attention itself"
-    elif (tried := _flash4_failure(config, world)) is None:
-        return "flash4", f"{torch.cuda.get_device_name()} and flash-attn-4 is installed"
-    else:
-        failure = tried
-    if training.sequence_length >= FLEX_MINIMUM and "flex" in has:
-        return "flex", f"flash-attn-4 can't be used: {failure}"
-    flex = (
-        f"flex attention needs packs of {FLEX_MINIMUM} tokens" if "flex" in has else "its class has no flex attention"
-    )
-    return ("eager", f"the model {special}, and {flex}") if special or "sdpa" not in has else ("sdpa", flex)
+    if training.attention == "auto":
+        kernels: tuple[Kernel, ...] = ("flash4", "flex", "sdpa") if world.device.type == "cuda" else ("sdpa",)
+        reason = "the fastest one here"
+        for kernel in kernels:
+            failure = _failure(kernel, training, config, world)
+            if failure is None:
+                return kernel, reason
+            reason = f"not {kernel}: {failure}"
+        return "eager", reason
+    if failure := _failure(training.attention, training, config, world):
+        raise PrerequisiteError(
+            f"training.attention={training.attention}: {failure}",
+            meaning="this model, this GPU, or the installed packages can't compute it",
+            fix="set training.attention=auto; or install flash-attn-4 in the image if that is missing",
+        )
+    return training.attention, "the recipe asks for it"
 
 
-def _kernels_of_class(config: PretrainedConfig) -> set[Kernel]:
-    """Return the kernels that a model's class in transformers has."""
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if kind is None:  # building it will fail with the reason
-        return {"flash4", "flex", "sdpa", "eager"}
-    backends = attention_backends(kind)
-    kernels: dict[str, Kernel] = {"custom": "flash4", "flex": "flex", "sdpa": "sdpa"}
-    return {"eager", *(kernel for backend, kernel in kernels.items() if backend in backends)}
+def _failure(kernel: Kernel, training: TrainingPlan, config: PretrainedConfig, world: World) -> str | None:
+    """Return why a kernel can't train a model here; None if it can."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    backend = "custom" if kernel == "flash4" else kernel
+    if kernel != "eager" and kind is not None and backend not in attention_backends(kind):
+        return "the model's class in transformers does not have it"
+    if kernel in {"flash4", "sdpa"} and (special := _changed_scores(config)) is not None:
+        return f"the model {special}"
+    if kernel == "flex" and training.sequence_length < FLEX_MINIMUM:
+        return f"flex attention needs packs of {FLEX_MINIMUM} tokens, not {training.sequence_length}"
+    if kernel == "flash4" and training.compute_precision != "bf16":
+        return f"it does not compute in {training.compute_precision}"
+    return _flash4_failure(config, world) if kernel == "flash4" else None
 
 
 def _changed_scores(config: PretrainedConfig) -> str | None:
-    """Return how a model changes its attention scores; None if it does not."""
-    if config.model_type in _HAS_SINKS:
+    """Return how a model changes its attention scores, which flash-attn-4 and SDPA don't compute; None if not."""
+    if config.model_type == "gpt_oss":  # config.json does not record it
         return "has attention sinks"
-    return next((text for key, text in _CHANGES_SCORES.items() if getattr(config, key, None) is not None), None)
-
-
-def _check_requested(training: TrainingPlan, special: str | None, config: PretrainedConfig, world: World) -> None:
-    requested = training.attention
-    if special and requested in {"flash4", "sdpa"}:
-        raise TrainingError(
-            f"training.attention={requested} can't compute a '{config.model_type}': it {special}",
-            fix="set training.attention=auto",
-        )
-    if requested == "flex" and training.sequence_length < FLEX_MINIMUM:
-        raise TrainingError(
-            f"training.attention=flex needs a sequence length of {FLEX_MINIMUM} or more, not "
-            f"{training.sequence_length}",
-            meaning="for shorter packs torch uses a kernel that ignores where documents end",
-            fix="set training.attention=auto, or a longer training.sequence_length",
-        )
-    if requested == "flash4" and (failure := _flash4_failure(config, world)) is not None:
-        raise PrerequisiteError(
-            f"training.attention=flash4: {failure}",
-            meaning="flash-attn-4 or a package that it needs is missing or has another version, or it does not support "
-            "this GPU or these heads",
-            fix="install flash-attn-4 in the image, or set training.attention=auto",
-        )
+    return None if getattr(config, "attn_logit_softcapping", None) is None else "caps its attention scores"
 
 
 def _flash4_failure(config: PretrainedConfig, world: World) -> str | None:
-    """Return why flash-attn-4 can't train this model on some rank, or None if it can on all."""
+    """Return why flash-attn-4 can't train this model on some rank, or None if it can on all.
+
+    Forward and backward are tested with the model's heads, with and without its window, against torch's SDPA. Training
+    reuses the compiled kernels. Some versions compute wrong gradients for some head sizes.
+    """
     failures = world.gather_objects(_flash4_failure_here(config, world.device))
     return next((failure for failure in failures if failure is not None), None)
 
 
 def _flash4_failure_here(config: PretrainedConfig, device: torch.device) -> str | None:
-    """Test forward and backward with the model's heads, with and without its window, against torch's SDPA.
-
-    Training reuses the compiled kernels. Some versions compute wrong gradients for some head sizes.
-    """
     if torch.cuda.get_device_capability(device) < _HOPPER:
         return f"{torch.cuda.get_device_name(device)} is older than Hopper"
     windows = (None,) if getattr(config, "sliding_window", None) is None else (None, FLEX_MINIMUM // 8)
@@ -163,13 +124,9 @@ def _flash4_difference(config: PretrainedConfig, device: torch.device, window: i
     scale = 1 / math.sqrt(width)
     output, _ = varlen_attention(query, key, value, cu_seqlens, FLEX_MINIMUM, scale, window)
     expected = masked_attention(query, key, value, cu_seqlens, scale, window)
-    pairs = [(output, expected)]
-    pairs += zip(
-        *(torch.autograd.grad(each, (query, key, value), gradient) for each in (output, expected)), strict=True
-    )
-    return max(
-        float(((one - other).norm() / other.norm()).detach()) for one, other in pairs
-    )  # host sync: before step 1
+    gradients = (torch.autograd.grad(each, (query, key, value), gradient) for each in (output, expected))
+    pairs = [(output, expected), *zip(*gradients, strict=True)]
+    return max(float(((one - other).norm() / other.norm()).detach()) for one, other in pairs)  # a host sync
 
 
 def masked_attention(
@@ -217,8 +174,8 @@ def _flash4(  # noqa: PLR0913 - the interface is transformers'
     del attention_mask
     batch, _, length, width = query.shape
     if cu_seq_lens_q is None or max_length_q is None:
-        rows = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
-        cu_seq_lens_q, max_length_q = rows * length, length
+        cu_seq_lens_q = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
+        max_length_q = length
     flat = [tensor.transpose(1, 2).reshape(batch * length, -1, width) for tensor in (query, key, value)]
     scale = scaling if scaling is not None else 1 / math.sqrt(width)
     output, _ = varlen_attention(*flat, cu_seq_lens_q, max_length_q, scale, sliding_window)
@@ -226,11 +183,7 @@ def _flash4(  # noqa: PLR0913 - the interface is transformers'
 
 
 def refuse_changed_scores(module: torch.nn.Module, arguments: Mapping[str, object]) -> None:
-    """Refuse attention arguments with which a model changes its scores.
-
-    Raises:
-        TrainingError: one of them is given.
-    """
+    """Refuse attention arguments with which a model changes its scores."""
     name = next((name for name in _UNSUPPORTED_BY_FLASH4 if arguments.get(name) is not None), None)
     if name is not None:
         raise TrainingError(
@@ -246,13 +199,12 @@ def packed_masks(module: PreTrainedModel, position_ids: torch.Tensor) -> dict[st
     """
     if module.config.model_type not in _IGNORES_POSITIONS or not CONVERTS_WEIGHTS:
         return None
-    weight = next(module.parameters())
+    dtype = next(module.parameters()).dtype
     inputs: dict[str, object] = {
         "config": module.config,
-        "inputs_embeds": torch.empty(*position_ids.shape, 0, dtype=weight.dtype, device=position_ids.device),
-        "attention_mask": None,
-        "past_key_values": None,
+        "inputs_embeds": torch.empty(*position_ids.shape, 0, dtype=dtype, device=position_ids.device),
         "position_ids": position_ids,
+        **dict.fromkeys(("attention_mask", "past_key_values")),
     }
     return {
         "full_attention": create_causal_mask(**inputs),
@@ -262,11 +214,9 @@ def packed_masks(module: PreTrainedModel, position_ids: torch.Tensor) -> dict[st
 
 @contextmanager
 def generation_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Switch to a kernel for generation: kernels for packs don't support a cache, a mask or varying shapes.
-
-    Eager if the model changes its attention scores: with SDPA, transformers would silently omit that.
-    """
+    """Switch to a kernel for generation: kernels for packs don't support a cache, a mask or varying shapes."""
     chosen = attention_implementation(model.config)
+    # If a model changes its attention scores, transformers would silently omit that with SDPA.
     model.set_attn_implementation(register_kernel("eager" if _changed_scores(model.config) else "sdpa"))
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -289,10 +239,8 @@ def varlen_attention(  # noqa: PLR0913, PLR0917 - operators take only tensors an
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output, [B * T, H, D], and the log-sum-exp of the scores, fp32 [H, B * T]."""
     flash_forward, _ = flash_attention()
-
-    output, lse, *_ = flash_forward(
-        query, key, value, return_lse=True, **_options(cu_seqlens, max_seqlen, scale, sliding_window)
-    )
+    options = _options(cu_seqlens, max_seqlen, scale, sliding_window)
+    output, lse, *_ = flash_forward(query, key, value, return_lse=True, **options)
     return output, lse
 
 
@@ -313,12 +261,10 @@ def _varlen_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value; `saved` are these, the output and `lse`."""
     _, flash_backward = flash_attention()
-
     query, key, value, output, lse = saved
     options = _options(cu_seqlens, max_seqlen, scale, sliding_window)
-    gradients = flash_backward(query, key, value, output, gradient, lse, **options)
-    of_query, of_key, of_value = (tensor.contiguous() for tensor in gradients[:3])
-    return of_query, of_key, of_value
+    of_query, of_key, of_value, *_ = flash_backward(query, key, value, output, gradient, lse, **options)
+    return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
 
 
 def _options(cu_seqlens: torch.Tensor, max_seqlen: int, scale: float, sliding_window: int | None) -> dict[str, object]:
@@ -346,7 +292,7 @@ def _(_: torch.Tensor, saved: list[torch.Tensor], *__: object) -> tuple[torch.Te
     return of_query, of_key, of_value
 
 
-def _save_for_backward(ctx: Ctx, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save_for_backward(ctx: Ctx, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     query, key, value, cu_seqlens, *ctx.settings = inputs
     ctx.save_for_backward(query, key, value, *output, cu_seqlens)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -41,8 +42,7 @@ if TYPE_CHECKING:
 _NDIM = 3
 _KEY_OF_EXPERT = 0x9E3779B97F4A7C15 - 2**64
 """An odd number: added to the keys of tokens, times the expert's, for masks that differ between experts."""
-_RANK_MULTIPLE = 8
-"""A grouped product needs rows of multiples of 16 bytes, 8 numbers in bf16."""
+_RANK_MULTIPLE = 8  # a grouped product needs rows of multiples of 16 bytes, 8 numbers in bf16
 
 
 def experts_in_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -105,11 +105,7 @@ def _parts(model: PreTrainedModel, parameter: str) -> tuple[str, ...]:
 
 
 def check_expert_targets(matrices: Collection[ExpertMatrix], lora: LoraSpec) -> None:
-    """Check that targets among the matrices of experts can be adapted.
-
-    Raises:
-        TrainingError: they can't.
-    """
+    """Refuse targets among the matrices of experts that can't be adapted."""
     for matrix in matrices:
         if missing := matrix.missing_parts(lora.targets):
             raise TrainingError(
@@ -128,14 +124,8 @@ def check_expert_targets(matrices: Collection[ExpertMatrix], lora: LoraSpec) -> 
 def prepare_experts(model: nn.Module, lora: LoraSpec, tokens: TokenKeys, layout_of: LayoutOf | None = None) -> None:
     """Add adapters in fp32 to the stacked experts that are targets, and quantize frozen weights if asked to.
 
-    `init_adapters` initializes adapters.
-
-    Args:
-        model: frozen.
-        lora: its adapters.
-        tokens: for their dropout.
-        layout_of: returns the layout of a matrix from its numbers of inputs and outputs, or None to keep it; None to
-            keep all, as there are no experts in 4 bits.
+    `layout_of` returns the layout of a matrix from its numbers of inputs and outputs, or None to keep it; without it,
+    all are kept, as there are no experts in 4 bits.
     """
     ranks = {each.name: each.num_ranks(lora.targets) for each in expert_matrices(model)}
     if not any(ranks.values()) and layout_of is None:
@@ -148,17 +138,11 @@ def prepare_experts(model: nn.Module, lora: LoraSpec, tokens: TokenKeys, layout_
 
 
 class _Routing(NamedTuple):
-    """Which expert computes what, for T tokens with K experts each, S = T K rows.
+    """Which expert computes what, for T tokens with K experts each, S = T K rows."""
 
-    Attributes:
-        experts: of each row, [S], in ascending order.
-        ends: of each expert, the number of rows up to its last one.
-        tokens: of each row, [S].
-    """
-
-    experts: torch.Tensor
-    ends: torch.Tensor
-    tokens: torch.Tensor
+    experts: torch.Tensor  # of each row, [S], in ascending order
+    ends: torch.Tensor  # of each expert, the number of rows up to its last one
+    tokens: torch.Tensor  # of each row, [S]
 
 
 class GroupedExperts(nn.Module):
@@ -190,12 +174,7 @@ class GroupedExperts(nn.Module):
     ) -> None:
         """Adopt the experts' parameters, submodules and attributes.
 
-        Args:
-            experts: whose parameters may be on the meta device.
-            lora: the adapters.
-            ranks: the ranks of adapters by matrix, in ranks of `lora`; 0 without one.
-            dropouts: of the adapters by matrix, if any.
-            layout_of: of matrices that are stored quantized; None if all stay as they are.
+        `ranks` has those of adapters by matrix, in ranks of `lora`; 0 without one.
         """
         sizes = {name: _sizes(experts, name) for name in matrix_names(experts)}
         vars(self).update(vars(experts))
@@ -220,13 +199,7 @@ class GroupedExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sums of the chosen experts' outputs.
-
-        Args:
-            hidden_states: [T, H].
-            top_k_index: the experts of each token, [T, K].
-            top_k_weights: the weights of their outputs, [T, K].
-        """
+        """Return the weighted sums, [T, H], of the outputs of each token's experts, both [T, K]."""
         experts, order = top_k_index.flatten().sort()
         every = torch.arange(self.num_experts, device=order.device)
         ends = torch.searchsorted(experts, every, right=True, out_int32=True)
@@ -269,11 +242,8 @@ class GroupedExperts(nn.Module):
         """Multiply each row, [S, I], by its expert's matrix, of [E, I, O]; expert e has the rows before ends[e]."""
         if not computes_experts_one_by_one(self.config):
             return grouped_mm(rows, matrices, ends)
-        first, products = 0, []
-        for end, matrix in zip(ends.tolist(), matrices, strict=True):
-            products.append(rows[first:end] @ matrix)
-            first = end
-        return torch.cat(products)
+        bounds = pairwise([0, *ends.tolist()])
+        return torch.cat([rows[first:end] @ matrix for (first, end), matrix in zip(bounds, matrices, strict=True)])
 
 
 @cache

@@ -24,14 +24,7 @@ from ftkit.errors import PrerequisiteError
 from ftkit.train.gpu_kernels import round_and_transpose, round_shard, transpose
 from ftkit.train.model.linears import WeightLayout, opaque_zero
 from ftkit.train.model.local_shard import local_tensor
-from ftkit.train.private_apis.torch import (
-    FSDP2_EXTENDS_ALL_GATHERS,
-    find_norms,
-    make_wrapper,
-    map_instances,
-    scaled_grouped_mm,
-    scaled_mm,
-)
+from ftkit.train.private_apis import torch as torch_apis
 from ftkit.train.private_apis.transformers import grouped_mm
 
 if TYPE_CHECKING:
@@ -44,23 +37,17 @@ if TYPE_CHECKING:
     from ftkit.train.private_apis.torch import Ctx
     from ftkit.train.world import World
 
-
 log = logging.getLogger(__name__)
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-_SLOT = 4
+_SMALLEST_MAXIMUM = 1e-12  # lower bound of a row's maximum: a row of zeros would have an infinite scale
+_SCALE_STRIDE = 4
 """Numbers from one gathered matrix's scale to the next: cuBLAS takes only scales at multiples of 16 bytes."""
-_SMALLEST_MAXIMUM = 1e-12
-"""Lower bound of a row's maximum: a row of zeros would have an infinite scale."""
 
 
 def check_fp8(device: torch.device, *, has_experts: bool = False) -> None:
-    """Raise unless a device multiplies in FP8, and with `has_experts` also frozen experts; CPUs emulate it.
-
-    Raises:
-        PrerequisiteError: the GPU is older than Ada; with experts, than Hopper.
-    """
+    """Raise unless a device multiplies in FP8, and with `has_experts` also frozen experts; CPUs emulate it."""
     if device.type != "cuda":
         return
     first, gpus, factors = ((9, 0), "Hopper", " experts") if has_experts else ((8, 9), "Ada, Hopper", "")
@@ -78,13 +65,12 @@ def convert_linears(layers: Iterable[nn.Module]) -> None:
     Weights, their names and their gradients don't change. Routers, and matrices with sizes that GPUs don't multiply in
     FP8, keep the compute dtype.
     """
-    for layer in layers:
-        for parent in list(layer.modules()):
-            for name, module in parent.named_children():
-                if type(module) is not nn.Linear or name in ROUTERS:
-                    continue
-                if module.in_features % FP8_MULTIPLE == 0 and module.out_features % FP8_MULTIPLE == 0:
-                    setattr(parent, name, Fp8Linear(module))
+    for parent in [module for layer in layers for module in layer.modules()]:
+        for name, module in parent.named_children():
+            if type(module) is not nn.Linear or name in ROUTERS:
+                continue
+            if module.in_features % FP8_MULTIPLE == 0 and module.out_features % FP8_MULTIPLE == 0:
+                setattr(parent, name, Fp8Linear(module))
 
 
 class Fp8Linear(nn.Linear):
@@ -112,7 +98,11 @@ class _TrainedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Ctx, inputs: torch.Tensor, weight: torch.Tensor, numbers: torch.Tensor | None, scale: torch.Tensor | None
+        ctx: Ctx,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        numbers: torch.Tensor | None,
+        scale: torch.Tensor | None,
     ) -> torch.Tensor:
         if numbers is None or scale is None:
             ctx.save_for_backward(inputs, weight)
@@ -124,7 +114,7 @@ class _TrainedProduct(torch.autograd.Function):
     def backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         inputs, *saved = ctx.saved_tensors
         weight = _round(*saved) if len(saved) == 1 else Scaled(*saved)
-        scale = _scale_of(gradient, torch.float8_e5m2)
+        scale = _scale_for(gradient.abs().amax(), torch.float8_e5m2)
         rows, columns = (Scaled(each, scale) for each in round_and_transpose(gradient, scale, torch.float8_e5m2))
         weight_columns = _transpose(weight, after=gradient)
         input_columns = _transpose(_round(inputs), after=gradient, is_fusible=False)
@@ -174,12 +164,8 @@ class Scaled(NamedTuple):
 
 def _round(matrix: torch.Tensor, *, by_row: bool = False) -> Scaled:
     """Round a matrix to e4m3, with one scale or one for each row."""
-    scale = _scale_of(matrix, FP8, by_row=by_row)
+    scale = _scale_for(matrix.abs().amax(dim=-1, keepdim=True) if by_row else matrix.abs().amax(), FP8)
     return Scaled((matrix.float() / scale).clamp(-LARGEST, LARGEST).to(FP8), scale)
-
-
-def _scale_of(matrix: torch.Tensor, dtype: torch.dtype, *, by_row: bool = False) -> torch.Tensor:
-    return _scale_for(matrix.abs().amax(dim=-1, keepdim=True) if by_row else matrix.abs().amax(), dtype)
 
 
 def _scale_for(maximum: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -190,12 +176,8 @@ def _transpose(matrix: Scaled, *, after: torch.Tensor, is_fusible: bool = True) 
     """Transpose matrices with a copy: GPUs sum products of FP8 only along the last dimension of both factors.
 
     A compiler, which sees forward and backward at once, would do it in the forward pass, and keep the copies, unless
-    they depended on something of the backward pass.
-
-    Args:
-        matrix: matrices, whose scale stays as it is.
-        after: of the backward pass.
-        is_fusible: whether a compiler may do it together with other operations on what the matrix is rounded from.
+    they depended on something of the backward pass, `after`. `is_fusible` lets it do the copy together with other
+    operations on what the matrix is rounded from.
     """
     numbers = matrix.numbers.view(torch.uint8) | opaque_zero(after)
     transposed = numbers.mT.contiguous() if is_fusible else transpose(numbers)
@@ -204,17 +186,11 @@ def _transpose(matrix: Scaled, *, after: torch.Tensor, is_fusible: bool = True) 
 
 def _multiply(left: Scaled, right: Scaled, dtype: torch.dtype, *, is_fast: bool = True) -> torch.Tensor:
     """Multiply [M, K] by the transpose of [N, K]; without `is_fast`, partial sums are more precise."""
+    scales = left.scale, right.scale.t()
     if left.numbers.device.type == "cpu":
         product = left.numbers.float() @ right.numbers.float().t()
-        return (product * left.scale * right.scale.t()).to(dtype)
-    return scaled_mm(
-        left.numbers,
-        right.numbers.t(),
-        scale_a=left.scale,
-        scale_b=right.scale.t(),
-        out_dtype=dtype,
-        use_fast_accum=is_fast,
-    )
+        return (product * scales[0] * scales[1]).to(dtype)
+    return torch_apis.scaled_mm(left.numbers, right.numbers.t(), *scales, out_dtype=dtype, use_fast_accum=is_fast)
 
 
 def _multiply_rows(rows: Scaled, weight: Scaled, routing: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -225,7 +201,8 @@ def _multiply_rows(rows: Scaled, weight: Scaled, routing: Sequence[torch.Tensor]
     if rows.numbers.device.type == "cpu":
         product = grouped_mm(rows.numbers.float(), weight.numbers.float().mT, ends)
         return (product * rows.scale * weight.scale[experts, :, 0]).to(dtype)
-    return scaled_grouped_mm(rows.numbers, weight.numbers.mT, rows.scale[:, 0], weight.scale[..., 0], ends, dtype)
+    scales = rows.scale[:, 0], weight.scale[..., 0]
+    return torch_apis.scaled_grouped_mm(rows.numbers, weight.numbers.mT, *scales, ends, dtype)
 
 
 class Fp8Layout(WeightLayout):
@@ -239,7 +216,6 @@ class Fp8Layout(WeightLayout):
         return torch.cat([part.view(torch.uint8).flatten(-2) for part in rounded], dim=-1).view(self.storage)
 
     def dequantize(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the dequantized matrices."""
         weight = self.parts(flat)
         return (weight.numbers.float() * weight.scale).to(self.storage)
 
@@ -252,13 +228,9 @@ class Fp8Layout(WeightLayout):
     def multiply_grouped(
         self, rows: torch.Tensor, stored: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor
     ) -> torch.Tensor:
-        """Multiply rows, [S, num_inputs], by the matrices of their experts; only rows get a gradient.
+        """Multiply rows, [S, num_inputs], by the matrices of their experts, [S] in ascending order.
 
-        Args:
-            rows: in ascending order of their experts.
-            stored: flat forms of all experts, [E, num_stored].
-            experts: of each row, [S].
-            ends: of each expert, the number of rows up to its last one, int32 [E].
+        Expert e, of [E, num_stored], has the rows before `ends[e]`, int32. Only rows get a gradient.
         """
         product: torch.Tensor = _FrozenProduct.apply(rows, stored, self, experts, ends)  # type: ignore[no-untyped-call]
         return product
@@ -273,11 +245,52 @@ class Fp8Layout(WeightLayout):
 
 # --- All-gathers in FP8 --------------------------------------------------------------------------
 
+
+class GatheredScales:
+    """Scales of the trained matrices that FSDP2 all-gathers in FP8: one for each matrix, the same on all ranks."""
+
+    def __init__(self, layers: Iterable[nn.Module], device: torch.device) -> None:
+        """Prepare the matrices of converted layers, which are sharded after that."""
+        self._linears = [
+            module
+            for layer in layers
+            for name, module in layer.named_modules()
+            if isinstance(module, Fp8Linear)
+            and is_gathered_in_fp8(name.rpartition(".")[2], module.in_features, module.out_features)
+        ]
+        self._scales = torch.ones(len(self._linears), _SCALE_STRIDE, device=device)[:, 0]
+        for linear, scale in zip(self._linears, self._scales, strict=True):
+            linear.weight = nn.Parameter(Fp8Shard(linear.weight.detach(), scale))
+
+    @classmethod
+    def of(cls, layers: Iterable[nn.Module], training: TrainingPlan, world: World) -> GatheredScales | None:
+        """Return the scales if weights are all-gathered in FP8; log it, or why not."""
+        if not training.sends_fp8:
+            return None
+        reason = ""
+        if world.num_layer_shards == 1:
+            reason = "there is one shard"
+        elif not torch_apis.FSDP2_EXTENDS_ALL_GATHERS:
+            reason = f"torch {torch.__version__} is older than 2.8"
+        log.info("weights are%s all-gathered in FP8%s", " not" if reason else "", reason and f": {reason}")
+        return None if reason else cls(layers, world.device)
+
+    @torch.no_grad()
+    def update(self, group: dist.ProcessGroup) -> None:
+        """Compute the scales from the sharded matrices. Collective, without a host sync."""
+        if not self._linears:  # no layer has both sizes divisible by `FP8_MULTIPLE`
+            return
+        shards = [local_tensor(linear.weight) for linear in self._linears]
+        filled = [shard if shard.numel() else self._scales.new_zeros(1) for shard in shards]
+        maxima = torch.stack(torch_apis.find_norms(filled, math.inf))
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
+        self._scales.copy_(_scale_for(maxima.bfloat16(), FP8))  # the matrices of a single process are in bf16
+
+
 _aten = torch.ops.aten
-_OF_SHARDS = {
-    _aten.alias.default,
-    _aten.as_strided.default,
-    _aten.detach.default,
+_OF_WEIGHTS = {_aten.alias.default, _aten.as_strided.default, _aten.detach.default}
+"""What FSDP2 makes an unsharded parameter with. All other operations take the dequantized weight."""
+_OF_SHARDS = _OF_WEIGHTS | {
     _aten.empty_like.default,
     _aten.new_empty.default,
     _aten.new_zeros.default,
@@ -286,8 +299,6 @@ _OF_SHARDS = {
     _aten.view.default,
 }
 """What FSDP2 and `Module.to_empty` make a shard with. All other operations return ordinary tensors."""
-_OF_WEIGHTS = {_aten.alias.default, _aten.as_strided.default, _aten.detach.default}
-"""What FSDP2 makes an unsharded parameter with. All other operations take the dequantized weight."""
 
 
 class Fp8Shard(torch.Tensor):
@@ -303,7 +314,7 @@ class Fp8Shard(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type[Self], master: torch.Tensor, scale: torch.Tensor) -> Self:
-        shard: Self = make_wrapper(cls, master, master.dtype)
+        shard: Self = torch_apis.make_wrapper(cls, master, master.dtype)
         shard.master, shard.scale = master, scale
         return shard
 
@@ -312,15 +323,15 @@ class Fp8Shard(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's type is of a function
-        cls, function: OpOverload, _: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        plain, named = map_instances(cls, lambda shard: shard.master, (args, kwargs or {}))
+        cls, function: OpOverload, _: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        plain, named = torch_apis.map_instances(cls, lambda shard: shard.master, (args, kwargs or {}))
         result = function(*plain, **named)
         if isinstance(args[0], cls) and result is plain[0]:  # in place
             return args[0]
         if function not in _OF_SHARDS:
             return result
-        return map_instances(torch.Tensor, lambda master: cls(master, args[0].scale), result)
+        return torch_apis.map_instances(torch.Tensor, lambda master: cls(master, args[0].scale), result)
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: object, module: object, mp_policy: object
@@ -346,19 +357,14 @@ class Fp8Shard(torch.Tensor):
 
 
 class Fp8Weight(torch.Tensor):
-    """An unsharded weight in e4m3, for autograd a tensor in the compute dtype.
-
-    Attributes:
-        numbers: e4m3, [outputs, inputs].
-        scale: what they are multiplied by, fp32 [].
-    """
+    """An unsharded weight: e4m3 `numbers`, [outputs, inputs], times the fp32 `scale`, []; for autograd, of `dtype`."""
 
     numbers: torch.Tensor
     scale: torch.Tensor
 
     @staticmethod
     def __new__(cls: type[Self], numbers: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Self:
-        weight: Self = make_wrapper(cls, numbers, dtype)
+        weight: Self = torch_apis.make_wrapper(cls, numbers, dtype)
         weight.numbers, weight.scale = numbers, scale
         return weight
 
@@ -377,54 +383,13 @@ class Fp8Weight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's type is of a function
-        cls, function: OpOverload, _: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls, function: OpOverload, _: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         if function in _OF_WEIGHTS:
             weight, *others = args
             return cls(function(weight.numbers, *others, **(kwargs or {})), weight.scale, weight.dtype)
-        plain, named = map_instances(cls, cls._dequantize, (args, kwargs or {}))
+        plain, named = torch_apis.map_instances(cls, cls._dequantize, (args, kwargs or {}))
         return function(*plain, **named)
 
     def _dequantize(self) -> torch.Tensor:
         return (self.numbers.float() * self.scale).to(self.dtype)
-
-
-class GatheredScales:
-    """Scales of the trained matrices that FSDP2 all-gathers in FP8: one for each matrix, the same on all ranks."""
-
-    def __init__(self, layers: Iterable[nn.Module], device: torch.device) -> None:
-        """Prepare the matrices of converted layers, which are sharded after that."""
-        self._linears = [
-            module
-            for layer in layers
-            for name, module in layer.named_modules()
-            if isinstance(module, Fp8Linear)
-            and is_gathered_in_fp8(name.rpartition(".")[2], module.in_features, module.out_features)
-        ]
-        self._scales = torch.ones(len(self._linears), _SLOT, device=device)[:, 0]
-        for linear, scale in zip(self._linears, self._scales, strict=True):
-            linear.weight = nn.Parameter(Fp8Shard(linear.weight.detach(), scale))
-
-    @classmethod
-    def of(cls, layers: Iterable[nn.Module], training: TrainingPlan, world: World) -> GatheredScales | None:
-        """Return the scales if weights are all-gathered in FP8; log it, or why not."""
-        if not training.sends_fp8:
-            return None
-        against = {
-            "there is one shard": world.num_layer_shards == 1,
-            f"torch {torch.__version__} is older than 2.8": not FSDP2_EXTENDS_ALL_GATHERS,
-        }
-        reason = next((reason for reason, is_so in against.items() if is_so), "")
-        log.info("weights are%s all-gathered in FP8%s", " not" if reason else "", reason and f": {reason}")
-        return None if reason else cls(layers, world.device)
-
-    @torch.no_grad()
-    def update(self, group: dist.ProcessGroup) -> None:
-        """Compute the scales from the sharded matrices. Collective, without a host sync."""
-        if not self._linears:  # no layer has both sizes divisible by `FP8_MULTIPLE`
-            return
-        shards = [local_tensor(linear.weight) for linear in self._linears]
-        filled = [shard if shard.numel() else self._scales.new_zeros(1) for shard in shards]
-        maxima = torch.stack(find_norms(filled, math.inf))
-        dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
-        self._scales.copy_(_scale_for(maxima.bfloat16(), FP8))  # the matrices of a single process are in bf16

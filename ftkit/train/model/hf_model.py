@@ -1,4 +1,4 @@
-"""Build the model: its configuration, its class, and its list of decoder layers."""
+"""transformers' model: its configuration, its class, and its decoder layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_NDIM_OF_STACKED_EXPERTS = 3
 _BF16_IN_16_BYTES = 8
 _PASSED_ON = set(ArchitectureSpec.model_fields) - {"family", "sliding_window", "full_attention_every", "rope_scaling"}
 
@@ -35,19 +34,10 @@ def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> 
     """Create the Hugging Face configuration of an architecture, for a model without pretrained weights.
 
     Fields that `ArchitectureSpec` lacks keep transformers' defaults.
-
-    Raises:
-        TrainingError: transformers does not have the family.
     """
-    fields = shape.model_dump(include=_PASSED_ON) | _windows(shape)
+    tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     try:
-        config = AutoConfig.for_model(
-            shape.family,
-            **fields,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+        config = AutoConfig.for_model(shape.family, **shape.model_dump(include=_PASSED_ON), **_windows(shape), **tokens)
     except ValueError as error:
         raise TrainingError(
             f"transformers {transformers.__version__} can't configure a '{shape.family}': {one_line(error)}",
@@ -78,26 +68,37 @@ class TextConfig:
 def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | None = None) -> TextConfig:
     """Read the configuration of the weights; for a multimodal model, that of its text model.
 
-    Args:
-        folder: the folder with the weights.
-        shape: the planned shape.
-        stored_vocab_size: rows of the embedding in the files, if added tokens need more.
-
-    Raises:
-        NotFoundError: the file can't be read, or has no architecture.
-        TrainingError: transformers can't read it, or the plan is for another shape.
+    `stored_vocab_size` is the number of rows of the embedding in the files, if added tokens need more.
     """
-    stored = _read_stored(folder)
+    model_type, version = read_model_type(folder), transformers.__version__
+    if model_type not in CONFIG_MAPPING:
+        raise TrainingError(
+            f"transformers {version} does not have the architecture '{model_type}' in {folder / CONFIG_FILE}",
+            meaning="only a newer version has it, or it comes with custom code, which ftkit never runs",
+            fix="use an image with a newer transformers, or choose another model",
+        )
+    try:
+        stored = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # each architecture and version raises different errors on odd values
+        raise TrainingError(
+            f"transformers {version} can't read {folder / CONFIG_FILE} as a '{model_type}': {one_line(error)}",
+            meaning="the file was edited manually, or belongs to another version of the architecture",
+            fix="correct the file, or copy or download it again",
+        ) from error
     config = stored.get_text_config(decoder=True)
     raw = read_model_config(folder)
     config.tie_word_embeddings = text_part(raw).get("tie_word_embeddings", config.tie_word_embeddings)
-    _check_quantization(stored, folder)
-    of_files = shape if stored_vocab_size is None else shape.model_copy(update={"vocab_size": stored_vocab_size})
-    found = find_contradictions(of_files, shape_fields(config))
-    wrong = [f"{key}: {values}" for key, values in found.items()]
-    if wrong:
+    if problem := why_not_dequantizable(stored.to_dict()):
         raise TrainingError(
-            f"the weights in {folder} have another shape than model.architecture: {'; '.join(wrong)}",
+            f"{folder}: {problem}",
+            meaning="fine-tuning starts from weights in bf16 or fp32",
+            fix=unquantized_fix(str(folder)),
+        )
+    of_files = shape if stored_vocab_size is None else shape.model_copy(update={"vocab_size": stored_vocab_size})
+    if found := find_contradictions(of_files, shape_fields(config)):
+        wrong = "; ".join(f"{key}: {values}" for key, values in found.items())
+        raise TrainingError(
+            f"the weights in {folder} have another shape than model.architecture: {wrong}",
             meaning="ftkit trains the shape in the weights' own config.json; the plan is for another model",
             fix="correct model.architecture in the recipe; if it is not set there, submit again: the plan then "
             "reads the files that are downloaded now",
@@ -109,11 +110,8 @@ def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | 
 
 
 def shape_fields(config: PretrainedConfig) -> dict[str, object]:
-    """Return the fields of a configuration about the shape, by their public names.
-
-    They come from its saved form if that has these names: if layers differ, the configuration lacks these attributes.
-    """
-    saved = config.to_dict()
+    """Return the fields of a configuration about the shape, by their public names."""
+    saved = config.to_dict()  # if layers differ, the configuration lacks these attributes
     return {key: saved[key] if key in saved else getattr(config, key, None) for key in CONFIG_KEYS}
 
 
@@ -125,23 +123,15 @@ def _scale_positions(config: PretrainedConfig, shape: ArchitectureSpec) -> None:
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict):  # transformers 4
         config.rope_scaling = values
-    elif "full_attention" in rope:
-        config.rope_parameters = rope | {"full_attention": _kept_rope_keys(rope["full_attention"]) | values}
     else:
-        config.rope_parameters = _kept_rope_keys(rope) | values
+        scaled = rope.get("full_attention", rope)
+        scaled = {key: scaled[key] for key in ("rope_theta", "partial_rotary_factor") if key in scaled} | values
+        config.rope_parameters = rope | {"full_attention": scaled} if "full_attention" in rope else scaled
     config.max_position_embeddings = shape.max_position_embeddings
 
 
-def _kept_rope_keys(rope: dict[str, object]) -> dict[str, object]:
-    return {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-
-
 def check_positions(model: nn.Module, shape: ArchitectureSpec) -> None:
-    """Check that the model's class applies the recipe's rope scaling.
-
-    Raises:
-        TrainingError: it does not.
-    """
+    """Refuse a model whose class does not apply the recipe's rope scaling."""
     if shape.rope_scaling is None:
         return
     kinds = [getattr(module, "rope_type", None) for module in model.modules()]
@@ -154,40 +144,8 @@ def check_positions(model: nn.Module, shape: ArchitectureSpec) -> None:
         )
 
 
-def _check_quantization(stored: PretrainedConfig, folder: Path) -> None:
-    """Refuse quantized weights, except those that are dequantized while they are loaded."""
-    if problem := why_not_dequantizable(stored.to_dict()):
-        raise TrainingError(
-            f"{folder}: {problem}",
-            meaning="fine-tuning starts from weights in bf16 or fp32",
-            fix=unquantized_fix(str(folder)),
-        )
-
-
-def _read_stored(folder: Path) -> PretrainedConfig:
-    model_type, version = read_model_type(folder), transformers.__version__
-    if model_type not in CONFIG_MAPPING:
-        raise TrainingError(
-            f"transformers {version} does not have the architecture '{model_type}' in {folder / CONFIG_FILE}",
-            meaning="only a newer version has it, or it comes with custom code, which ftkit never runs",
-            fix="use an image with a newer transformers, or choose another model",
-        )
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # each architecture and version raises different errors on odd values
-        raise TrainingError(
-            f"transformers {version} can't read {folder / CONFIG_FILE} as a '{model_type}': {one_line(error)}",
-            meaning="the file was edited manually, or belongs to another version of the architecture",
-            fix="correct the file, or copy or download it again",
-        ) from error
-
-
 def build_empty(config: PretrainedConfig, attention: str) -> PreTrainedModel:
-    """Build a model with its parameters on the meta device; its buffers are real.
-
-    Raises:
-        TrainingError: it is not a causal language model, or does not have this attention kernel.
-    """
+    """Build a model with its parameters on the meta device; its buffers are real."""
     try:
         with init_empty_weights(include_buffers=False):
             built = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
@@ -200,18 +158,25 @@ def build_empty(config: PretrainedConfig, attention: str) -> PreTrainedModel:
             fix="set training.attention=auto, correct config.json, or choose another model",
         ) from error
     built.tie_weights()  # tied parameters became separate objects
-    _check_has_decoder(built)
+    if find_decoder(built) is built or built.get_output_embeddings() is None:
+        raise TrainingError(
+            f"{type(built).__name__} has no decoder separate from its output projection",
+            meaning="its class in transformers is not built like a causal language model",
+            fix="choose another model, or an image with a newer transformers",
+        )
     _avoid_grouped_mm_of_odd_sizes(built)
-    return _prepared(built)
+    # With a cache, transformers ignores where packed documents end: they would attend to each other.
+    built.config.use_cache = False
+    # Some published configurations ask for tuples, or for what each layer computes.
+    built.config.return_dict = True
+    built.config.output_hidden_states = built.config.output_attentions = False
+    return built.train()
 
 
-def load_pretrained(folder: Path, dtype: torch.dtype | None = None, **options: Any) -> PreTrainedModel:
-    """Load a model as transformers does, except that experts of odd sizes are computed one by one.
+def load_pretrained(folder: Path, dtype: torch.dtype | None = None, **options: object) -> PreTrainedModel:
+    """Load a model in Hugging Face's layout as transformers does, in the files' dtype by default.
 
-    Args:
-        folder: a model in Hugging Face's layout.
-        dtype: of the weights; that of the files if None.
-        options: further arguments of `from_pretrained`.
+    Experts of odd sizes are computed one by one.
     """
     auto_class = auto_class_of(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     model = auto_class.from_pretrained(folder, dtype=dtype or "auto", trust_remote_code=False, **options)
@@ -232,53 +197,29 @@ def auto_class_of(config: PretrainedConfig) -> Any:
 
 def _avoid_grouped_mm_of_odd_sizes(model: PreTrainedModel) -> None:
     """Compute experts one by one if `torch._grouped_mm` can't: it needs rows of multiples of 16 bytes (8 in bf16)."""
-    stacked = [
-        parameter.shape
-        for name, parameter in model.named_parameters()
-        if ".experts." in name and parameter.ndim == _NDIM_OF_STACKED_EXPERTS
-    ]
+    stacked = (each.shape for name, each in model.named_parameters() if ".experts." in name and each.ndim == 3)  # noqa: PLR2004
     is_odd = any(size % _BF16_IN_16_BYTES for shape in stacked for size in shape[1:])
     if is_odd and hasattr(model, "set_experts_implementation"):  # transformers 4 always computes them one by one
         model.set_experts_implementation("eager")
 
 
-def _check_has_decoder(model: PreTrainedModel) -> None:
-    """Refuse a model without a decoder separate from its output projection."""
-    decoder = find_decoder(model)
-    if decoder is model or model.get_output_embeddings() is None:
-        raise TrainingError(
-            f"{type(model).__name__} has no decoder separate from its output projection",
-            meaning="its class in transformers is not built like a causal language model",
-            fix="choose another model, or an image with a newer transformers",
-        )
-
-
 def why_not_packed(model: PreTrainedModel) -> str | None:
     """Return why a model can't be told where packed documents begin; None if it can."""
     decoder = find_decoder(model)
-    accepted = _parameters(decoder)
-    if accepted is None or "position_ids" in accepted:
+    if accepted_inputs(decoder, {"position_ids": None}):
         return None
     return f"{type(decoder).__name__} does not accept the positions of packed documents"
 
 
-def accepted_inputs(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+def accepted_inputs(module: nn.Module, inputs: dict[str, object]) -> dict[str, object]:
     """Return those keyword arguments that a module's forward accepts."""
-    accepted = _parameters(module)
-    if accepted is None:
-        return inputs
-    return {name: value for name, value in inputs.items() if name in accepted}
-
-
-def _parameters(module: nn.Module) -> frozenset[str] | None:
-    """Return the parameters of a module's forward; None if it accepts any.
-
-    A forward that lists its inputs, but no positions, has `**kwargs` for other purposes: it may refuse them.
-    """
     parameters = inspect.signature(module.forward).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    # A forward that lists its inputs, but no positions, has `**kwargs` for other purposes: it may refuse them.
     is_listed = "input_ids" in parameters and "position_ids" not in parameters
-    return None if takes_any and not is_listed else frozenset(parameters)
+    if takes_any and not is_listed:
+        return inputs
+    return {name: value for name, value in inputs.items() if name in parameters}
 
 
 def has_recurrent_layers(config: PretrainedConfig) -> bool:
@@ -287,22 +228,11 @@ def has_recurrent_layers(config: PretrainedConfig) -> bool:
     return any("attention" not in kind or "linear" in kind for kind in kinds)
 
 
-def _prepared(model: PreTrainedModel) -> PreTrainedModel:
-    # With a cache, transformers ignores where packed documents end: they would attend to each other.
-    model.config.use_cache = False
-    # Some published configurations ask for tuples, or for what each layer computes.
-    model.config.return_dict = True
-    model.config.output_hidden_states = model.config.output_attentions = False
-    result: nn.Module = model.train()
-    return result
-
-
 def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     """Return the module under the output projection; the model itself if there is none.
 
     For some models, `get_decoder` returns the model itself: in transformers 4, and for Llama 4's text model, whose
-    `base_model_prefix` is that of another class. For ModernBERT's decoder it returns the output projection, whose
-    attribute has that name.
+    `base_model_prefix` is that of another class. For ModernBERT's decoder it returns the output projection.
     """
     decoder = model.get_decoder()
     if decoder is model or decoder is model.get_output_embeddings():
@@ -318,13 +248,14 @@ def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
 
     They are found by structure, never by class name, so that a renamed class can't leave a model in one FSDP unit.
     Layers may have several classes, as in models that mix attention with other layers.
-
-    Raises:
-        TrainingError: the model has no such list of layers.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     expected = getattr(model.config, "num_hidden_layers", None)
-    matching = [layers for layers in lists if len(layers) == expected] or _layers_of_two(lists, expected)
+    matching = [layers for layers in lists if len(layers) == expected]
+    if not matching:  # layers that count as two each, as LongCat's do: each has two layers of attention
+        nested = {id(part) for layers in lists for part in layers.modules() if part is not layers}
+        outermost = [layers for layers in lists if id(layers) not in nested]
+        matching = outermost if len(outermost) == 1 and 2 * len(outermost[0]) == expected else []
     if not matching:
         found = ", ".join(f"{len(layers)} x {type(layers[0]).__name__}" for layers in lists) or "none"
         raise TrainingError(
@@ -333,13 +264,6 @@ def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
             fix="choose a model of another family",
         )
     return max(matching, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
-
-
-def _layers_of_two(lists: list[nn.ModuleList], expected: object) -> list[nn.ModuleList]:
-    """Return the list of layers that count as two each, as LongCat's do: each has two layers of attention."""
-    nested = {id(part) for layers in lists for part in layers.modules() if part is not layers}
-    outermost = [layers for layers in lists if id(layers) not in nested]
-    return outermost if len(outermost) == 1 and 2 * len(outermost[0]) == expected else []
 
 
 def config_for_export(

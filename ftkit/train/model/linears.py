@@ -78,12 +78,10 @@ class WeightLayout(ABC):
 
     @property
     def num_weights(self) -> int:
-        """Weights of the matrix."""
         return self.num_outputs * self.num_inputs
 
     @property
     def num_stored(self) -> int:
-        """Elements of the flat form."""
         return quantized_bytes(self.kind, self.num_inputs, self.num_outputs) // self.storage.itemsize
 
     @abstractmethod
@@ -102,8 +100,7 @@ class WeightLayout(ABC):
 class QuantizedLinear(nn.Linear):
     """A frozen linear layer with a quantized matrix. It is a `nn.Linear`, so that peft adapts it as one.
 
-    Attributes:
-        is_transposed: whether files have the matrix as [inputs, outputs]; the quantized one is [outputs, inputs].
+    `is_transposed` says whether files have the matrix as [inputs, outputs]; the quantized one is [outputs, inputs].
     """
 
     def __init__(
@@ -122,29 +119,21 @@ class QuantizedLinear(nn.Linear):
         return self.layout.dequantize(self.quantized)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
-        """Multiply by the matrix."""
         output = self.layout.multiply(input, self.quantized)
         return output if self.bias is None else output + self.bias
-
-    def extra_repr(self) -> str:
-        """Describe the layer as torch prints modules."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self.layout.kind}"
 
 
 def quantize_linears(layers: Iterable[nn.Module], layout_of: Callable[[int, int], WeightLayout | None]) -> None:
     """Replace linear layers within decoder layers with quantized ones; those on the meta device stay there.
 
-    Args:
-        layers: decoder layers.
-        layout_of: returns the layout of a matrix from its numbers of inputs and outputs, or None to keep the layer.
+    `layout_of` returns the layout of a matrix from its numbers of inputs and outputs, or None to keep the layer.
     """
     for layer in layers:
         for name, linear in list(layer.named_modules()):
             sizes = linear_sizes(linear)
-            layout = None if sizes is None else layout_of(*sizes)
-            if layout is None:
+            if sizes is None or (layout := layout_of(*sizes)) is None:
                 continue
-            weight, bias = cast("Any", linear).weight, cast("Any", linear).bias
+            weight, bias = cast("nn.Linear", linear).weight, cast("nn.Linear", linear).bias
             quantized = QuantizedLinear(layout, bias, weight.device, is_transposed=is_transposed(linear))
             if not weight.is_meta:
                 by_output = weight.data.T if quantized.is_transposed else weight.data
@@ -168,12 +157,8 @@ def opaque_zero(tensor: torch.Tensor) -> torch.Tensor:
 
 _ALIGNMENT = 8
 """GPUs can load 16 bytes at once from offsets that are multiples of this number of elements, for all dtypes."""
-
 _INTEGERS = {2: torch.int16, 4: torch.int32}
-"""Integer dtypes by their size in bytes."""
-
-_WORD = 8
-"""Bytes that a thread assembles before it writes them, with one lookup of their absmax."""
+_WORD = 8  # bytes that a thread assembles before it writes them, with one lookup of their absmax
 
 
 class Nf4Layout(WeightLayout):
@@ -182,7 +167,6 @@ class Nf4Layout(WeightLayout):
     kind = "nf4"
 
     def quantize(self, weight: torch.Tensor) -> torch.Tensor:
-        """Quantize an unsharded matrix, [num_outputs, num_inputs], to its flat form, [num_stored]."""
         quantized, state = _bitsandbytes().quantize_4bit(
             weight.to(self.storage).contiguous(), blocksize=NF4_BLOCK, compress_statistics=True, quant_type="nf4"
         )
@@ -194,28 +178,14 @@ class Nf4Layout(WeightLayout):
         return flat
 
     def dequantize(self, flat: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the dequantized matrix.
-
-        Args:
-            flat: the flat form.
-            after: a tensor that compiled code waits for; see `_dequantize_compiled`.
-        """
+        """Return the dequantized matrix; `after` is a tensor that compiled code waits for."""
         flat = flat.detach()
         if torch.compiler.is_compiling():
-            tables = _tables(flat.device)
-            weights: torch.Tensor = torch.ops.ftkit.nf4_matrix(flat, self.num_outputs, self.num_inputs, *tables, after)
+            sizes, tables = (self.num_outputs, self.num_inputs), _tables(flat.device)
+            weights: torch.Tensor = torch.ops.ftkit.nf4_matrix(flat, *sizes, *tables, after)
             return weights
         if flat.is_meta:  # peft looks at each matrix 21 times
             return flat.new_empty(self.num_outputs, self.num_inputs)
-        return self._dequantize_eager(flat).view(self.num_outputs, self.num_inputs)
-
-    def multiply(self, inputs: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-        """Multiply by the matrix, which exists only during the product."""
-        product: Any = _CompiledProduct.apply if torch.compiler.is_compiling() else _product
-        output: torch.Tensor = product(inputs, flat, self.num_outputs)
-        return output
-
-    def _dequantize_eager(self, flat: torch.Tensor) -> torch.Tensor:
         _bitsandbytes()  # defines the operators; bitsandbytes' function around them takes more host time than they take
         operators = torch.ops.bitsandbytes
         if flat.storage_offset() % _ALIGNMENT:  # an engine may all-gather it together with others
@@ -225,17 +195,22 @@ class Nf4Layout(WeightLayout):
         exact_absmax = operators.dequantize_blockwise(
             absmax[:blocks],
             absmax2.view(torch.float32)[: -(-blocks // NF4_NESTED_BLOCK)],
-            _absmax_code(flat.device),
+            _tables_of(flat.device)[1],
             NF4_NESTED_BLOCK,
             torch.float32,
         )
         exact_absmax += offset.view(torch.float32)[0]
         quantized = quantized[: -(-self.num_weights // 2)].unsqueeze(1)
         # Not by rows: on CPUs the operator uses another row's absmax if a row ends within a block.
-        weights: torch.Tensor = operators.dequantize_4bit(
+        weights = operators.dequantize_4bit(
             quantized, exact_absmax, NF4_BLOCK, "nf4", (self.num_weights,), self.storage
         )
-        return weights
+        return weights.view(self.num_outputs, self.num_inputs)
+
+    def multiply(self, inputs: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        """Multiply by the matrix, which exists only during the product."""
+        product: torch.Tensor = _Product.apply(inputs, flat, self)  # type: ignore[no-untyped-call]
+        return product
 
     def parts(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the parts of a flat form, as bytes."""
@@ -252,15 +227,9 @@ def _dequantize_compiled(
 ) -> torch.Tensor:
     """Return the matrix of a flat form, in plain operations that a compiler fuses into two kernels.
 
-    Args:
-        flat: the flat form, whose 4-bit weights and absmax fill their blocks.
-        num_outputs: rows of the matrix.
-        num_inputs: its columns.
-        levels: the 16 values of 4-bit weights.
-        code: the 256 values of absmax.
-        after: an artificial dependency of the weights: the other factor of their matmul. A compiler sees forward and
-            backward together; otherwise it would compute the same weights once for both and keep them, or those of
-            several matmuls in advance.
+    `levels` are the 16 values of 4-bit weights, `code` the 256 values of absmax. The weights depend on `after`, the
+    other factor of their matmul: a compiler sees forward and backward together, and would else compute the same weights
+    once for both and keep them, or those of several matmuls in advance.
     """
     layout, storage = Nf4Layout(num_outputs, num_inputs, flat.dtype), flat.dtype
     quantized, absmax, absmax2, offset = layout.parts(flat)
@@ -288,52 +257,21 @@ _OPERATORS.define(  # type: ignore[no-untyped-call]
 _OPERATORS.impl("nf4_matrix", _dequantize_compiled, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
 
 
-# A custom operator, so that activation checkpointing finds it by name. Autograd saves the parameter, not views of it:
-# an engine may free and all-gather it in between.
-@torch.library.custom_op("ftkit::nf4_product", mutates_args=())
-def _product(inputs: torch.Tensor, quantized: torch.Tensor, num_outputs: int) -> torch.Tensor:
-    return functional.linear(inputs, Nf4Layout(num_outputs, inputs.shape[-1], quantized.dtype).dequantize(quantized))
+class _Product(torch.autograd.Function):
+    """A matmul with a matrix that is dequantized in the backward pass again.
 
-
-@torch.library.custom_op("ftkit::nf4_product_backward", mutates_args=())
-def _product_backward(gradient: torch.Tensor, quantized: torch.Tensor, num_inputs: int) -> torch.Tensor:
-    return gradient @ Nf4Layout(gradient.shape[-1], num_inputs, quantized.dtype).dequantize(quantized)
-
-
-@_product.register_fake
-@_product_backward.register_fake
-def _empty_product(factor: torch.Tensor, _: torch.Tensor, width: int) -> torch.Tensor:
-    return factor.new_empty(*factor.shape[:-1], width)
-
-
-def _save_for_backward(ctx: Ctx, inputs: tuple[torch.Tensor, torch.Tensor, int], output: torch.Tensor) -> None:
-    del output
-    ctx.save_for_backward(inputs[1])
-    ctx.num_inputs = inputs[0].shape[-1]
-
-
-def _backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-    return _product_backward(gradient, *ctx.saved_tensors, ctx.num_inputs), None, None
-
-
-_product.register_autograd(_backward, setup_context=_save_for_backward)
-
-
-class _CompiledProduct(torch.autograd.Function):
-    """The same matmul for a compiler, which traces into it. `after` makes it dequantize twice."""
+    Autograd saves the parameter, not views of it: an engine may free and all-gather it in between.
+    """
 
     @staticmethod
-    def forward(ctx: Ctx, inputs: torch.Tensor, quantized: torch.Tensor, num_outputs: int) -> torch.Tensor:
+    def forward(ctx: Ctx, inputs: torch.Tensor, quantized: torch.Tensor, layout: Nf4Layout) -> torch.Tensor:
         ctx.save_for_backward(quantized)
-        ctx.num_inputs = inputs.shape[-1]
-        layout = Nf4Layout(num_outputs, inputs.shape[-1], quantized.dtype)
+        ctx.layout = layout
         return functional.linear(inputs, layout.dequantize(quantized, after=inputs))
 
     @staticmethod
     def backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (quantized,) = ctx.saved_tensors
-        layout = Nf4Layout(gradient.shape[-1], ctx.num_inputs, quantized.dtype)
-        return gradient @ layout.dequantize(quantized, after=gradient), None, None
+        return gradient @ ctx.layout.dequantize(*ctx.saved_tensors, after=gradient), None, None
 
 
 def _bitsandbytes() -> Any:
@@ -342,17 +280,11 @@ def _bitsandbytes() -> Any:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return _tables_of(device)
+
+
+@cache
+def _tables_of(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the values of 4-bit weights, and those of an 8-bit absmax."""
-    return _levels(device), _absmax_code(device)
-
-
-@cache
-def _levels(device: torch.device) -> torch.Tensor:
-    levels: torch.Tensor = _bitsandbytes().get_4bit_type("nf4", device=device)
-    return levels
-
-
-@cache
-def _absmax_code(device: torch.device) -> torch.Tensor:
-    code: torch.Tensor = _bitsandbytes().create_dynamic_map().to(device)
-    return code
+    functions = _bitsandbytes()
+    return functions.get_4bit_type("nf4", device=device), functions.create_dynamic_map().to(device)

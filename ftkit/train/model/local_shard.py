@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
-_ELEMENTS_PER_READ = 2**27
-"""Elements of a tensor that are read at a time: 0.5 GiB in fp32."""
+_ELEMENTS_PER_READ = 2**27  # elements of a tensor that are read at a time: 0.5 GiB in fp32
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,11 +50,7 @@ def rows_per_read(shape: Sequence[int]) -> int:
 class LocalShard:
     """A rank's shard of a parameter: elements `begin` to `end` of the flattened parameter, or of some of its columns.
 
-    Attributes:
-        shape: shape of the unsharded parameter.
-        values: flat view of the shard; writing to it changes the parameter.
-        begin: offset of the shard's first element.
-        columns: the columns that the shard has rows of. All if None.
+    `shape` is that of the unsharded parameter. `values` are a flat view: writing to it changes the parameter.
     """
 
     shape: torch.Size
@@ -65,12 +60,10 @@ class LocalShard:
 
     @property
     def end(self) -> int:
-        """Offset after the shard's last element."""
         return self.begin + self.values.numel()
 
     @torch.no_grad()
     def copy_from(self, unsharded: torch.Tensor) -> None:
-        """Copy this shard from an unsharded tensor."""
         self.values.copy_(self._local_columns(unsharded).reshape(-1)[self.begin : self.end])
 
     @torch.no_grad()

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import re
 import warnings
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
 
-from ftkit.errors import TrainingError
+from ftkit.errors import TrainingError, one_line
 from ftkit.models.folder import ADAPTER_FILE, check_adapters
+from ftkit.models.weight_files import WRAPPED
 from ftkit.train.model.adapted_linear import ADAPTER, AdaptedLinear, TokenKeys
-from ftkit.train.model.expert_adapters import GroupedExperts, check_expert_targets, expert_matrices, prepare_experts
-from ftkit.train.model.float8 import Fp8Layout, check_fp8, convert_linears
-from ftkit.train.model.hf_model import find_decoder_layers
-from ftkit.train.model.linears import Nf4Layout, quantize_linears, transposed_weights
-from ftkit.train.model.local_shard import local_shard
-from ftkit.train.model.peft_names import (
-    add_experts,
-    find_text,
-    from_peft,
-    is_of_experts,
-    peft_names_of_experts,
-    shape_in_peft,
+from ftkit.train.model.expert_adapters import (
+    GroupedExperts,
+    check_expert_targets,
+    expert_matrices,
+    experts_in_layers,
+    matrix_names,
+    prepare_experts,
 )
+from ftkit.train.model.float8 import Fp8Layout, check_fp8, convert_linears
+from ftkit.train.model.hf_model import auto_class_of, find_decoder, find_decoder_layers
+from ftkit.train.model.linears import Nf4Layout, linears_in_layers, quantize_linears, transposed_weights
+from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.weight_conversion import LazyTensors, name_for_peft
-from ftkit.train.private_apis.libraries import adapts_experts, compute_in_input_dtype, import_peft
+from ftkit.train.private_apis.libraries import adapts_experts, import_peft
 from ftkit.train.world import DTYPES
 
 if TYPE_CHECKING:
@@ -43,8 +46,10 @@ if TYPE_CHECKING:
     from ftkit.config.training import Quantization, TrainingPlan
     from ftkit.models.adapters import LoraSpec
     from ftkit.train.model.linears import WeightLayout
-    from ftkit.train.model.peft_names import TextPlace
 
+log = logging.getLogger(__name__)
+
+_ADAPTER_OF_EXPERTS = re.compile(r"(?P<experts>.+)\.lora_(?P<factor>[AB])_(?P<matrix>\w+)")
 _SEPARATE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _LAYOUTS: dict[Quantization, type[WeightLayout]] = {"fp8": Fp8Layout, "nf4": Nf4Layout}
 DORA_MAGNITUDE = f"lora_magnitude_vector.{ADAPTER}.weight"
@@ -58,8 +63,7 @@ def is_adapter(name: str) -> bool:
 def saved_parameters(model: nn.Module, training: TrainingPlan) -> dict[str, nn.Parameter]:
     """Return the parameters of checkpoints and exports, by name; a tied one once, under its first name.
 
-    With adapters, these; otherwise all: a class may freeze some, such as the biases of routers, which belong to the
-    trained model.
+    Without adapters, all: a class may freeze some, such as the biases of routers, which belong to the trained model.
     """
     named = model.named_parameters()
     return {name: parameter for name, parameter in named if parameter.requires_grad or training.adapters is None}
@@ -69,14 +73,6 @@ def prepare_method(model: PreTrainedModel, training: TrainingPlan, device: torch
     """Prepare an unsharded model for its training method: freeze, quantize and add adapters; or train in FP8.
 
     Parameters may still be on the meta device; `init_adapters` initializes adapters later.
-
-    Args:
-        model: unsharded, without adapters.
-        training: its method and dtypes.
-        device: of training.
-
-    Raises:
-        PrerequisiteError: the GPU does not multiply in FP8, or a package is missing.
     """
     if training.multiplies_in_fp8:
         check_fp8(device)
@@ -110,7 +106,6 @@ def _require_gradient(_: nn.Module, __: object, embedded: torch.Tensor) -> None:
 
 def _inject(model: PreTrainedModel, lora: LoraSpec, tokens: TokenKeys) -> None:
     peft = import_peft()
-
     matrices = expert_matrices(model)
     check_expert_targets(matrices, lora)
     of_experts = {name for each in matrices if each.num_ranks(lora.targets) for name in (each.name, *each.parts)}
@@ -133,7 +128,6 @@ def _inject(model: PreTrainedModel, lora: LoraSpec, tokens: TokenKeys) -> None:
             # alone, peft does not know the family, whose experts it would adapt.
             owner = find_decoder_layers(model) if of_experts else model
             peft.inject_adapter_in_model(config, owner, ADAPTER, low_cpu_mem_usage=is_empty)
-    compute_in_input_dtype(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, peft.tuners.lora.Linear):
             model.set_submodule(name, AdaptedLinear(module, lora, tokens.dropout_of(name)))
@@ -164,14 +158,9 @@ class MergedTensors(LazyTensors):
         dtype: torch.dtype = torch.float32,
         transposed: Collection[str] = (),
     ) -> None:
-        """Combine base weights and adapters.
+        """Combine unquantized weights, by the names of a model without adapters, and adapters, by those with them.
 
-        Args:
-            base: unquantized weights, by the names of a model without adapters.
-            adapters: by the names of the model with adapters.
-            lora: how the adapters were made.
-            dtype: of merged weights, which are rounded once.
-            transposed: names of the base weights that are [inputs, outputs].
+        Merged weights are rounded once, to `dtype`. `transposed` has names of base weights that are [inputs, outputs].
         """
         super().__init__(base)
         self._base, self._adapters, self._lora, self._dtype = base, adapters, lora, dtype
@@ -181,10 +170,8 @@ class MergedTensors(LazyTensors):
         weight, module = self._base[name], name.removesuffix("weight")
         is_turned = name in self._transposed
         if (down := self._adapters.get(f"{module}lora_A.{ADAPTER}.weight")) is not None and module != name:
-            up, magnitude = (
-                self._adapters[f"{module}lora_B.{ADAPTER}.weight"],
-                self._adapters.get(module + DORA_MAGNITUDE),
-            )
+            up = self._adapters[f"{module}lora_B.{ADAPTER}.weight"]
+            magnitude = self._adapters.get(module + DORA_MAGNITUDE)
             merged = self._merged(weight.T if is_turned else weight, up, down, magnitude)
             return merged.T.contiguous() if is_turned else merged
         owner, _, matrix = name.rpartition(".")
@@ -263,16 +250,9 @@ def init_adapters(model: nn.Module, seed: int) -> None:
 
 
 def load_adapters(model: PreTrainedModel, folder: Path, wrapper: PretrainedConfig | None) -> None:
-    """Load sharded adapters from an earlier run's export, or from peft's.
+    """Load sharded adapters of the same kind from an earlier run's export, or from peft's.
 
-    Args:
-        model: with adapters of the same kind.
-        folder: peft's layout.
-        wrapper: configuration of the multimodal model that the model is part of, whose names exported adapters have.
-
-    Raises:
-        NotFoundError: their file is missing or incomplete.
-        TrainingError: they differ from the model's adapters.
+    `wrapper` configures the multimodal model that the model is part of, whose names exported adapters have.
     """
     check_adapters(folder)
     parameters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
@@ -282,19 +262,20 @@ def load_adapters(model: PreTrainedModel, folder: Path, wrapper: PretrainedConfi
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
         stored = {own_names.get(name, name): name for name in file.keys()}  # noqa: SIM118 - not a mapping
         there = {name: file.get_slice(each).get_shape() for name, each in stored.items()}
-        wrong = sorted(
-            stored.get(name, _peft_name(name))
-            for name in {*wanted, *there}
-            if name not in wanted or there.get(name) != shape_in_peft(name, wanted[name].shape)
-        )
-        if wrong:
+        empty = {name: torch.empty(shard.shape, device="meta") for name, shard in wanted.items()}
+        expected = {name: [*to_peft(name, each).shape] for name, each in empty.items()}
+        if wrong := {name for name in {*wanted, *there} if there.get(name) != expected.get(name)}:
+            fix = "set training.lora as the earlier run had it"
+            if any(map(_SEPARATE_EXPERT.search, there)) and not any(map(_SEPARATE_EXPERT.search, wanted)):
+                fix = (
+                    "merge the adapters into their model with the versions of peft and transformers that made them: "
+                    "they adapt each expert by itself, and the experts of this model are stacked"
+                )
+            named = sorted(stored.get(name, _peft_name(name)) for name in wrong)
             raise TrainingError(
-                f"the adapters in {folder} are not those of the recipe: {', '.join(wrong[:3])}",
+                f"the adapters in {folder} are not those of the recipe: {', '.join(named[:3])}",
                 meaning=f"{len(wrong)} of {len(there)} adapters are for other layers, or of another rank",
-                fix="merge the adapters into their model with the versions of peft and transformers that made them: "
-                "they adapt each expert by itself, and the experts of this model are stacked"
-                if any(map(_SEPARATE_EXPERT.search, there)) and not any(map(_SEPARATE_EXPERT.search, wanted))
-                else "set training.lora as the earlier run had it",
+                fix=fix,
             )
         for name, shard in wanted.items():
             tensor = from_peft(name, file.get_tensor(stored[name]), shard.shape)
@@ -303,12 +284,114 @@ def load_adapters(model: PreTrainedModel, folder: Path, wrapper: PretrainedConfi
 
 def peft_names(model: PreTrainedModel, adapters: Iterable[str], place: TextPlace | None) -> dict[str, str]:
     """Return the names that `PeftModel.from_pretrained` expects, by a model's names of its adapters."""
-    names = [*adapters]
+    adapters, rename = [*adapters], str if place is None else place.rename
+    experts = [match for name in adapters if (match := _ADAPTER_OF_EXPERTS.fullmatch(name))]
+    adapted = {(match["experts"], match["matrix"]) for match in experts}
+    names = {}
+    for match in experts:
+        owner = match["experts"]
+        order = [name for name in matrix_names(model.get_submodule(owner)) if (owner, name) in adapted]
+        levels = ".base_layer" * (len(order) - 1 - order.index(match["matrix"]))
+        names[match.string] = f"base_model.model.{rename(owner)}{levels}.lora_{match['factor']}.weight"
     name_of = partial(name_for_peft, model) if place is None else place.rename
-    of_linears = {name: _peft_name(name_of(name)) for name in names if not is_of_experts(name)}
-    return of_linears | peft_names_of_experts(model, names, str if place is None else place.rename)
+    return names | {name: _peft_name(name_of(name)) for name in adapters if not is_of_experts(name)}
 
 
 def _peft_name(name: str) -> str:
     plain = name.replace(f".{ADAPTER}", "").replace("magnitude_vector.weight", "magnitude_vector")
     return f"base_model.model.{plain}"
+
+
+# --- Names and shapes in peft's files ------------------------------------------------------------
+#
+# peft wraps a layer's experts once for each adapted parameter, and stores their adapters in two matrices: lora_A,
+# [E * R, inputs], with the rows of an expert together, and lora_B, [outputs, R * E], with a rank's columns together.
+
+
+def is_of_experts(name: str) -> bool:
+    """Return whether an adapter belongs to experts, by its name in the model."""
+    return _ADAPTER_OF_EXPERTS.fullmatch(name) is not None
+
+
+def to_peft(name: str, adapter: torch.Tensor) -> torch.Tensor:
+    """Return an adapter in peft's form: of experts, [E, R, inputs] or [E, outputs, R], as a matrix."""
+    match = _ADAPTER_OF_EXPERTS.fullmatch(name)
+    if match is None:
+        return adapter
+    return adapter.flatten(0, 1) if match["factor"] == "A" else adapter.permute(1, 2, 0).flatten(1)
+
+
+def from_peft(name: str, stored: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return an adapter in its form in the model, of `shape`."""
+    match = _ADAPTER_OF_EXPERTS.fullmatch(name)
+    if match is None:
+        return stored
+    if match["factor"] == "A":
+        return stored.view(shape)
+    experts, outputs, rank = shape
+    return stored.view(outputs, rank, experts).permute(2, 0, 1).contiguous()
+
+
+def add_experts(config: LoraConfig, model: PreTrainedModel, lora: LoraSpec, ambiguous: Collection[str]) -> None:
+    """Add the adapters of experts to peft's configuration, which has all targets as names of linear layers.
+
+    peft takes `ambiguous` targets for experts although linear layers of the model, which has no adapters, have the same
+    names: it adapts the parameters of these instead.
+    """
+    ranks = {each.name: num for each in expert_matrices(model) if (num := each.num_ranks(lora.targets))}
+    if not ranks:
+        return
+    linears = {name: name.rpartition(".")[2] for name, *_ in linears_in_layers(model)}
+    config.target_modules = {*linears.values()} & {*lora.targets} - {*ambiguous}
+    parameters = {
+        f"{path}.{name}": ranks[name]
+        for path, each in experts_in_layers(model)
+        for name in matrix_names(each)
+        if name in ranks
+    }
+    config.rank_pattern = {name: num * lora.rank for name, num in parameters.items() if num > 1}
+    config.alpha_pattern = {name: num * lora.alpha for name, num in parameters.items() if num > 1}
+    own = {f"{name}.weight" for name, target in linears.items() if target in lora.targets and target in ambiguous}
+    config.target_parameters = {*parameters, *own}
+    config.lora_dropout = 0.0  # peft's adapters of parameters have none; it matters in training alone
+
+
+@dataclass(frozen=True)
+class TextPlace:
+    """The prefixes of the decoder's tensors, with a period: in the text model, and in the multimodal one."""
+
+    own: str = "model."
+    wrapped: str = WRAPPED
+
+    def rename(self, name: str) -> str:
+        """Return the multimodal class's name of a tensor or module of the text model."""
+        return self.wrapped + name.removeprefix(self.own) if name.startswith(self.own) else name
+
+    def targets(self, projections: Iterable[str]) -> str:
+        """Return peft's pattern for the adapted modules: the vision tower may have modules of the same names."""
+        return rf"{re.escape(self.wrapped)}.*\.({'|'.join(map(re.escape, projections))})"
+
+
+def find_text(model: PreTrainedModel, wrapper: PretrainedConfig | None) -> TextPlace | None:
+    """Return where a text model is in the multimodal class that loads the weights, by the class of its decoder.
+
+    `wrapper` is the multimodal model's configuration; None if the model is not part of one.
+    """
+    if wrapper is None:
+        return None
+    decoder = find_decoder(model)
+    own = next(name for name, module in model.named_modules() if module is decoder)
+    try:
+        with torch.device("meta"):
+            # It sets the attention of the configuration, whose text part is the model's own.
+            whole = auto_class_of(wrapper).from_config(deepcopy(wrapper), attn_implementation="eager")
+    except Exception as error:  # noqa: BLE001 - a vision tower may need a package that training on text does not
+        reason = f"{type(error).__name__}: {one_line(error)}"
+    else:
+        # FSDP2 makes a subclass of a sharded module's class.
+        found = [name for name, module in whole.named_modules() if isinstance(decoder, type(module))]
+        if len(found) == 1:
+            return TextPlace(f"{own}.", f"{found[0]}.")
+        reason = f"{type(whole).__name__} has {len(found)} modules of class {type(decoder).__name__}"
+    log.warning("adapters are named for a text model at '%s', as in most multimodal models: %s", WRAPPED, reason)
+    return TextPlace()

@@ -22,7 +22,7 @@ from ftkit.data.staging import STAGED
 from ftkit.errors import NotFoundError, TrainingError
 from ftkit.hub.readiness import download_weights
 from ftkit.models.folder import check_folder
-from ftkit.models.weight_files import WEIGHTS_FILE, WEIGHTS_INDEX, read_index, text_name, weight_files
+from ftkit.models.weight_files import WEIGHTS_FILE, WEIGHTS_INDEX, read_index, text_name
 from ftkit.paths import is_path
 from ftkit.train.model.expert_adapters import GroupedExperts
 from ftkit.train.model.hf_model import find_decoder_layers
@@ -47,9 +47,6 @@ def fetch_weights(model: ModelSpec, world: World) -> Path:
     """Return the folder with the model's files, on the node's local disk if they were staged.
 
     Downloads missing files once per node; the other ranks wait.
-
-    Raises:
-        NotFoundError: there is no such folder or hub model, or this token may not read it.
     """
     if staged := os.environ.get(STAGED):
         return Path(staged)
@@ -76,23 +73,16 @@ def materialize(model: nn.Module, device: torch.device, parameter_device: torch.
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """A parameter that is loaded from the files: this rank's shard of it, as it is or quantized.
+    """A parameter that is loaded from the files: this rank's shard of it, as it is or quantized."""
 
-    Attributes:
-        shard: this rank's shard; if quantized, of the flat form, or of those of stacked experts.
-        layout: the layout of its quantized form; None if it is not quantized.
-        magnitude: DoRA's magnitude of the layer's outputs, initialized with the norms of their pretrained weights.
-        is_transposed: whether the files have a matrix as [inputs, outputs].
-    """
-
-    shard: LocalShard
-    layout: WeightLayout | None = None
-    magnitude: LocalShard | None = None
-    is_transposed: bool = False
+    shard: LocalShard  # if quantized, of the flat form, or of those of stacked experts
+    layout: WeightLayout | None = None  # of the quantized form, if any
+    magnitude: LocalShard | None = None  # DoRA's, initialized with the norms of the pretrained weights of each output
+    is_transposed: bool = False  # whether the files have a matrix as [inputs, outputs]
 
     @property
     def expected_shape(self) -> list[int]:
-        """The expected shape of the tensor in the files."""
+        """The shape of the tensor in the files."""
         if self.layout is None:
             return [*self.shard.shape]
         shape = [self.layout.num_outputs, self.layout.num_inputs]
@@ -106,27 +96,27 @@ class LoadTarget:
                 f"'{name}' has shape {shape} in the files and {self.expected_shape} in the model",
                 fix="check model.architecture against the weights' config.json, and copy or download both again",
             )
+        layout, magnitude = self.layout, self.magnitude
 
         def read(first: int = 0, last: int | None = None) -> torch.Tensor:
             return source[first:last].to(device)
 
-        if (layout := self.layout) is None:
-            self.shard.copy_rows(lambda first, last: source[first:last])
-            if self.magnitude is not None:
-                turned = self.is_transposed
-                self.magnitude.copy_rows(
-                    lambda first, last: _row_norms(read().T[first:last] if turned else read(first, last))
-                )
-        elif len(self.shard.shape) > 1:
-            self.shard.copy_rows(lambda first, last: self._quantized(layout, read(first, last)))
-        else:
-            flat = self._quantized(layout, read())
-            self.shard.copy_from(flat)
-            if self.magnitude is not None:
-                self.magnitude.copy_from(_row_norms(layout.dequantize(flat)))
+        def by_output(stored: torch.Tensor) -> torch.Tensor:
+            return stored.mT if self.is_transposed else stored
 
-    def _quantized(self, layout: WeightLayout, stored: torch.Tensor) -> torch.Tensor:
-        return layout.quantize(stored.mT if self.is_transposed else stored)
+        if layout is None:
+            self.shard.copy_rows(lambda first, last: source[first:last])
+            if magnitude is not None and self.is_transposed:
+                magnitude.copy_from(_row_norms(read().T))
+            elif magnitude is not None:
+                magnitude.copy_rows(lambda first, last: _row_norms(read(first, last)))
+        elif len(self.shard.shape) > 1:
+            self.shard.copy_rows(lambda first, last: layout.quantize(by_output(read(first, last))))
+        else:
+            flat = layout.quantize(by_output(read()))
+            self.shard.copy_from(flat)
+            if magnitude is not None:
+                magnitude.copy_from(_row_norms(layout.dequantize(flat)))
 
 
 def _row_norms(rows: torch.Tensor) -> torch.Tensor:
@@ -136,9 +126,10 @@ def _row_norms(rows: torch.Tensor) -> torch.Tensor:
 
 def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
     """Return the target of each tensor of the files. Adapters are in no file, and add a level to the base's names."""
-    parameters = dict(model.named_parameters())  # lists a tied parameter once, under its first name
+    # A tied parameter is listed once, under its first name.
+    shards = {name: local_shard(parameter) for name, parameter in model.named_parameters()}
     found: dict[str, LoadTarget] = {}
-    for name, parameter in parameters.items():
+    for name, shard in shards.items():
         if is_adapter(name):
             continue
         owner, _, own_name = name.rpartition(".")
@@ -149,29 +140,20 @@ def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
         elif isinstance(module, GroupedExperts) and own_name in module.layouts:
             layout, is_turned = module.layouts[own_name], module.is_transposed
         is_matrix = own_name in ("quantized", "weight")
-        magnitude = parameters.get(owner.removesuffix("base_layer") + DORA_MAGNITUDE) if is_matrix else None
-        found[name.replace(".base_layer.", ".").replace(".quantized", ".weight")] = LoadTarget(
-            local_shard(parameter), layout, None if magnitude is None else local_shard(magnitude), is_turned
-        )
+        magnitude = shards.get(owner.removesuffix("base_layer") + DORA_MAGNITUDE) if is_matrix else None
+        stored = name.replace(".base_layer.", ".").replace(".quantized", ".weight")
+        found[stored] = LoadTarget(shard, layout, magnitude, is_turned)
     return found
 
 
 def load_weights(model: PreTrainedModel, folder: Path, stored_vocab_size: int | None = None) -> None:
     """Load a sharded model's parameters, except adapters, and the buffers in the files.
 
-    Of a multimodal model's files, only the text model is read.
-
-    Args:
-        model: a model whose parameters are allocated.
-        folder: the folder with the files.
-        stored_vocab_size: rows in the files if the model has more: the others are initialized with the mean.
-
-    Raises:
-        TrainingError: a parameter is missing from the files, or has another shape.
+    Of a multimodal model's files, only the text model is read. If the files have fewer rows of tokens than the model,
+    `stored_vocab_size`, the others are initialized with the mean.
     """
     targets, buffers = load_targets(model), dict(model.named_buffers())
-    places = {stored: path for path, names in _files(folder).items() for stored in names}
-    growth = _Growth.of(model, stored_vocab_size)
+    places = _places(folder)
     with _OpenFiles(places) as files:
         mapped = _map_by_first_name(model, places, targets.keys() | buffers.keys(), files.read)
         if missing := sorted(targets.keys() - mapped.keys()):
@@ -181,28 +163,24 @@ def load_weights(model: PreTrainedModel, folder: Path, stored_vocab_size: int | 
                 fix="download them again; check model.weights and model.architecture",
             )
         used = {stored for one in mapped.values() for stored in one.joined}  # by all ranks
+        grow = _growth(model, stored_vocab_size)
         for name in sorted(mapped, key=lambda name: (places[mapped[name].first], mapped[name].first)):
             one = mapped.pop(name)  # sources of conversions are freed with their last result
             if name in targets:
-                targets[name].load(growth.grow(name, one.source), one.first)
+                targets[name].load(grow(name, one.source), one.first)
             else:
                 buffers[name].copy_(one.source[...])
         used |= files.used
-        unused = sorted(_in_layers(model, places.keys() - used))
-        if others := sorted(places.keys() - used - set(unused)):
-            log.info(
-                "the files have %d more tensors, such as of a vision tower or of layers that predict further tokens; "
-                "they are neither trained nor exported: %s …",
-                len(others),
-                ", ".join(others[:3]),
-            )
-        if unused:
-            log.warning(
-                "the files have %d tensors that %s does not use; they are not trained: %s …",
-                len(unused),
-                type(model).__name__,
-                ", ".join(unused[:3]),
-            )
+    in_layers = set(_in_layers(model, places.keys() - used))
+    if others := sorted(places.keys() - used - in_layers):
+        log.info(
+            "the files have %d more tensors, such as of a vision tower or of layers that predict further tokens; "
+            "they are neither trained nor exported: %s …", len(others), ", ".join(others[:3]),
+        )  # fmt: skip
+    if in_layers:
+        first = ", ".join(sorted(in_layers)[:3])
+        name = type(model).__name__
+        log.warning("the files have %d tensors that %s does not use, or train: %s …", len(in_layers), name, first)
 
 
 def _in_layers(model: PreTrainedModel, stored: Iterable[str]) -> list[str]:
@@ -210,11 +188,10 @@ def _in_layers(model: PreTrainedModel, stored: Iterable[str]) -> list[str]:
     layers = find_decoder_layers(model)
     prefix = next(name for name, module in model.named_modules() if module is layers) + "."
     ignored = [*ignored_tensors(model), r"rotary_emb\.inv_freq"]
-    names = {name: text_name(name) for name in stored}
     return [
         name
-        for name, own in names.items()
-        if own.startswith(prefix) and not any(re.search(pattern, own) for pattern in ignored)
+        for name in stored
+        if text_name(name).startswith(prefix) and not any(re.search(pattern, text_name(name)) for pattern in ignored)
     ]
 
 
@@ -225,22 +202,16 @@ class PretrainedTensors(LazyTensors):
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path, stored_vocab_size: int | None = None) -> None:
-        """Open the files.
-
-        Args:
-            model: a model without adapters, maybe on the meta device; only its class and tensor names matter.
-            folder: a folder in Hugging Face's layout.
-            stored_vocab_size: as in `load_weights`.
-        """
-        places = {stored: path for path, names in _files(folder).items() for stored in names}
+        """Open the files; of the model, without adapters and maybe on the meta device, only names and class matter."""
+        places = _places(folder)
         known = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
         self._files = _OpenFiles(places)
         self._mapped = _map_by_first_name(model, places, known, self._files.read)
-        self._growth = _Growth.of(model, stored_vocab_size)
+        self._grow = _growth(model, stored_vocab_size)
         super().__init__(self._mapped)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        source = self._growth.grow(name, self._mapped[name].source)
+        source = self._grow(name, self._mapped[name].source)
         return source[:] if len(source.get_shape()) else source[...]
 
 
@@ -248,48 +219,26 @@ def _map_by_first_name(
     model: PreTrainedModel, stored: Iterable[str], known: Collection[str], read: Callable[[str], TensorSource]
 ) -> dict[str, MappedTensor]:
     """Map tensors as `map_tensors` does; files may have a tied parameter under any of its names."""
-    first_names: dict[int, str] = {}
-    aliases = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = first_names.setdefault(id(parameter), name)
-        if first != name:
-            aliases[name] = first
+    first_names: dict[torch.Tensor, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    aliases = {name: first for name, each in named if (first := first_names.setdefault(each, name)) != name}
     mapped = map_tensors(model, stored, {*known, *aliases}, read)
     for name in aliases.keys() & mapped.keys():
-        one = mapped.pop(name)
-        mapped.setdefault(aliases[name], one)
+        mapped.setdefault(aliases[name], mapped.pop(name))
     return mapped
 
 
-@dataclass(frozen=True)
-class _Growth:
-    """Tensors of the files that get rows for added tokens.
+def _growth(model: PreTrainedModel, num_stored: int | None) -> Callable[[str, TensorSource], TensorSource]:
+    """Return what adds rows for new tokens to the files' tensors with a row for each token, of a model's name."""
+    owners = (model.get_input_embeddings(), model.get_output_embeddings())
+    ids = {id(parameter) for owner in owners for parameter in owner.parameters(recurse=False)}
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in ids}
 
-    Attributes:
-        names: the model's parameters that have a row for each token; empty if none grows.
-        num_stored: rows in the files.
-        num_rows: rows in the model.
-    """
+    def grow(name: str, source: TensorSource) -> TensorSource:
+        grows = num_stored is not None and name in names and source.get_shape()[0] == num_stored
+        return _GrownTensor(source, model.config.vocab_size) if grows else source
 
-    names: frozenset[str]
-    num_stored: int | None
-    num_rows: int
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, stored: int | None) -> _Growth:
-        """Find the parameters of a model; `stored` is None if nothing grows."""
-        if stored is None:
-            return cls(frozenset(), None, 0)
-        owners = (model.get_input_embeddings(), model.get_output_embeddings())
-        ids = {id(parameter) for owner in owners for parameter in owner.parameters(recurse=False)}
-        names = frozenset(name for name, parameter in model.named_parameters() if id(parameter) in ids)
-        return cls(names, stored, model.config.vocab_size)
-
-    def grow(self, name: str, source: TensorSource) -> TensorSource:
-        """Return a tensor of the files with as many rows as the model has."""
-        if name not in self.names or source.get_shape()[0] != self.num_stored:
-            return source
-        return _GrownTensor(source, self.num_rows)
+    return grow
 
 
 @dataclass(frozen=True)
@@ -306,19 +255,15 @@ class _GrownTensor:
         stored, (first, last, _) = self.source.get_shape()[0], rows.indices(self.num_rows)
         if last <= stored:  # most ranks need no mean, which would read all rows
             return self.source[first:last]
-        mean = self._mean()
-        new = mean.expand(last - max(first, stored), *mean.shape)
-        return torch.cat([self.source[first:stored], new]) if first < stored else new
-
-    def _mean(self) -> torch.Tensor:
-        """Compute the mean in fp64, in chunks that don't depend on the shards; return it in the files' dtype."""
+        # The mean in fp64, in chunks that don't depend on the shards.
         shape = self.source.get_shape()
         height = rows_per_read(shape)
-        total, dtype = torch.zeros(shape[1:], dtype=torch.float64), torch.float64
-        for first in range(0, shape[0], height):
-            chunk = self.source[first : min(first + height, shape[0])]
-            total, dtype = total + chunk.double().sum(dim=0), chunk.dtype
-        return (total / shape[0]).to(dtype)
+        total = torch.zeros(shape[1:], dtype=torch.float64)
+        for begin in range(0, stored, height):
+            chunk = self.source[begin : min(begin + height, stored)]
+            total += chunk.double().sum(dim=0)
+        new = (total / stored).to(chunk.dtype).expand(last - max(first, stored), *shape[1:])
+        return torch.cat([self.source[first:stored], new]) if first < stored else new
 
 
 class _OpenFiles(ExitStack):
@@ -340,6 +285,9 @@ class _OpenFiles(ExitStack):
         return slices
 
 
+_ADDS_ONE = ("gemma", "gemma2", "gemma3_text")  # families whose RMS norms multiply by 1 + weight
+
+
 def init_weights(model: nn.Module, shape: ArchitectureSpec, seed: int) -> None:
     """Initialize a sharded model's parameters, except adapters: the same values for any number of shards.
 
@@ -348,52 +296,45 @@ def init_weights(model: nn.Module, shape: ArchitectureSpec, seed: int) -> None:
     including those of routers, are zero.
     """
     norm = 0.0 if shape.family in _ADDS_ONE else 1.0
-    for name, destination in load_targets(model).items():
+    for name, target in load_targets(model).items():
         constant = 0.0 if name.endswith("bias") else norm
-        drawn = _RandomTensor(destination, zlib.crc32(f"{seed} {name}".encode()), shape.initializer_range, constant)
-        destination.load(drawn, name)
-
-
-_ADDS_ONE = ("gemma", "gemma2", "gemma3_text")
-"""Families whose RMS norms multiply by 1 + weight."""
+        drawn = _RandomTensor(target, zlib.crc32(f"{seed} {name}".encode()), shape.initializer_range, constant)
+        target.load(drawn, name)
 
 
 @dataclass(frozen=True)
 class _RandomTensor:
     """A tensor of random values, with the interface of a slice of a file."""
 
-    destination: LoadTarget
+    target: LoadTarget
     seed: int
     deviation: float
     constant: float
 
     def get_shape(self) -> list[int]:
-        return self.destination.expected_shape
+        return self.target.expected_shape
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        shape, device = self.get_shape(), self.destination.shard.values.device
+        shape, device = self.get_shape(), self.target.shard.values.device
         if len(shape) == 1:
             return torch.full(shape, self.constant, device=device)[rows]
         first, last, _ = rows.indices(shape[0])
         height = rows_per_read(shape)
-        chunks = range(first // height, -(-last // height))
-        drawn = torch.cat([self._chunk(number, height) for number in chunks])
-        return drawn[first - chunks.start * height : last - chunks.start * height]
-
-    def _chunk(self, number: int, height: int) -> torch.Tensor:
-        """Draw a chunk of rows. Most matrices are one chunk."""
-        shape, values = self.get_shape(), self.destination.shard.values
-        rows = min(height, shape[0] - number * height)
-        generator = torch.Generator(values.device).manual_seed(self.seed + number)
-        return torch.empty(rows, *shape[1:], device=values.device).normal_(std=self.deviation, generator=generator)
+        numbers = range(first // height, -(-last // height))
+        chunks = []
+        for number in numbers:  # most matrices are one chunk
+            size = (min(height, shape[0] - number * height), *shape[1:])
+            generator = torch.Generator(device).manual_seed(self.seed + number)
+            chunks.append(torch.empty(size, device=device).normal_(std=self.deviation, generator=generator))
+        return torch.cat(chunks)[first - numbers.start * height : last - numbers.start * height]
 
 
-def _files(folder: Path) -> dict[Path, set[str]]:
-    """Return which tensors are in which file."""
-    if (folder / WEIGHTS_FILE).is_file():
-        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-            return {folder / WEIGHTS_FILE: set(file.keys())}
+def _places(folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor."""
+    single = folder / WEIGHTS_FILE
+    if single.is_file():
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
     if not (folder / WEIGHTS_INDEX).is_file():
         raise NotFoundError(f"there are no safetensors files in {folder}", fix="convert the weights to safetensors")
-    places = read_index(folder)
-    return {folder / file: {name for name, place in places.items() if place == file} for file in weight_files(folder)}
+    return {name: folder / file for name, file in read_index(folder).items()}

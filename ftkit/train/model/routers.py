@@ -16,7 +16,7 @@ gradient of P. The backward pass of the whole loss runs before those of the laye
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,11 @@ from ftkit.runs.records import RouterStats
 from ftkit.train.model.hf_model import find_decoder, find_decoder_layers
 from ftkit.train.model.lora import is_adapter
 from ftkit.train.private_apis.transformers import router_classes
-from ftkit.train.world import ContextGroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from ftkit.config.training import TrainingSpec
     from ftkit.train.private_apis.torch import Ctx
@@ -49,27 +48,21 @@ class Routers:
 
     def __init__(
         self,
-        routers: Sequence[nn.Module],
-        num_experts: int,
+        routers: Sequence[nn.Module] = (),
+        num_experts: int = 0,
         *,
-        coefficient: float,
-        has_loss: bool,
-        context: ContextGroup,
-        device: torch.device,
+        coefficient: float = 0.0,
+        has_loss: bool = False,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        """Register the hooks.
+        """Register hooks at modules that return logits [N, E], the weights of the chosen experts, and indices [N, k].
 
-        Args:
-            routers: modules that return logits [N, E], the weights of the chosen experts, and their indices [N, k].
-            num_experts: E.
-            coefficient: weight of the load-balancing loss.
-            has_loss: whether the family has such a loss; without, its logits may mean something else.
-            context: the ranks that have the other tokens of the same packs.
-            device: of this process.
+        `has_loss` says whether the family has such a loss: without, its logits may mean something else. `group` has the
+        ranks with the other tokens of the same packs.
         """
         self.coefficient = coefficient
-        self._has_loss = has_loss
-        self._context = context
+        self._group = group
         self._num_experts = num_experts
         self._taps = [_Tap(has_loss=has_loss, adds_gradient=coefficient > 0) for _ in routers]
         for router, tap in zip(routers, self._taps, strict=True):
@@ -79,21 +72,17 @@ class Routers:
         self._step = RouterSums(len(routers), num_experts, has_loss=has_loss, device=device)
 
     @classmethod
-    def none(cls) -> Routers:
-        """Return those of a dense model."""
-        return cls((), 0, coefficient=0.0, has_loss=False, context=ContextGroup(), device=torch.device("cpu"))
-
-    @classmethod
     def of(cls, hf_model: PreTrainedModel, training: TrainingSpec, world: World) -> Routers:
-        """Find the routers of a transformers model, before an engine partitions its parameters.
-
-        Raises:
-            TrainingError: a load-balancing loss is asked for, and can't be computed.
-        """
+        """Find the routers of a transformers model, before an engine partitions its parameters."""
         config = hf_model.config
-        routers, num_experts = _find_routers(hf_model)
+        experts = read_experts(config.to_dict())
+        routers = [] if experts is None else _find_routers(hf_model, experts.num)
         has_loss = bool(routers) and hasattr(config, "router_aux_loss_coef")
-        coefficient = _coefficient(config, training)
+        coefficient = training.router_aux_loss_coef
+        if coefficient is None:
+            # As a transformers trainer does. Adapters leave routers as they are, so only a recipe can ask for it then.
+            is_on = getattr(config, "output_router_logits", False) and training.adapters is None
+            coefficient = float(getattr(config, "router_aux_loss_coef", None) or 0.0) if is_on else 0.0
         if coefficient and not has_loss:
             raise TrainingError(
                 f"a load-balancing loss can't be computed for '{config.model_type}'",
@@ -103,21 +92,22 @@ class Routers:
                 fix="set training.router_aux_loss_coef=0",
             )
         return cls(
-            routers, num_experts, coefficient=coefficient, has_loss=has_loss, context=world.context, device=world.device
+            routers,
+            0 if experts is None else experts.num,
+            coefficient=coefficient,
+            has_loss=has_loss,
+            group=world.context.group,
+            device=world.device,
         )
 
     @property
     def exist(self) -> bool:
-        """Whether the model has any: it is a mixture of experts."""
         return bool(self._taps)
 
     def begin(self, input_ids: torch.Tensor, is_token: torch.Tensor | None, *, is_packed: bool) -> None:
-        """Prepare for a forward pass over a micro-batch.
+        """Prepare for a forward pass over a micro-batch, int64 [B, T], whose rows may be packs.
 
-        Args:
-            input_ids: int64 [B, T].
-            is_token: bool [B, T], false for padding; None if there is none.
-            is_packed: whether the rows are packs.
+        `is_token`, bool [B, T], is false for padding; None if there is none.
         """
         if not self._taps:
             return
@@ -128,14 +118,12 @@ class Routers:
             self._sums, self._gradient = self._sums.new_zeros(shape), self._gradient.new_zeros(shape[2:])
         self._gradient.zero_()  # for a pass without the loss, such as a check's
         for tap, sums in zip(self._taps, self._sums, strict=True):
-            tap.begin(sums, self._gradient, is_token.float().view(num_groups, -1))
+            tap.sums, tap.gradient, tap.is_token = sums, self._gradient, is_token.float().view(num_groups, -1)
 
     def balance(self, loss: torch.Tensor, label_index: torch.Tensor) -> torch.Tensor:
         """Return a micro-batch's loss, with the gradient of the load-balancing loss too; its value does not change.
 
-        Args:
-            loss: summed over the micro-batch's labels, after the forward pass.
-            label_index: int64 [N], index of the token before each label among the micro-batch's.
+        The loss is summed over the labels; `label_index`, int64 [N], is the index of the token before each.
         """
         if not self._taps or not torch.is_grad_enabled():
             return loss
@@ -146,8 +134,8 @@ class Routers:
         labels = largest.new_zeros(num_groups).index_add_(0, group_of_label, torch.ones_like(group_of_label).float())
         # Of whole packs: their largest logits, tokens and labels.
         whole = torch.cat([largest, is_token.sum(1, keepdim=True), labels[:, None]], dim=1)
-        if self._context.group is not None:
-            dist.all_reduce(whole, group=self._context.group)
+        if self._group is not None:
+            dist.all_reduce(whole, group=self._group)
         largest, tokens, labels = whole[:, :-2], whole[:, -2:-1], whole[:, -1:]
         rows = len(self._taps) * tokens.clamp(min=1)
         gradient = self._num_experts * labels * largest / rows.square()
@@ -161,32 +149,20 @@ class Routers:
 
     def take(self) -> RouterSums:
         """Return the sums over the micro-batches since the last call."""
-        taken, self._step = self._step, self._step.empty()
+        taken = self._step
+        self._step = taken.empty()
         return taken
 
 
-def _coefficient(config: PretrainedConfig, training: TrainingSpec) -> float:
-    """Return the weight of the load-balancing loss: the recipe's, else the model's own as a transformers trainer does.
-
-    Adapters leave routers as they are, so only a recipe can ask for it then.
-    """
-    if training.router_aux_loss_coef is not None:
-        return training.router_aux_loss_coef
-    is_on = getattr(config, "output_router_logits", False) and training.adapters is None
-    return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if is_on else 0.0
-
-
-def _find_routers(hf_model: PreTrainedModel) -> tuple[list[nn.Module], int]:
-    """Return the routers, and their number of experts; none if they choose among others too, as Zaya's."""
-    kinds, experts = router_classes(type(find_decoder(hf_model))), read_experts(hf_model.config.to_dict())
-    if experts is None:
-        return [], 0
+def _find_routers(hf_model: PreTrainedModel, num_experts: int) -> list[nn.Module]:
+    """Return the routers; none if they choose among others than the experts too, as Zaya's."""
+    kinds = router_classes(type(find_decoder(hf_model)))
     routers = [part for layer in find_decoder_layers(hf_model) for part in layer.modules() if type(part) in kinds]
-    rows = [
-        {each.shape[0] for name, each in router.named_parameters() if each.ndim > 1 and not is_adapter(name)}
-        for router in routers
-    ]
-    return (routers, experts.num) if all(experts.num in each for each in rows) else ([], 0)
+    for router in routers:
+        matrices = [each for name, each in router.named_parameters() if each.ndim > 1 and not is_adapter(name)]
+        if num_experts not in {each.shape[0] for each in matrices}:
+            return []
+    return routers
 
 
 _SUMS = ("chosen", "probability", "entropy", "largest")
@@ -197,43 +173,40 @@ its share of the entropy, and how often it is among the k with the largest logit
 class _Tap:
     """Forward hook of a router, traced by torch.compile with the layer, and called again when it is recomputed.
 
-    Attributes:
-        is_token: fp32 [G, S], 0 for padding, of G groups of S tokens each.
+    It writes `sums`, [4, G, E], of a micro-batch, and reads the `gradient`, [G, E], of the probabilities. `is_token` is
+    fp32 [G, S], 0 for padding, of G groups of S tokens each.
     """
 
     def __init__(self, *, has_loss: bool, adds_gradient: bool) -> None:
         self._has_loss, self._adds_gradient = has_loss, adds_gradient
-        self._sums = self._gradient = self.is_token = torch.zeros(0)
+        self.sums = self.gradient = self.is_token = torch.zeros(0)
 
-    def begin(self, sums: torch.Tensor, gradient: torch.Tensor, is_token: torch.Tensor) -> None:
-        """Set this micro-batch's tensors: sums [4, G, E] to write, and the gradient [G, E] of the probabilities."""
-        self._sums, self._gradient, self.is_token = sums, gradient, is_token
-
-    def __call__(self, router: nn.Module, _: object, output: tuple[torch.Tensor, ...]) -> Any:
-        """Sum, and return the output with the gradient."""
+    def __call__(
+        self, router: nn.Module, _: object, output: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...] | None:
         if not router.training or not self.is_token.numel():
             return None
         logits, weights, experts, *others = output
         self._sum(logits.detach(), experts)
         if not self._adds_gradient:
             return None
-        routed = _Routed.apply(weights, logits, self._gradient, self.is_token)  # type: ignore[no-untyped-call]
+        routed = _Routed.apply(weights, logits, self.gradient, self.is_token)  # type: ignore[no-untyped-call]
         return logits, routed, experts, *others
 
     @torch.no_grad()
     def _sum(self, logits: torch.Tensor, experts: torch.Tensor) -> None:
-        _, num_groups, num_experts = self._sums.shape
+        _, num_groups, num_experts = self.sums.shape
         probability = _probability(logits, num_groups, num_experts) * self.is_token[..., None]
         chosen = largest = self._count(experts.long().reshape(num_groups, -1))
         if self._has_loss:
             num_chosen = experts.numel() // self.is_token.numel()
             largest = self._count(probability.topk(num_chosen).indices.flatten(1))
-        self._sums.copy_(torch.stack([chosen, probability.sum(1), torch.special.entr(probability).sum(1), largest]))
+        self.sums.copy_(torch.stack([chosen, probability.sum(1), torch.special.entr(probability).sum(1), largest]))
 
     def _count(self, experts: torch.Tensor) -> torch.Tensor:
         """Count how often each expert, [G, E], is among those of the tokens, int64 [G, S * k]."""
         counts = self.is_token.repeat_interleave(experts.shape[1] // self.is_token.shape[1], dim=1)
-        return torch.zeros_like(self._sums[0]).scatter_add_(1, experts, counts)
+        return torch.zeros_like(self.sums[0]).scatter_add_(1, experts, counts)
 
 
 def _probability(logits: torch.Tensor, num_groups: int, num_experts: int) -> torch.Tensor:
@@ -277,15 +250,11 @@ class _AddBalance(torch.autograd.Function):
 class RouterSums:
     """What the routers of this rank did in a step, summed on the device; L routers of E experts each.
 
-    Not a dataclass: see `SourceLosses`.
-
-    Attributes:
-        values: fp32 [L * E + 3]: how often each expert was chosen; tokens, entropy, and load-balancing loss times
-            labels. Empty for a dense model.
+    `values`, fp32 [L * E + 3], are how often each expert was chosen; tokens, entropy, and load-balancing loss times
+    labels. It is empty for a dense model. Not a dataclass: see `SourceLosses`.
     """
 
-    def __init__(self, num_routers: int, num_experts: int, *, has_loss: bool, device: torch.device) -> None:
-        """Start at zero."""
+    def __init__(self, num_routers: int, num_experts: int, *, has_loss: bool, device: torch.device | None) -> None:
         self._shape = num_routers, num_experts
         self._has_loss = has_loss
         size = num_routers * num_experts + 3 if num_routers else 0
@@ -316,12 +285,7 @@ class RouterSums:
 
 
 def router_stats(numbers: Sequence[float], num_labels: int) -> RouterStats | None:
-    """Return a step's statistics; None for a dense model.
-
-    Args:
-        numbers: of `RouterSums.summarize`.
-        num_labels: of the step, over all ranks.
-    """
+    """Return a step's statistics from `RouterSums.summarize` and its labels on all ranks; None for a dense model."""
     if not numbers:
         return None
     largest, mean_largest, dead, *of_loss = numbers

@@ -8,115 +8,118 @@ being exported.
 
 So compiled layers call an operator that the compiler does not look into. It saves its inputs, and its backward pass
 computes the forward pass again: any function can be called like this, and few activations are saved.
+
+A kernel is tried first: does it run on this device, and compute what PyTorch does? Where none does, `packed_mixers`
+computes the gated delta rule and convolutions, and transformers the others.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib
+import importlib.metadata
+import importlib.util
 import inspect
 import json
+import logging
+import math
+import re
 import textwrap
-from ast import For, parse, walk
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftkit.train.model.packed_mixers import (
-    CONVOLUTION,
-    DELTA_RULE,
-    DELTA_RULES,
-    chunk_gated_delta_rule,
-    convolve_documents,
-    package_of,
-    version_of,
-    why_no_kernel,
-)
+from ftkit.errors import one_line
+from ftkit.train.model.packed_mixers import chunk_gated_delta_rule, convolve_documents
 from ftkit.train.private_apis.transformers import KernelFunction, kernel_functions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from transformers import PreTrainedModel
 
     from ftkit.train.private_apis.torch import Ctx
     from ftkit.train.world import World
 
-_OUTPUT_SHAPED_LIKE = dict.fromkeys(DELTA_RULES, 2) | {
-    CONVOLUTION: 0,
-    "mamba_chunk_scan_combined": 0,
-    "selective_scan_fn": 0,
-}
+log = logging.getLogger(__name__)
+
+_Function = Callable[..., Any]  # computes what transformers' function of a name computes, from the same arguments
+_DELTA_RULE, _CONVOLUTION = "chunk_gated_delta_rule", "causal_conv1d_fn"
+_DELTA_RULES = (_DELTA_RULE, "chunk_kda")
+_OUTPUT_SHAPED_LIKE = dict.fromkeys(_DELTA_RULES, 2) | dict.fromkeys(
+    (_CONVOLUTION, "mamba_chunk_scan_combined", "selective_scan_fn"), 0
+)
 """Functions that compiled layers may call as operators, each with the argument that has the shape of its output. The
 output's dtype is that of the first argument."""
-_Function: TypeAlias = "Callable[..., Any]"
-"""Computes what transformers' function of a name computes, from the same arguments."""
 _RETURNS_STATE = ("output_final_state", "return_final_states", "return_last_state")
 """Arguments that ask for a state besides the output; generation alone needs it."""
 _SEPARATES_DOCUMENTS = ("cu_seqlens", "seq_idx")
 _CONVOLUTION_REACHES = 2**32
 """Elements that causal-conv1d 1.7.0 can tell apart: its offsets are 32-bit unsigned integers (`index_t`)."""
+_DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
+"""Names of packages in package registries."""
+_TOLERANCE = 0.05  # largest difference of outputs and gradients, relative to their norm, that rounding in bf16 explains
+_TEST_TOKENS = {"cpu": (70, 186), "cuda": (1030, 3066)}
+"""Lengths of the documents on which kernels are tested: not multiples of a kernel's chunks of 64 tokens. Kernels that
+tune themselves at their first call do it on these, and training uses the result."""
+_WRONG_ON_HOPPER = ((3, 4, 0), (3, 7, 1))
+"""Versions of Triton, from the first to before the second, with which fla 0.6.0 refuses the backward pass of the gated
+delta rule on Hopper GPUs, whose results would be wrong: after it has tuned its other kernels, for 50 s on an H200."""
 
 
-@dataclass(frozen=True)
-class MixerChoice:
-    """What computes a function of a model.
-
-    Attributes:
-        text: what, and why, for the log.
-        is_slow: whether it is a loop in PyTorch over tokens or chunks of them.
-    """
-
-    text: str
-    is_slow: bool = False
-
-
-def choose_token_mixers(model: PreTrainedModel, world: World) -> list[MixerChoice]:
-    """Let a model compute linear attention and convolutions by kernels that run here. Collective.
+def choose_token_mixers(model: PreTrainedModel, world: World) -> list[str]:
+    """Let a model compute linear attention and convolutions by kernels that run here; log what they are. Collective.
 
     Returns:
         What computes each function, in the order of the model's file; nothing for models with attention only.
     """
-    choices = {}
+    chosen = {}
     for function in kernel_functions(model):
-        if function.name not in _OUTPUT_SHAPED_LIKE:
-            continue
-        failures = world.gather_objects(why_no_kernel(function, model, world.device))
-        failure = next((one for one in failures if one is not None), None)
-        choices[function.name] = _choose(function, failure)
-    return list(choices.values())
+        if function.name in _OUTPUT_SHAPED_LIKE:
+            failures = world.gather_objects(_why_no_kernel(function, model, world.device))
+            chosen[function.name] = _choose(function, next((one for one in failures if one is not None), None))
+    for text, _ in chosen.values():
+        log.info("%s", text)
+    if any(is_slow for _, is_slow in chosen.values()):
+        log.warning(
+            "linear attention without a kernel is slow: install what is missing; images on 26.05 have "
+            "flash-linear-attention"
+        )
+    return [text for text, _ in chosen.values()]
 
 
-def _choose(function: KernelFunction, failure: str | None) -> MixerChoice:
-    """Replace a function by its kernel, or by what computes it if the kernel can't be used."""
-    kernel, package = function.kernel, package_of(function)
+def _choose(function: KernelFunction, failure: str | None) -> tuple[str, bool]:
+    """Replace a function by what computes it; return a line for the log, and whether it is a slow loop in PyTorch."""
+    kernel, fallback, package, name = (
+        function.kernel,
+        function.fallback,
+        _package_of(function),
+        function.name,
+    )
     if kernel is not None and failure is None:
-        compute = _convolution(kernel, _CONVOLUTION_REACHES) if function.name == CONVOLUTION else kernel
+        compute = _convolution(kernel, _CONVOLUTION_REACHES) if name == _CONVOLUTION else kernel
         _replace(function, compute, inspect.signature(kernel).parameters, is_traced=False)
-        return MixerChoice(f"{function.name}: {package} {version_of(package)}")
-    accepted = {*inspect.signature(function.fallback).parameters, *_SEPARATES_DOCUMENTS}
-    if function.name == CONVOLUTION:
-        _replace(function, _convolution(function.fallback), accepted, is_traced=True)
-        return MixerChoice(f"{function.name}: ftkit's in PyTorch, since {failure}")
-    if function.name == DELTA_RULE:
-        _replace(function, _delta_rule(function.fallback), accepted, is_traced=False)
-        return MixerChoice(f"{function.name}: ftkit's in PyTorch, which takes longer, since {failure}")
-    is_slow = _has_loop(function.fallback)
+        return f"{name}: {package} {_version_of(package)}", False
+    accepted = {*inspect.signature(fallback).parameters, *_SEPARATES_DOCUMENTS}
+    if name == _CONVOLUTION:
+        _replace(function, _convolution(fallback), accepted, is_traced=True)
+        return f"{name}: ftkit's in PyTorch, since {failure}", False
+    if name == _DELTA_RULE:
+        _replace(function, _delta_rule(fallback), accepted, is_traced=False)
+        return f"{name}: ftkit's in PyTorch, which takes longer, since {failure}", False
+    source = ast.parse(textwrap.dedent(inspect.getsource(fallback)))
+    is_slow = any(isinstance(node, ast.For) for node in ast.walk(source))  # a compiler would unroll it
     _replace(function, _refusing_packs(function, package), accepted, is_traced=not is_slow)
-    return MixerChoice(f"{function.name}: transformers' in PyTorch, since {failure}", is_slow)
-
-
-def _has_loop(function: _Function) -> bool:
-    """Tell whether a function has a loop, which a compiler would unroll."""
-    source = textwrap.dedent(inspect.getsource(function))
-    return any(isinstance(node, For) for node in walk(parse(source)))
+    return f"{name}: transformers' in PyTorch, since {failure}", is_slow
 
 
 def _refusing_packs(function: KernelFunction, package: str) -> _Function:
     """Wrap transformers' function in PyTorch, which ignores where packed documents end."""
 
     @functools.wraps(function.fallback)
-    def compute(*args: Any, **kwargs: Any) -> Any:
+    def compute(*args: object, **kwargs: object) -> object:
         if any(kwargs.get(key) is not None for key in _SEPARATES_DOCUMENTS):
             raise ValueError(f"without a kernel of {package}, `{function.name}` can't keep packed documents apart")
         return function.fallback(*args, **kwargs)
@@ -127,7 +130,7 @@ def _refusing_packs(function: KernelFunction, package: str) -> _Function:
 def _delta_rule(fallback: _Function) -> _Function:
     """Return the gated delta rule that ftkit computes in training, and transformers with a state, in generation."""
 
-    def compute(*args: Any, **kwargs: Any) -> Any:
+    def compute(*args: Any, **kwargs: Any) -> object:
         has_state = kwargs.get("initial_state") is not None or kwargs.get("output_final_state")
         return (fallback if has_state else chunk_gated_delta_rule)(*args, **kwargs)
 
@@ -140,7 +143,7 @@ def _convolution(function: _Function, reach: int = 0) -> _Function:
     causal-conv1d's offsets reach as far. transformers' in PyTorch would reach into the document before.
     """
 
-    def convolve(hidden_states: torch.Tensor, *args: Any, seq_idx: torch.Tensor | None = None, **kwargs: Any) -> Any:
+    def convolve(hidden_states: torch.Tensor, *args: Any, seq_idx: torch.Tensor | None = None, **kwargs: Any) -> object:
         if seq_idx is None:
             return function(hidden_states, *args, **kwargs)
         compute = function if hidden_states.numel() <= reach else convolve_documents
@@ -149,10 +152,119 @@ def _convolution(function: _Function, reach: int = 0) -> _Function:
     return convolve
 
 
-# Calls from compiled layers
+# --- Trials of kernels ---------------------------------------------------------------------------
 
-_computed: dict[str, _Function] = {}
-"""What computes each function, by the names of its file and of itself."""
+
+def _why_no_kernel(function: KernelFunction, model: PreTrainedModel, device: torch.device) -> str | None:
+    """Return why a package's kernel can't be used on a device; None if it can."""
+    package = _package_of(function)
+    if importlib.util.find_spec(function.package) is None and function.kernel is None:
+        return f"{package} is not installed"
+    named, on = f"{package} {_version_of(package)}", _name(device)
+    if function.kernel is None:
+        try:
+            importlib.import_module(function.package)
+        except Exception as error:  # noqa: BLE001 - imports of packages for GPUs fail in many ways
+            return f"{package} can't be imported: {type(error).__name__}: {one_line(error)}"
+        return f"{named} does not have it"
+    if (known := _known_failure(function, device)) is not None:
+        return f"{named} {known}"
+    try:
+        difference = _difference(function, model, device)
+    except Exception as error:  # noqa: BLE001 - each package has its own errors
+        return f"{named} fails on {on}: {type(error).__name__}: {one_line(error)}"
+    return f"{named} computes it wrongly on {on}: off by {difference:.0%}" if difference > _TOLERANCE else None
+
+
+def _known_failure(function: KernelFunction, device: torch.device) -> str | None:
+    """Return why a kernel would fail, for failures that take long to find out."""
+    if function.name != _DELTA_RULE or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:  # noqa: PLR2004
+        return None
+    version = _version_of("triton")
+    first, fixed = _WRONG_ON_HOPPER
+    is_wrong = first <= tuple(int(number) for number in re.findall(r"\d+", version)[:3]) < fixed
+    if is_wrong and importlib.util.find_spec("tilelang") is None:
+        return f"needs Triton 3.7.1 or newer, or tilelang, on {_name(device)}; here is Triton {version}"
+    return None
+
+
+def _package_of(function: KernelFunction) -> str:
+    return _DISTRIBUTIONS.get(function.package, function.package)
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+
+
+def _difference(function: KernelFunction, model: PreTrainedModel, device: torch.device) -> float:
+    """Return the largest difference of a kernel from PyTorch on two packed documents, relative to its norm.
+
+    Of outputs and gradients. Zero for kernels that are not tested.
+    """
+    lengths = _TEST_TOKENS[device.type]
+    reference: _Function = convolve_documents if function.name == _CONVOLUTION else chunk_gated_delta_rule
+    if function.name == _CONVOLUTION:
+        tensors, options = _convolution_inputs(lengths, device)
+    elif function.name in _DELTA_RULES:
+        tensors, options = _delta_rule_inputs(function.name, model, lengths, device)
+    else:
+        return 0.0
+    if function.name in {_CONVOLUTION, _DELTA_RULE}:
+        expected = _output(reference(*tensors, **options))
+    else:
+        documents = zip(*(torch.split(one, list(lengths), dim=1) for one in tensors), strict=True)
+        parts = [_output(function.fallback(*each, use_qk_l2norm_in_kernel=True)) for each in documents]
+        expected = torch.cat(parts, dim=1)
+    computed = _output((function.kernel or function.fallback)(*tensors, **options))
+    gradient = torch.randn_like(expected)
+    of_each = [torch.autograd.grad(one, tensors, gradient) for one in (computed, expected)]
+    pairs = [(computed, expected), *zip(*of_each, strict=True)]
+    ratios = [float(((one - other).float().norm() / other.float().norm()).detach()) for one, other in pairs]
+    return math.inf if any(math.isnan(ratio) for ratio in ratios) else max(ratios)
+
+
+def _output(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _delta_rule_inputs(
+    name: str, model: PreTrainedModel, lengths: tuple[int, ...], device: torch.device
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Return inputs with the model's heads: training reuses the kernels that are compiled for them."""
+    config, length = model.config, sum(lengths)
+    key_width, value_width = (getattr(config, f"linear_{of}_head_dim", None) or 64 for of in ("key", "value"))
+    heads = getattr(config, "linear_num_value_heads", None) or 2
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    query, key, value = (
+        torch.randn(1, length, heads, width, dtype=dtype, device=device)
+        for width in (key_width, key_width, value_width)
+    )
+    decays = (1, length, heads, key_width) if name != _DELTA_RULE else (1, length, heads)
+    decay = -torch.rand(decays, dtype=torch.float32, device=device)
+    beta = torch.rand(1, length, heads, dtype=dtype, device=device)
+    cu_seqlens = torch.tensor([0, lengths[0], length], dtype=torch.int32, device=device)
+    options = {"use_qk_l2norm_in_kernel": True, "cu_seqlens": cu_seqlens}
+    return [one.requires_grad_() for one in (query, key, value, decay, beta)], options
+
+
+def _convolution_inputs(lengths: tuple[int, ...], device: torch.device) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shapes = ((1, 64, sum(lengths)), (64, 4), (64,))
+    tensors = [torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
+    documents = [torch.full((1, length), index) for index, length in enumerate(lengths)]
+    return tensors, {"activation": "silu", "seq_idx": torch.cat(documents, dim=1).int().to(device)}
+
+
+# --- Calls from compiled layers ------------------------------------------------------------------
+
+_computed: dict[str, _Function] = {}  # what computes each function, by the names of its file and of itself
 
 
 def _replace(function: KernelFunction, compute: _Function, parameters: Iterable[str], *, is_traced: bool) -> None:
@@ -166,26 +278,26 @@ def _replace(function: KernelFunction, compute: _Function, parameters: Iterable[
     _computed[key] = compute
 
     @functools.wraps(function.original)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: Any) -> object:
         kwargs = {name: value for name, value in kwargs.items() if name in accepted}
         if is_traced or not torch.compiler.is_dynamo_compiling():
             return compute(*args, **kwargs)
         output = _call_operator(key, index, args, kwargs)
-        returns_state = function.name in DELTA_RULES or any(kwargs.get(name) for name in _RETURNS_STATE)
+        returns_state = function.name in _DELTA_RULES or any(kwargs.get(name) for name in _RETURNS_STATE)
         return (output, None) if returns_state else output
 
     function.replace(call)
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def _call_operator(key: str, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def _call_operator(key: str, index: int, args: tuple[object, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Call the operator: on the tensors among the arguments, and on all others as JSON.
 
     The compiler saves graphs in files, which other processes read: their constants must mean the same there.
     """
     tensors: list[torch.Tensor] = []
 
-    def described(value: Any) -> Any:
+    def described(value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return [value]
         tensors.append(value)
@@ -199,12 +311,11 @@ def _call_operator(key: str, index: int, args: tuple[Any, ...], kwargs: dict[str
 def _compute(tensors: Sequence[torch.Tensor], call: str) -> torch.Tensor:
     key, args, kwargs = json.loads(call)
 
-    def value(described: Any) -> Any:
+    def value(described: list[object] | int) -> object:
         return described[0] if isinstance(described, list) else tensors[described]
 
     result = _computed[key](*map(value, args), **{name: value(each) for name, each in kwargs.items()})
-    output: torch.Tensor = result[0] if isinstance(result, tuple) else result
-    return output.to(tensors[0].dtype).contiguous()
+    return _output(result).to(tensors[0].dtype).contiguous()
 
 
 # Not `custom_op`: it excludes autograd while it computes, which the backward pass needs.
@@ -232,11 +343,8 @@ def _compute_again(
     wanted = [one for one, need in zip(inputs, needed, strict=True) if need]
     with torch.enable_grad():
         output = _compute(inputs, call)
-    gradients = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
-    return [
-        torch.zeros_like(one) if of_one is None else of_one.contiguous()
-        for one, of_one in zip(wanted, gradients, strict=True)
-    ]
+    gradients = torch.autograd.grad(output, wanted, gradient, allow_unused=True, materialize_grads=True)
+    return [of_one.contiguous() for of_one in gradients]
 
 
 @torch.library.register_fake("ftkit::token_mixer")  # type: ignore[untyped-decorator]
@@ -246,21 +354,18 @@ def _(tensors: list[torch.Tensor], index: int, _: str) -> torch.Tensor:
 
 @torch.library.register_fake("ftkit::token_mixer_backward")  # type: ignore[untyped-decorator]
 def _(_: torch.Tensor, tensors: list[torch.Tensor], needed: list[bool], __: str) -> list[torch.Tensor]:
-    wanted = (one for one, need in zip(tensors, needed, strict=True) if need)
-    return [one.new_empty(one.shape) for one in wanted]
+    return [one.new_empty(one.shape) for one, need in zip(tensors, needed, strict=True) if need]
 
 
-def _save_inputs(ctx: Ctx, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_inputs(ctx: Ctx, inputs: tuple[list[torch.Tensor], int, str], output: torch.Tensor) -> None:
     del output
     tensors, _, ctx.call = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[Any, ...]:
-    needed = list(ctx.needs_input_grad[0])
-    gradients = iter(
-        torch.ops.ftkit.token_mixer_backward(gradient.contiguous(), list(ctx.saved_tensors), needed, ctx.call)
-    )
+def _backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[list[torch.Tensor | None], None, None]:
+    needed, tensors = list(ctx.needs_input_grad[0]), list(ctx.saved_tensors)
+    gradients = iter(torch.ops.ftkit.token_mixer_backward(gradient.contiguous(), tensors, needed, ctx.call))
     return [next(gradients) if need else None for need in needed], None, None
 
 

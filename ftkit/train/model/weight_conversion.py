@@ -31,39 +31,28 @@ _MXFP4_BLOCKS, _MXFP4_SCALES = "_blocks", "_scales"
 """Suffixes of a tensor that is stored in MXFP4, such as gpt-oss's experts."""
 _MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of four bits: E2M1 of the OCP Microscaling Formats specification 1.0, section 5.3.3."""
-_MXFP4_BIAS = 127
-"""Bias of the scales, which are exponents of two: E8M0, section 5.4.1."""
-
-
-_FP8_SCALES = "_scale_inv"
-"""Suffix of the scales of a matrix in FP8, as in DeepSeek-V3 and Qwen3-FP8."""
-
+_MXFP4_BIAS = 127  # bias of the scales, which are exponents of two: E8M0, section 5.4.1
+_FP8_SCALES = "_scale_inv"  # suffix of the scales of a matrix in FP8, as in DeepSeek-V3 and Qwen3-FP8
 _BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
+_JOINED_BY_ROWS = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
+"""Conversions that can be done row by row, so that each rank reads only its rows; transformers does the others."""
 
 
 class TensorSource(Protocol):
     """A tensor that is read by ranges of rows, like a slice of a safetensors file."""
 
-    def get_shape(self) -> list[int]:
-        """Return the shape."""
+    def get_shape(self) -> list[int]: ...
 
-    def __getitem__(self, rows: Any) -> torch.Tensor:
-        """Read some rows."""
+    def __getitem__(self, rows: Any) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
 class MappedTensor:
-    """Source of a tensor of the model.
+    """Source of a tensor of the model."""
 
-    Attributes:
-        first: one of the files' tensors that it is read from; determines the file.
-        source: the tensor; a rank may read only some of the files' tensors.
-        joined: all of the files' tensors that are joined to it, with their scales; empty if it is one.
-    """
-
-    first: str
-    source: TensorSource
-    joined: frozenset[str] = frozenset()
+    first: str  # one of the files' tensors that it is read from; determines the file
+    source: TensorSource  # a rank may read only some of the files' tensors
+    joined: frozenset[str] = frozenset()  # all of the files' tensors that are joined to it, with their scales
 
 
 def name_for_peft(model: PreTrainedModel, name: str) -> str:
@@ -84,16 +73,9 @@ def name_for_peft(model: PreTrainedModel, name: str) -> str:
 def map_tensors(
     model: PreTrainedModel, stored: Iterable[str], known: Collection[str], read: Callable[[str], TensorSource]
 ) -> dict[str, MappedTensor]:
-    """Return the source of each of the model's tensors that are in the files.
+    """Return the source of each of the model's tensors that are in the files, by the names of both.
 
-    Args:
-        model: the model; only its class and configuration matter.
-        stored: names of the files' tensors.
-        known: names of the model's tensors.
-        read: returns a tensor of the files by its name, without reading it yet.
-
-    Raises:
-        TrainingError: pieces of a tensor are missing.
+    Of the model, only class and configuration matter. `read` returns a tensor of the files, not yet read.
     """
     stored = set(stored)
     names, read = dequantized(stored, read)
@@ -135,44 +117,31 @@ def split_as_stored(model: PreTrainedModel, weights: Mapping[str, torch.Tensor])
 
 @dataclass(frozen=True)
 class JoinedPieces:
-    """A tensor in pieces: each expert is one row. A range of rows reads only its pieces.
-
-    Attributes:
-        pieces: names of the files' tensors that are concatenated to each row.
-    """
+    """A tensor whose rows, one for each expert, are each concatenated from some of the files' tensors."""
 
     pieces: list[tuple[str, ...]]
     read: Callable[[str], TensorSource]
 
     def get_shape(self) -> list[int]:
-        """Return the shape of the joined tensor."""
         shapes = [self.read(name).get_shape() for name in self.pieces[0]]
         return [len(self.pieces), sum(shape[0] for shape in shapes), *shapes[0][1:]]
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        """Return some rows: one expert each."""
         return torch.stack([torch.cat([self.read(name)[:] for name in names]) for names in self.pieces[rows]])
 
 
 @dataclass(frozen=True)
 class Mxfp4Tensor:
-    """Experts in MXFP4, dequantized to bf16 as they are read. A range of rows reads only these experts.
+    """Experts in MXFP4, dequantized to bf16 [E, G * 32, N] as they are read."""
 
-    Attributes:
-        blocks: uint8 [E, N, G, 16]: 32 numbers of four bits for each group.
-        scales: uint8 [E, N, G]: exponents.
-    """
-
-    blocks: TensorSource
-    scales: TensorSource
+    blocks: TensorSource  # uint8 [E, N, G, 16]: 32 numbers of four bits for each group
+    scales: TensorSource  # uint8 [E, N, G]: exponents
 
     def get_shape(self) -> list[int]:
-        """Return the shape of the dequantized tensor, [E, G * 32, N]."""
         experts, outputs, groups, width = self.blocks.get_shape()
         return [experts, groups * width * 2, outputs]
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        """Return some experts, bf16."""
         blocks, scales = self.blocks[rows], self.scales[rows]
         values = torch.tensor(_MXFP4_VALUES, dtype=torch.bfloat16)
         numbers = torch.stack([values[(blocks & 15).int()], values[(blocks >> 4).int()]], dim=-1).flatten(-2)
@@ -182,25 +151,23 @@ class Mxfp4Tensor:
 
 @dataclass(frozen=True)
 class Fp8Tensor:
-    """A matrix in FP8 with a scale for each block, dequantized to bf16 as it is read.
-
-    Attributes:
-        values: float8_e4m3fn [N, K].
-        scales: fp32 [ceil(N / B), ceil(K / B)]: factor of the values of a block of B x B.
-    """
+    """A matrix in FP8, [N, K], with a scale for each block, dequantized to bf16 as it is read."""
 
     values: TensorSource
-    scales: TensorSource
+    scales: TensorSource  # fp32 [ceil(N / B), ceil(K / B)]: factor of the values of a block of B x B
 
     def get_shape(self) -> list[int]:
-        """Return the shape of the matrix."""
         return self.values.get_shape()
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        """Return some rows, bf16."""
-        height, width = self.get_shape()
-        blocks, columns = self.scales.get_shape()
-        size = _block_size(height, blocks, width, columns)
+        (height, width), counts = self.get_shape(), self.scales.get_shape()
+        size = next((size for size in _BLOCK_SIZES if [-(-height // size), -(-width // size)] == [*counts]), None)
+        if size is None:
+            raise TrainingError(
+                f"the scales of a matrix in FP8 are {counts}, which fit no square blocks of {[height, width]}",
+                meaning="these weights are quantized in a way that ftkit does not support",
+                fix="use the unquantized version of the model",
+            )
         first, last, _ = rows.indices(height)
         scales = self.scales[first // size : -(-last // size)].float()
         each_row = torch.arange(first, last) // size - first // size
@@ -208,29 +175,17 @@ class Fp8Tensor:
         return (self.values[first:last].float() * spread).to(torch.bfloat16)
 
 
-def _block_size(height: int, blocks: int, width: int, columns: int) -> int:
-    """Return the size of the square blocks: the power of two that gives this number of scales."""
-    for size in _BLOCK_SIZES:
-        if -(-height // size) == blocks and -(-width // size) == columns:
-            return size
-    raise TrainingError(
-        f"the scales of a matrix in FP8 are [{blocks}, {columns}], which fit no square blocks of [{height}, {width}]",
-        meaning="these weights are quantized in a way that ftkit does not support",
-        fix="use the unquantized version of the model",
-    )
-
-
 def dequantized(
-    stored: Iterable[str], read: Callable[[str], TensorSource]
+    stored: set[str], read: Callable[[str], TensorSource]
 ) -> tuple[set[str], Callable[[str], TensorSource]]:
     """Return the names of the files' tensors without FP8 scales, and a reader that applies the scales."""
-    names = set(stored)
-    scaled = {name for name in names if name + _FP8_SCALES in names}
+    scales = {name + _FP8_SCALES for name in stored} & stored
 
     def read_dequantized(name: str) -> TensorSource:
-        return Fp8Tensor(read(name), read(name + _FP8_SCALES)) if name in scaled else read(name)
+        factor = name + _FP8_SCALES
+        return Fp8Tensor(read(name), read(factor)) if factor in scales else read(name)
 
-    return names - {name + _FP8_SCALES for name in scaled}, read_dequantized
+    return stored - scales, read_dequantized
 
 
 @dataclass(frozen=True)
@@ -245,7 +200,6 @@ class _Conversion:
 
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The model's tensors by name."""
         converter = copy.deepcopy(self.converter)
         for pattern, names in self.by_pattern.items():
             for name in names:
@@ -262,11 +216,9 @@ class ConvertedTensor:
     name: str
 
     def get_shape(self) -> list[int]:
-        """Return the shape of the converted tensor."""
         return list(self.conversion.tensors[self.name].shape)
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        """Return some rows."""
         return self.conversion.tensors[self.name][rows]
 
 
@@ -296,10 +248,6 @@ def _join(
     return {target: ConvertedTensor(conversion, target) for target in targets}
 
 
-_JOINED_BY_ROWS = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
-"""Conversions that can be done row by row, so that each rank reads only its rows; transformers does the others."""
-
-
 def _natural_sort_key(name: str) -> list[str | int]:
     """Return a sort key that compares numbers in names as numbers."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
@@ -312,7 +260,6 @@ class LazyTensors(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        """Store the names; their order is that of iteration."""
         self._names = dict.fromkeys(names)
 
     def __contains__(self, name: object) -> bool:

@@ -24,7 +24,7 @@ from ftkit.runs.records import AnomalyRecord, StepRecord
 from ftkit.train.components.batches import StepBatch
 from ftkit.train.components.evaluate import mean_losses
 from ftkit.train.loop import Observer, StepResult, StepTiming
-from ftkit.train.memory.host_memory import empty_pinned_like
+from ftkit.train.memory.usage import empty_pinned_like
 from ftkit.train.model.routers import router_stats
 
 if TYPE_CHECKING:

@@ -23,17 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Zero3Partition:
-    """This rank's partition of a parameter that DeepSpeed partitioned.
+    """This rank's partition of a parameter that DeepSpeed partitioned."""
 
-    Attributes:
-        shape: shape of the full parameter.
-        values: flat view of the partition, padded on the last rank; writing to it changes the parameter.
-        is_persistent: every rank also has the full parameter, since it is small.
-    """
-
-    shape: torch.Size
-    values: torch.Tensor
-    is_persistent: bool
+    shape: torch.Size  # of the full parameter
+    values: torch.Tensor  # flat view of the partition, padded on the last rank; writing to it changes the parameter
+    is_persistent: bool  # every rank also has the full parameter, since it is small
 
 
 def zero3_partition(parameter: torch.Tensor) -> Zero3Partition | None:
@@ -48,7 +42,6 @@ class Zero3Optimizer:
     """The attributes of DeepSpeed's ZeRO-3 optimizer that have no public name."""
 
     def __init__(self, engine: Any) -> None:
-        """Wrap the optimizer of DeepSpeed's engine."""
         self._optimizer = engine.optimizer
 
     @property
@@ -74,7 +67,6 @@ class Zero3Optimizer:
         return None if self._optimizer.overflow else self._optimizer._global_grad_norm  # noqa: SLF001
 
     def set_step(self, learning_rate: float, max_norm: float) -> None:
-        """Set learning rate and gradient clipping of the next step."""
         self._optimizer.clip_grad = max_norm
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
@@ -107,9 +99,6 @@ def import_deepspeed(device: torch.device) -> Any:
     """Return DeepSpeed, set up for a device, without compiling operators at the start.
 
     Without `__compatible_ops__`, it would compile shared memory for gloo for a minute where it trains on CPUs.
-
-    Raises:
-        PrerequisiteError: it is not installed.
     """
     os.environ["DS_ACCELERATOR"] = device.type
     try:

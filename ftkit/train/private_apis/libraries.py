@@ -21,8 +21,8 @@ def import_peft() -> Any:
     """Import peft, also where packages with layers that it adapts are broken or too old for it.
 
     It imports them whatever it adapts, and fails if torchao is older than 0.16, as in many images of NVIDIA, or if
-    Transformer Engine finds no GPU driver. Called in `faster_imports`, it imports none.
-    `peft.import_utils.is_torchao_available` and others, which remember their results, peft 0.17 to 0.21.
+    Transformer Engine finds no GPU driver. Called in `faster_imports`, it imports none. Functions of
+    `peft.import_utils` remember their results, peft 0.17 to 0.21.
     """
     broken = ("bitsandbytes",) if is_broken("bitsandbytes") else ()
     with without_packages("transformer_engine", *broken):
@@ -30,27 +30,13 @@ def import_peft() -> Any:
 
         peft.import_utils.is_bnb_available()
     for name in ("torchao", "gptqmodel", "auto_gptq"):
-        is_available = getattr(peft.import_utils, f"is_{name}_available", None)
-        if is_available is None:
-            continue
+        is_available = getattr(peft.import_utils, f"is_{name}_available", bool)  # not in every version
         try:
             is_available()
         except ImportError:
             with without_packages(name):
                 is_available()
     return peft
-
-
-def compute_in_input_dtype(model: nn.Module) -> None:
-    """Make peft's layers compute in the dtype of their inputs, under autocast, instead of that of the adapters.
-
-    `BaseTunerLayer.cast_input_dtype_enabled`, peft 0.17 to 0.21. If it goes: `peft.helpers.disable_input_dtype_casting`
-    around each forward.
-    """
-    layer_class = import_peft().tuners.tuners_utils.BaseTunerLayer
-    for module in model.modules():
-        if isinstance(module, layer_class):
-            module.cast_input_dtype_enabled = False
 
 
 def adapts_experts(config: LoraConfig, model: nn.Module) -> bool:
@@ -106,9 +92,6 @@ def import_bitsandbytes(needed_by: str) -> Any:
 
     `bitsandbytes.functional`, whose functions are undocumented, 0.46 to 0.50; importing it also defines the operators
     `torch.ops.bitsandbytes`. `tests/train/test_nf4.py` and `test_adamw8bit.py` have the formulas.
-
-    Raises:
-        PrerequisiteError: it is not installed.
     """
     try:
         from bitsandbytes import functional  # noqa: PLC0415 - an extra
@@ -124,9 +107,6 @@ def flash_attention() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
     `flash_attn.cute.interface._flash_attn_fwd` and `_flash_attn_bwd`, flash-attn-4 4.0.0b. If they go,
     `choose_kernel` falls back to flex attention.
-
-    Raises:
-        ImportError: the package is missing, or has no such functions.
     """
     from flash_attn.cute import interface  # type: ignore[import-not-found] # noqa: PLC0415 - on GPUs
 

@@ -41,21 +41,27 @@ FSDP2_ON_CPUS = hasattr(torch.cpu.Stream, "record_event")
 
 Autograd refuses weights that are all-gathered again, and gloo sums gradients where NCCL averages them. Stream methods
 are missing too, which is what this checks."""
-
 CUSTOM_COLLECTIVES = hasattr(FSDPModule, "set_custom_all_gather") and TORCH >= (2, 11)
 """Whether FSDP2 supports custom collectives (from torch 2.10 on), and symmetric memory was tested with them."""
-
 TRACES_FULL_CHECKPOINTS = TORCH >= (2, 13)
 """Whether the compiler traces full activation checkpointing: it is new, so versions with measured runs go without."""
-
 FSDP2_EXTENDS_ALL_GATHERS = TORCH >= (2, 8)
-"""Whether tensor subclasses may transform what FSDP2 all-gathers, as `float8.Fp8Shard` does.
-
-torch 2.6 has the interface too, but its line can't be tested on several processes without GPUs (`FSDP2_ON_CPUS`)."""
-
+"""Whether tensor subclasses may transform what FSDP2 all-gathers: torch 2.6 can't be tested on several processes."""
 FSDP2_SETS_DIVISORS = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
 """Whether FSDP2 sums gradients and divides them by any number, with gloo too (from torch 2.9 on)."""
 
+process_group: Callable[[str], ProcessGroup] = distributed_c10d._resolve_process_group  # type: ignore[attr-defined,assignment] # noqa: SLF001
+"""Returns a process group by its name, the only form in which an operator can take it."""
+dump_memory_snapshot: Callable[[Path], None] = torch.cuda.memory._dump_snapshot  # noqa: SLF001
+"""Writes the recorded CUDA allocations to a path."""
+add_to_all = torch._foreach_add_  # adds a scalar to tensors in one kernel
+find_norms = torch._foreach_norm  # noqa: SLF001
+"""Returns the norm of each tensor, of an order, in few kernels; of order infinity, its largest absolute value."""
+map_instances = _pytree.tree_map_only
+"""Replaces the instances of a type in nested lists, tuples and dictionaries: of the type, by a function, in a tree."""
+
+scaled_mm = torch._scaled_mm  # noqa: SLF001
+"""Multiplies two FP8 matrices with their scales; `torch.nn.functional.scaled_mm` needs torch 2.10."""
 SCALED_MM = torch.ops.aten._scaled_mm.default  # noqa: SLF001
 GROUPED_MM = getattr(torch.ops.aten, "_grouped_mm", None)
 """Operators of matmuls in FP8 and of experts (torch 2.8 and newer), which activation checkpointing selects by."""
@@ -82,20 +88,17 @@ def recompute_matmul_inputs() -> AbstractContextManager[None]:
     """Let compilers recompute, in the backward pass, inputs of matmuls that element-wise operations made.
 
     By default they are saved: recomputing them takes a kernel, where other recomputed values stay in registers. So are
-    values of chains of more than 100 fusible operations, such as those that dequantize a 4-bit layer's matrices. If
-    these settings go: compile without them, and add the saved values to the plan.
+    values of chains of more than 100 fusible operations, such as those that dequantize a 4-bit layer's matrices.
     """
-    context: AbstractContextManager[None] = functorch_config.patch(
-        ban_recompute_materialized_backward=False, ban_recompute_long_fusible_chains=False
-    )
-    return context
+    settings = ("ban_recompute_materialized_backward", "ban_recompute_long_fusible_chains")
+    patch: AbstractContextManager[None] = functorch_config.patch(dict.fromkeys(settings, False))
+    return patch
 
 
 def cache_autograd_functions() -> AbstractContextManager[None]:
-    """Let AOTAutograd's cache serve graphs with autograd functions, which quantized and FP8 layers have (torch 2.11).
+    """Let AOTAutograd's cache serve graphs with autograd functions, of quantized and FP8 layers (torch 2.11).
 
-    Dynamo traces forward and backward of such a function into the graph, so they are part of the cache's key. Without
-    it, each start differentiates the layers again, in seconds.
+    Dynamo traces forward and backward of such a function into the graph, so they are part of the cache's key.
     """
     name = "autograd_cache_allow_custom_autograd_functions"
     return functorch_config.patch({name: True}) if hasattr(functorch_config, name) else nullcontext()
@@ -118,10 +121,7 @@ def cacheable_policy(context_fn: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
-    """Have compiled functions accept any size of a dimension; by default, they are compiled again for the second size.
-
-    `torch._dynamo.mark_dynamic` fails where a layer needs a known size.
-    """
+    """Have compiled functions accept any size of a dimension; by default, they are compiled again for the second."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)  # noqa: SLF001
 
 
@@ -132,12 +132,6 @@ def raise_recompile_limit(num_layers: int) -> None:
     """
     config = torch._dynamo.config  # noqa: SLF001
     config.cache_size_limit = max(config.cache_size_limit, num_layers + 8)
-
-
-def process_group(name: str) -> ProcessGroup:
-    """Return a process group by its name, the only form in which an operator can take it."""
-    group: ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type] # noqa: SLF001
-    return group
 
 
 def symmetric_memory() -> ModuleType:
@@ -152,10 +146,7 @@ def set_collectives(module: FSDPModule, all_gather: object, reduce_scatter: obje
 
 
 def skip_step(optimizer: torch.optim.Optimizer, is_skipped: torch.Tensor) -> None:
-    """Have a fused optimizer skip its next `step` if a scalar on the device is 1, without a host sync.
-
-    `torch.amp.GradScaler` sets `found_inf`, and `grad_scale`.
-    """
+    """Have a fused optimizer skip its next `step` if a scalar on the device is 1, as `torch.amp.GradScaler` does."""
     optimizer.found_inf = is_skipped  # type: ignore[attr-defined]
 
 
@@ -164,32 +155,16 @@ def divide_gradients(optimizer: torch.optim.Optimizer, divisor: torch.Tensor) ->
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
 
 
-def add_to_all(tensors: list[torch.Tensor], value: torch.Tensor) -> None:
-    """Add a scalar to tensors in one kernel."""
-    torch._foreach_add_(tensors, value)
-
-
-def find_norms(tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """Return the norm of each tensor in few kernels; of order infinity, its largest absolute value."""
-    return list(torch._foreach_norm(tensors, order))  # noqa: SLF001
-
-
 def record_collectives() -> None:
-    """Enable torch's flight recorder: the last collectives of each process group created from now on.
-
-    Each takes a few hundred bytes. torch 2.6 has the second name, torch 2.13 both.
-    """
+    """Enable torch's flight recorder of the last collectives; torch 2.6 has the second name, torch 2.13 both."""
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         os.environ.setdefault(name, "2000")
 
 
 def dump_collectives() -> bytes | None:
-    """Return torch's record of the last collectives in the format of `torchfrtrace`; None if unavailable.
-
-    Builds with CUDA have the first name, those without the second, from torch 2.13 on.
-    """
+    """Return torch's record of the last collectives in the format of `torchfrtrace`; None if unavailable."""
     c10d = torch._C._distributed_c10d  # noqa: SLF001
-    dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
+    dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)  # without CUDA, torch 2.13
     trace: bytes | None = dump() if dump else None
     return trace
 
@@ -208,16 +183,6 @@ def record_memory_history(max_entries: int) -> None:
         torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")  # noqa: SLF001
     else:
         torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001
-
-
-def dump_memory_snapshot(path: Path) -> None:
-    """Write the recorded CUDA allocations."""
-    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]  # noqa: SLF001
-
-
-def scaled_mm(left: torch.Tensor, right: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Return the product of two FP8 matrices. `torch.nn.functional.scaled_mm` needs torch 2.10."""
-    return torch._scaled_mm(left, right, **options)  # noqa: SLF001
 
 
 def scaled_grouped_mm(
@@ -242,11 +207,6 @@ def make_wrapper(kind: type[torch.Tensor], inner: torch.Tensor, dtype: torch.dty
     return torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
         kind, inner.shape, strides=inner.stride(), dtype=dtype, device=inner.device
     )
-
-
-def map_instances(kind: type[Any], function: Callable[[Any], object], tree: object) -> Any:
-    """Replace the instances of a type in nested lists, tuples and dictionaries."""
-    return _pytree.tree_map_only(kind, function, tree)
 
 
 def find_tensors(tree: object) -> list[torch.Tensor]:

@@ -28,17 +28,10 @@ if CONVERTS_WEIGHTS:
 
 @dataclass(frozen=True)
 class WeightConversions:
-    """transformers' conversions of the tensors in files when it loads a model class; none in transformers 4.
+    """transformers' conversions of the tensors in files when it loads a model class; none in transformers 4."""
 
-    If they go: the mapping of each family is in the code of its model in transformers; write it here.
-
-    Attributes:
-        renamings: tensors that only have another name in files.
-        converters: tensors that are assembled from several of the files'.
-    """
-
-    renamings: list[Any]
-    converters: list[Any]
+    renamings: list[Any]  # of tensors that only have another name in files
+    converters: list[Any]  # of tensors that are assembled from several of the files'
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> WeightConversions:
@@ -86,8 +79,7 @@ def attention_backends(model_class: type[nn.Module]) -> set[str]:
     """Return the attention backends that a model class of transformers supports: `custom`, `flex`, `sdpa`.
 
     Models with a recurrent state are not marked as supporting `custom`, but support it if they pass documents to
-    FlashAttention through the same registry (seen with those of 5.23 that take packs without mamba-ssm). If these flags
-    go: try `set_attn_implementation`, which raises for the others.
+    FlashAttention through the same registry (seen with those of 5.23 that take packs without mamba-ssm).
     """
     flags = {"custom": "_supports_attention_backend", "flex": "_supports_flex_attn", "sdpa": "_supports_sdpa"}
     supported = {backend for backend, flag in flags.items() if getattr(model_class, flag)}
@@ -123,8 +115,7 @@ def computes_experts_one_by_one(config: PretrainedConfig) -> bool:
 def grouped_mm(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Multiply sorted rows, [S, I], by the matrices of their experts, [E, I, O]; expert e has the rows before ends[e].
 
-    `torch._grouped_mm`, or a loop where torch or its compiler lacks it. `torch.nn.functional.grouped_mm` needs torch
-    2.10.
+    `torch._grouped_mm`, or a loop where torch or its compiler lacks it.
     """
     product: torch.Tensor = _grouped_linear(rows, matrices, offs=ends, is_transposed=True)
     return product
@@ -132,25 +123,15 @@ def grouped_mm(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -
 
 @dataclass(frozen=True)
 class KernelFunction:
-    """A function of a model's file in transformers for which a package may have a kernel, as fla for linear attention.
+    """A function of a model's file in transformers for which a package may have a kernel, as for linear attention."""
 
-    Attributes:
-        module: the file, as the name of its module.
-        attribute: of the function in its file.
-        name: of the kernel, as `chunk_gated_delta_rule`.
-        package: that has the kernel, as it is imported.
-        original: what transformers calls.
-        fallback: transformers' own function in PyTorch.
-        kernel: the package's function; None if transformers did not find it.
-    """
-
-    module: str
-    attribute: str
-    name: str
-    package: str
-    original: Callable[..., Any]
-    fallback: Callable[..., Any]
-    kernel: Callable[..., Any] | None
+    module: str  # the file
+    attribute: str  # of the function in its file
+    name: str  # of the kernel, as `chunk_gated_delta_rule`
+    package: str  # that has the kernel, as it is imported
+    original: Callable[..., Any]  # what transformers calls
+    fallback: Callable[..., Any]  # transformers' own function in PyTorch
+    kernel: Callable[..., Any] | None  # the package's function; None if transformers did not find it
 
     def replace(self, replacement: Callable[..., Any]) -> None:
         """Let the model's file call another function; its classes look it up at each call."""
@@ -161,8 +142,7 @@ def kernel_functions(model: nn.Module) -> list[KernelFunction]:
     """Return the functions with kernels in the files of a model's classes.
 
     Variables in `transformers.integrations.hub_kernels.use_kernel_func_from_hub_with_fallback`, transformers 5.17 to
-    5.23; 4.57 has no such functions. If it goes: compiled layers trace transformers' functions in PyTorch, whose loops
-    over tokens make huge graphs.
+    5.23; 4.57 has no such functions.
     """
     files = {type(module).__module__: None for module in model.modules()}
     named = [(file, name, value) for file in files for name, value in vars(sys.modules[file]).items()]
