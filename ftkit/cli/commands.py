@@ -59,14 +59,21 @@ class LazyCommand:
 
 
 class LazyGroup(ExamplesCommand, click.Group):
-    """A group that lists its commands in sections without importing them; `default` runs if the words name none."""
+    """A group that lists its commands in sections without importing them.
+
+    Attributes:
+        default: the command that runs if the words name none.
+        renamed: former names of commands, and what to type now.
+    """
 
     def __init__(
-        self, *args: Any, sections: Mapping[str, Sequence[LazyCommand]], default: str = "", **kwargs: Any
-    ) -> None:
+        self, *args: Any, sections: Mapping[str, Sequence[LazyCommand]], default: str = "",
+        renamed: Mapping[str, str] | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
         self.default = default
         self.sections = sections
+        self.renamed = renamed or {}
         self._by_name = {command.name: command for section in sections.values() for command in section}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -97,9 +104,11 @@ class LazyGroup(ExamplesCommand, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; suggest the closest one for an unknown name."""
+        """Find the command; for a former name, say what to type now; suggest the closest one for an unknown name."""
         name = args[0]
         if name not in self._by_name and not name.startswith("-") and not ctx.resilient_parsing:
+            if name in self.renamed:
+                raise click.UsageError(f"'{name}' is now 'ftkit {self.renamed[name]}'", ctx)
             close = difflib.get_close_matches(name, self._by_name, n=1, cutoff=0.5)
             hint = f" Did you mean '{close[0]}'?" if close else ""
             raise click.UsageError(f"No such command '{name}'.{hint}", ctx)

@@ -135,7 +135,8 @@ def _require_sinks(plan: JobPlan, final: Path) -> None:
     if missing:
         names = ", ".join(SINK_PACKAGES[sink][0] for sink in missing)
         what = f"the image file lacks package {names}."
-        fix = f"If the image's definition lists it now, build and import {plan.image} again; or remove it."
+        again = f"build and import {plan.image} again"
+        fix = f"If the image's definition lists it now, {again}; or remove {', '.join(missing)}."
         raise ConfigError([Problem(f"recipe {plan.recipe.name}", "tracking.sinks", what, fix)])
 
 

@@ -71,6 +71,22 @@ _SECTIONS = {
         LazyCommand("config", "ftkit.cli.groups", "Show settings and recipes; set up editors and shells."),
     ),
 }
+RENAMED = {
+    "bundle": "runs bundle",
+    "checkpoints": "runs checkpoints",
+    "clusters": "cluster list",
+    "completion": "config completion",
+    "gc": "rm --unused",
+    "lock": "images lock",
+    "prune": "rm --unused",
+    "recipe": "images definition",
+    "recipes": "config recipes",
+    "remote": "cluster connect",
+    "schema": "config schema",
+    "sync": "runs sync",
+    "top": "runs top",
+    "verify-export": "verify",
+}
 VARIABLES = {
     "FTKIT_CLUSTER": "Cluster profile, like --cluster.",
     "FTKIT_IMAGE": "Training image, like --image.",
@@ -101,7 +117,9 @@ class _TopGroup(LazyGroup):
                 formatter.write_dl([(str(name), meaning) for name, meaning in rows.items()])
 
 
-@click.group(cls=_TopGroup, sections=_SECTIONS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_TopGroup, sections=_SECTIONS, renamed=RENAMED, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(__version__, "--version", prog_name=PROGRAM, message="%(prog)s %(version)s")
 @click.option("--cluster", metavar="NAME", help="Cluster profile, before the command's name. [env var: FTKIT_CLUSTER]")
 def cli(*, cluster: str | None) -> None:

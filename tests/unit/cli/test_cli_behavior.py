@@ -14,7 +14,7 @@ import pytest
 
 from ftkit import assets
 from ftkit.cli import groups as groups_of_commands
-from ftkit.cli.main import _SECTIONS, cli
+from ftkit.cli.main import _SECTIONS, RENAMED, cli
 from ftkit.cli.output import OUTPUT_OPTIONS
 from ftkit.config.request import Settings
 from ftkit.errors import EXIT_CODES, FtkitError, NotFoundError, PrerequisiteError
@@ -216,6 +216,14 @@ def test_a_forwarded_command_takes_the_options_about_output_along(
         (["runs", "list"], ["--json"]),
         (["runs", "checkpoints"], ["demo"]),
     ]
+
+
+@pytest.mark.parametrize(("former", "now"), RENAMED.items())
+def test_a_former_name_answers_with_the_command_to_type(ftkit: Callable[..., Result], former: str, now: str) -> None:
+    result = ftkit(former)
+    assert (result.code, result.out) == (2, "")
+    assert f"'ftkit {now}'" in result.err
+    assert ftkit(*now.split(), "--help").code == 0
 
 
 def test_an_unknown_command_is_a_usage_error_with_a_suggestion(ftkit: Callable[..., Result]) -> None:
