@@ -96,7 +96,11 @@ class DeviceProcesses:
         return replace(min(answers, key=lambda each: each.all_reduce), transport=transport)
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, and remove NCCL's logs."""
+        self._end_processes()
+        self._logs.cleanup()
+
+    def _end_processes(self) -> None:
         for pool in self._pools:
             pool.terminate()
             pool.join()
@@ -120,10 +124,10 @@ class DeviceProcesses:
         try:
             return [result.get(max(0.0, deadline - time.monotonic())) for result in results]
         except multiprocessing.TimeoutError:
-            self.close()
+            self._end_processes()
             raise MeasureError("a process died, or did not answer in time") from None
         except MeasureError:
-            self.close()
+            self._end_processes()
             raise
 
 
