@@ -16,13 +16,15 @@ from typing import Literal
 
 from ftkit import process
 from ftkit.config.layers import COMMAND_LINE
-from ftkit.errors import ConfigError, NotFoundError, Problem, ProvisionError, one_line, redact
-from ftkit.files import read_json, write_file, write_json
+from ftkit.errors import ConfigError, NotFoundError, Problem, ProvisionError, UnusableFileError, one_line, redact
+from ftkit.files import DamagedFileError, PrivateFileError, read_json, write_file, write_json
 from ftkit.provision.settings import Kind
 
 FOLDER = "{folder}"
 """Placeholder for the folder of the cluster in a command, which is in a shell's notation."""
 _STATE = "state.json"
+_VERSION = 2
+"""Changes with the keys of a state file, and with the ids of steps: `destroy` removes only what it finds there."""
 _LOG = "commands.log"
 _SHOWN_USERS = 5
 _SHOWN_LINES = 12
@@ -102,6 +104,7 @@ class ProvisionState:
     settings: dict[str, object]
     steps: dict[str, StepState] = field(default_factory=dict)
     is_destroyed: bool = False
+    version: int = _VERSION
 
     def outcome(self, step: Step) -> Literal["begun", "made", "found"] | None:
         """Return the outcome of a step; None if it was not begun."""
@@ -126,7 +129,7 @@ def read_state(folder: Path) -> ProvisionState:
     Raises:
         NotFoundError: no cluster was created under this name.
     """
-    state = read_json(folder / _STATE, ProvisionState)
+    state = _read(folder)
     if state is None:
         names = ", ".join(sorted(path.parent.name for path in folder.parent.glob(f"*/{_STATE}")))
         raise NotFoundError(
@@ -137,9 +140,35 @@ def read_state(folder: Path) -> ProvisionState:
     return state
 
 
+@dataclass(frozen=True)
+class _Header:
+    """The version of a state file; the first ones had none."""
+
+    version: int = 1
+
+
+def _read(folder: Path) -> ProvisionState | None:
+    """Read the state of a cluster; None if it has none. One that this ftkit does not understand is refused."""
+    path = folder / _STATE
+    try:
+        header = read_json(path, _Header)
+        if header is None or header.version == _VERSION:
+            return read_json(path, ProvisionState)
+        reason = f"it has version {header.version}, this ftkit reads version {_VERSION}"
+    except PrivateFileError:
+        raise
+    except DamagedFileError as error:
+        reason = error.reason
+    raise UnusableFileError(
+        f"the state of cluster '{folder.name}' can't be read: {reason}",
+        meaning=f"another version of ftkit wrote {path}, or it was edited; nothing was created or removed",
+        fix="use the ftkit that created the cluster; its resources may still exist, and cost money",
+    )
+
+
 def begin_or_continue(folder: Path, new: ProvisionState) -> ProvisionState:
     """Return the state of an earlier start of the same creation, or a new state."""
-    before = read_json(folder / _STATE, ProvisionState)
+    before = _read(folder)
     if before is None:
         return new
     changed = [key for key, value in new.settings.items() if before.settings.get(key) != value]
@@ -233,7 +262,7 @@ def users_of(step: Step, folder: Path, answers: dict[str, str]) -> tuple[str, ..
     """
     users = []
     for other in sorted(folder.parent.iterdir()) if step.users else ():
-        state = read_json(other / _STATE, ProvisionState) if other != folder else None
+        state = _read(other) if other != folder else None
         if state and not state.is_destroyed and step.undo in [each.undo for each in state.steps.values()]:
             users.append(f"cluster {other.name}")
     for command in step.users:
