@@ -46,10 +46,7 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class CollectiveRates:
-    """Bus bandwidths of collectives in bf16 (on a CPU: fp32), in GB/s by nccl-tests' formulas.
-
-    `transport` is the one that NCCL logged; empty if it logged none.
-    """
+    """Bus bandwidths in bf16 (on a CPU: fp32), in GB/s by nccl-tests' formulas; the transport if NCCL logged one."""
 
     all_reduce: float
     all_gather: float
@@ -184,8 +181,6 @@ def _open(device: MeasuredDevice, index: int) -> _Device:
 
 
 class _Device:
-    """The device of a process."""
-
     def __init__(self, torch: ModuleType, device: MeasuredDevice) -> None:
         self.torch = torch
         self.name = device
@@ -210,7 +205,6 @@ class _Device:
 
 
 def _rates(device: _Device, is_short: bool) -> DeviceRates:  # noqa: FBT001 - called by position
-    """Measure matmuls and copies."""
     torch, on_gpu = device.torch, device.on_gpu
     width = 8192 if on_gpu else 512
     left, right = (torch.randn(width, width, device=device.name, dtype=device.dtype) for _ in range(2))
@@ -225,7 +219,6 @@ def _rates(device: _Device, is_short: bool) -> DeviceRates:  # noqa: FBT001 - ca
 
 
 def _collectives(device: _Device, group: Group, rank: int) -> CollectiveRates:
-    """Measure collectives as one rank of a group."""
     torch, dist = device.torch, device.torch.distributed
     dist.init_process_group(
         "nccl" if device.on_gpu else "gloo", init_method=f"tcp://{group.host}:{group.port}", rank=rank,
@@ -247,10 +240,7 @@ def _collectives(device: _Device, group: Group, rank: int) -> CollectiveRates:
 
 
 def bus_bandwidth(num_bytes: int, num_ranks: int, seconds: float) -> float:
-    """Return nccl-tests' bus bandwidth of an all-gather in GB/s: S/t x (n-1)/n, with S bytes gathered on each rank.
-
-    That of an all-reduce of S bytes is twice as much (nccl-tests' doc/PERFORMANCE.md).
-    """
+    """Return the GB/s of an all-gather by nccl-tests' doc/PERFORMANCE.md; that of an all-reduce is twice as much."""
     return num_bytes / seconds * (num_ranks - 1) / num_ranks / 1e9
 
 
@@ -305,7 +295,6 @@ def compare_with_others(host: str, device: MeasuredDevice, numbers: Mapping[str,
 
 
 def _is_outlier(value: float, others: Sequence[float], device: MeasuredDevice) -> bool:
-    """Return whether a rate is far below the median of all rates; of two rates, below the other."""
     usual = max(others) if len(others) == 2 else median(others)  # noqa: PLR2004 - the median is between them
     return len(others) > 1 and value < _OUTLIER[device] * usual
 

@@ -35,10 +35,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Check:
-    """A condition that must hold before anything is created: its title, the command that checks it, and the fix.
-
-    `problem` returns the problem in the command's output; None if there is none.
-    """
+    """A condition for creation; `problem` returns what is wrong with the command's output, None if nothing is."""
 
     title: str
     command: str
@@ -48,41 +45,31 @@ class Check:
 
 @dataclass(frozen=True)
 class Step:
-    """A command that creates a resource.
-
-    `existing` prints something if the resource already exists: then it is neither created nor removed. `undo` removes
-    it; none if it stays, or is removed with another one; clusters whose commands are equal share the resource. `users`
-    print what else uses it, one per line: then it is not removed. With `is_image`, it is the operating system's image,
-    which can be kept for the next cluster.
-    """
+    """A command that creates a resource."""
 
     id: str
     title: str
     command: str
-    existing: str = ""
-    undo: tuple[str, ...] = ()
-    users: tuple[str, ...] = ()
+    existing: str = ""  # prints something if the resource exists: then it is neither created nor removed
+    undo: tuple[str, ...] = ()  # removes it; empty if it stays; clusters whose commands are equal share it
+    users: tuple[str, ...] = ()  # print what else uses it, one per line: then it is not removed
     minutes: int = 0
-    is_image: bool = False
+    is_image: bool = False  # the operating system's image, which can be kept for the next cluster
 
 
 @dataclass(frozen=True)
 class Provision:
-    """A cluster to create: the files that its commands read, checks, and steps, which are undone in reverse order.
-
-    `status` has a command that shows the cluster, `advice` fixes for failed commands by a pattern in their output, and
-    `next_steps` commands to type next.
-    """
+    """A cluster to create; its steps are undone in reverse order."""
 
     name: str
     kind: Kind
-    files: Mapping[str, str]
+    files: Mapping[str, str]  # read by its commands
     checks: tuple[Check, ...]
     steps: tuple[Step, ...]
-    status: str
+    status: str  # a command that shows the cluster
     cost: str
-    advice: Mapping[str, str]
-    next_steps: tuple[str, ...]
+    advice: Mapping[str, str]  # fixes by a pattern in a failed command's output
+    next_steps: tuple[str, ...]  # commands to type next
 
 
 @dataclass(frozen=True)
@@ -95,10 +82,7 @@ class StepState:
 
 @dataclass(frozen=True)
 class ProvisionState:
-    """State of a cluster's creation, with the user's settings.
-
-    `is_destroyed`: all is removed except what other clusters use; this cluster itself uses nothing any more.
-    """
+    """State of a cluster's creation. If `is_destroyed`, only what other clusters use is left."""
 
     kind: Kind
     settings: dict[str, object]
@@ -124,11 +108,7 @@ def clusters_folder() -> Path:
 
 
 def read_state(folder: Path) -> ProvisionState:
-    """Read the state of a cluster.
-
-    Raises:
-        NotFoundError: no cluster was created under this name.
-    """
+    """Read the state of a cluster; NotFoundError if none was created under this name."""
     state = _read(folder)
     if state is None:
         names = ", ".join(sorted(path.parent.name for path in folder.parent.glob(f"*/{_STATE}")))
@@ -140,21 +120,13 @@ def read_state(folder: Path) -> ProvisionState:
     return state
 
 
-@dataclass(frozen=True)
-class _Header:
-    """The version of a state file; the first ones had none."""
-
-    version: int = 1
-
-
 def _read(folder: Path) -> ProvisionState | None:
-    """Read the state of a cluster; None if it has none. One that this ftkit does not understand is refused."""
     path = folder / _STATE
     try:
-        header = read_json(path, _Header)
-        if header is None or header.version == _VERSION:
+        values = read_json(path, dict[str, object])
+        if values is None or values.get("version") == _VERSION:
             return read_json(path, ProvisionState)
-        reason = f"it has version {header.version}, this ftkit reads version {_VERSION}"
+        reason = f"it has version {values.get('version', 1)}, this ftkit reads version {_VERSION}"
     except PrivateFileError:
         raise
     except DamagedFileError as error:
@@ -256,10 +228,7 @@ def used_by(users: tuple[str, ...]) -> str:
 
 
 def users_of(step: Step, folder: Path, answers: dict[str, str]) -> tuple[str, ...]:
-    """Return what else uses a step's resource: clusters created from this account, and what the provider lists.
-
-    `answers` keeps the provider's answers, which are the same for several steps.
-    """
+    """Return what else uses a step's resource: clusters of this account, and the provider's list, kept in `answers`."""
     users = []
     for other in sorted(folder.parent.iterdir()) if step.users else ():
         state = _read(other) if other != folder else None
@@ -273,11 +242,7 @@ def users_of(step: Step, folder: Path, answers: dict[str, str]) -> tuple[str, ..
 
 
 def is_there(step: Step, folder: Path) -> bool:
-    """Return whether the result of a step exists.
-
-    Raises:
-        ProvisionError: the provider does not respond: treating that as "no" could leave paid resources behind.
-    """
+    """Return whether a step's result exists; a ProvisionError if unknown: a wrong "no" leaves paid resources."""
     return bool(step.existing and _ask(step.existing, step, folder))
 
 
@@ -294,7 +259,6 @@ def _ask(command: str, step: Step, folder: Path) -> str:
 
 
 def _run(command: str, provision: Provision, folder: Path, say: Say) -> None:
-    """Run a command, show its output, and append it to a log."""
     words = words_of(command, folder)
     lines: list[str] = []
     with (folder / _LOG).open("a", encoding="utf-8") as log:
