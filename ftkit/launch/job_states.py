@@ -148,7 +148,6 @@ def _failed_preparation(run: SubmittedRun, last: Job) -> Job | None:
 
 
 def _state_from_files(run: SubmittedRun, stopped_at: str) -> Job:
-    """Derive the state of a job that its scheduler does not know."""
     exit_code = _exit_code(run)
     if by_slurm := _read_slurms_words(run):  # it may have been asked to stop, and have left an exit code
         return replace(by_slurm, exit_code=exit_code)

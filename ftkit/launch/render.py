@@ -151,7 +151,7 @@ def _render(
         can_restart = True
     else:
         folders = site_folders(cluster, plan.workspace, num_nodes)
-        payload = {"module": "ftkit.train.user_script", "data_manifest": None, "weights": None}
+        payload = {"module": "ftkit.train.script_process", "data_manifest": None, "weights": None}
         can_restart = plan.script.can_restart
     variables = (*environment, "PYTHONPATH") if plan.code else environment
     all_values = {

@@ -221,7 +221,6 @@ def _load_cluster(name: str, loaded: LoadedSettings, ctx: Context) -> Loaded[Clu
 
 
 def _image_of(loaded: LoadedSettings) -> AnyImage | None:
-    """Parse the image from the command line or the settings."""
     text, layers, key = loaded.settings.image, loaded.layers, ("image",)
     if text is None:
         return None
@@ -309,7 +308,6 @@ def detect_hardware(profile: ClusterProfile, environment: Mapping[str, str], roo
 
 
 def _gpu_model(root: Path) -> str | None:
-    """Detect the GPU model from the driver's files."""
     for path in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):
         found = re.search(r"(?m)^Model:(.*)$", path.read_text(errors="replace"))
         if found and (model := recognize_gpu(found[1])):

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from ftkit.config.image import ImageSpec
     from ftkit.config.image_reference import AnyImage
     from ftkit.config.recipe import RecipePlan
-    from ftkit.planning.plan import CodePlan
 
 _CHANGEABLE = ("training", "evaluation", "tracking", "profile", "resources")
 _FIXED = tuple(f"training.{key}" for key in ("method", "lora*", "sequence_length", "optimizer", "engine"))
@@ -124,20 +123,20 @@ def renew_code(resumed: ResumedPlan[PlanT]) -> ResumedPlan[PlanT]:
     if not plan.code:
         problem = Problem(COMMAND_LINE, "--allow code", "the run has no copy of your code.", "Omit the option.")
         raise ConfigError([problem])
-    copies = tuple(_copy_again(each, plan) for each in plan.code)
+    copies = []
+    for code in plan.code:
+        folder = Path(code.source)
+        if isinstance(plan, ScriptPlan) and code.name == SCRIPT_CODE:
+            copies.append(copy_script(folder / plan.script.path, Workspace(plan.workspace)))
+        else:
+            is_package = (folder / "__init__.py").is_file()
+            copies.append(copy_code(folder, code.name, "--allow code", is_package=is_package))
     changed = [
         Change(f"code: {new.plan.name}", old.sha256[:12], new.plan.sha256[:12])
         for old, new in zip(plan.code, copies, strict=True)
     ]
     new_plan = replace(plan, code=tuple(each.plan for each in copies))
-    return ResumedPlan(new_plan, (*resumed.changes, *changed), resumed.warnings, copies)
-
-
-def _copy_again(code: CodePlan, plan: RunPlan | ScriptPlan) -> CodeCopy:
-    folder = Path(code.source)
-    if isinstance(plan, ScriptPlan) and code.name == SCRIPT_CODE:
-        return copy_script(folder / plan.script.path, Workspace(plan.workspace))
-    return copy_code(folder, code.name, "--allow code", is_package=(folder / "__init__.py").is_file())
+    return ResumedPlan(new_plan, (*resumed.changes, *changed), resumed.warnings, tuple(copies))
 
 
 def replan(
@@ -183,7 +182,9 @@ def replan(
     try:
         new = plan_run(recipe, cluster, image_definition(image, ctx), request, ftkit_version=__version__)
     except ConfigError as error:
-        raise ConfigError([_with_fixed_batch(problem) for problem in error.problems]) from error
+        fix = "Use a number of GPUs, or a training.micro_batch_size, that divides the run's global batch, which stays."
+        problems = [replace(each, fix=fix) if each.key == _GLOBAL_BATCH else each for each in error.problems]
+        raise ConfigError(problems) from error
     # Prepared data is not prepared again.
     new = replace(new, id=plan.id, fingerprint=plan.fingerprint, sweep=plan.sweep, code=plan.code)
     is_same_file = (cluster.runtime, cluster.image_format) == (plan.cluster.runtime, plan.cluster.image_format)
@@ -243,14 +244,6 @@ def _check_length(plan: RunPlan, max_steps: int | None) -> None:
             what = f"{max_steps} is less than the {newest} steps that are trained already."
             fix = f"Use {newest} or more; or use the checkpoint as it is: ftkit export {plan.id}"
             raise ConfigError([Problem(COMMAND_LINE, "training.max_steps", what, fix)])
-
-
-def _with_fixed_batch(problem: Problem) -> Problem:
-    """Return a problem of a new plan without the advice to change the global batch, which a resumed run keeps."""
-    if problem.key != _GLOBAL_BATCH:
-        return problem
-    fix = "A resumed run keeps its global batch: use a number of GPUs, or a training.micro_batch_size, that divides it."
-    return replace(problem, fix=fix)
 
 
 def _check_changes(changes: Sequence[Change], args: ResumeArgs) -> None:

@@ -79,7 +79,6 @@ class LocalScheduler:
 
 
 def _is_alive(submission: Submission) -> bool:
-    """Return whether the script, or another process of its group, is alive."""
     pid = int(submission.job_id)
     started = process.start_time(pid)
     if started is not None:

@@ -87,7 +87,6 @@ def plan_serving(
 
 
 def _with_image(plan: RunPlan, image: AnyImage, ctx: Context) -> RunPlan:
-    """Return the plan with the serving image."""
     if not isinstance(image, NamedImage):
         return replace(
             plan, image=str(image), container_image=str(image.path if isinstance(image, ImageFile) else image)
@@ -156,23 +155,17 @@ def wait_for_server(job: SideJob, job_id: str, report: Callable[[str], None]) ->
             pass
         seen = observe_jobs([run]).get(run.id)
         if seen is not None and seen.is_final:
+            log = job.log.read_text(encoding="utf-8", errors="replace") if job.log.is_file() else ""
+            last_line = log.strip().rpartition("\n")[2]
             raise RunFailedError(
                 f"job {job_id} ended before the server answered: {seen}",
-                meaning=f"the end of its log: {_last_line(job.log)}",
+                meaning=f"the end of its log: {last_line or '(empty)'}",
                 fix=f"see {job.log}",
             )
         if seen is not None and str(seen) != shown:
             shown = str(seen)
             report(f"job {job_id}: {shown}")
         time.sleep(_POLL_SECONDS)
-
-
-def _last_line(log: Path) -> str:
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError:
-        return "(the log does not exist)"
-    return next((line for line in reversed(lines) if line.strip()), "(the log is empty)")
 
 
 def tunnel(address: str, login: str, user: str) -> str:

@@ -271,7 +271,6 @@ def _check_it_ended(run: SubmittedRun, plan: RunPlan | ScriptPlan) -> Job:
 
 
 def _has_steps_left(plan: RunPlan | ScriptPlan) -> bool:
-    """Return whether a completed run is now planned to take more steps."""
     if isinstance(plan, ScriptPlan):
         return False
     end, patience = read_last_record(plan.layout.metrics), plan.recipe.evaluation.early_stopping_patience

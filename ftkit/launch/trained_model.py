@@ -110,7 +110,6 @@ def _sha256(file: Path) -> str:
 
 
 def _on_base(model: ModelSpec, base: ModelPlan, folder: str) -> ModelSpec:
-    """Return the base model of a run's adapters, with the recipe's changes."""
     if base.weights == "random":
         what = "these are adapters on random weights, which exist only in that run."
         fix = "Continue that run itself: ftkit resume RUN training.max_steps=N."

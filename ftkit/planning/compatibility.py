@@ -100,10 +100,9 @@ def _image(cluster: ClusterProfile, request: RunRequest) -> Iterator[Problem]:
     where, key = (COMMAND_LINE, "--image") if request.image_is_explicit else ("", "image")
     runtime, image = cluster.runtime, request.image
     if runtime == "none" and request.image_is_explicit:
-        yield Problem(
-            where, key, f"cluster '{cluster.name}' has runtime 'none': the image would have no effect.",
-            "Omit --image, or use a cluster whose profile has another runtime.",
-        )  # fmt: skip
+        fix = "Omit --image, or use a cluster whose profile has another runtime."
+        what = f"cluster '{cluster.name}' has runtime 'none': the image would have no effect."
+        yield Problem(where, key, what, fix)
     if runtime != "none" and image is None:
         what = f"'{runtime}' needs an image, and none is set."
         fix = "Give --image NAME:TAG, or set 'image:' in ftkit.yaml."
@@ -111,10 +110,8 @@ def _image(cluster: ClusterProfile, request: RunRequest) -> Iterator[Problem]:
     if runtime == "docker" and isinstance(image, ImageFile):
         yield Problem(where, key, f"docker can't run a file: {image}.", "Use NAME:TAG, built by ftkit build.")
     if runtime == "pyxis" and isinstance(image, ImageFile) and image.path.suffix == ".sif":
-        yield Problem(
-            where, key, f"pyxis can't run a SIF file: {image}.",
-            "Use a .sqsh file ('ftkit import' makes one), or a cluster whose profile has runtime 'apptainer'.",
-        )  # fmt: skip
+        fix = "Use a .sqsh file ('ftkit import' makes one), or a cluster whose profile has runtime 'apptainer'."
+        yield Problem(where, key, f"pyxis can't run a SIF file: {image}.", fix)
 
 
 def check_mounts(
@@ -131,17 +128,14 @@ def check_mounts(
         return
     for owner, key, folder in folders:
         if "," in folder or ":" in folder:
-            yield Problem(
-                owner, key, f"{cluster.runtime} can't mount a path with a comma or a colon: {folder}.",
-                "Use another folder, or a symbolic link without them.",
-            )  # fmt: skip
+            what = f"{cluster.runtime} can't mount a path with a comma or a colon: {folder}."
+            yield Problem(owner, key, what, "Use another folder, or a symbolic link without them.")
         if has_control_characters(folder) and key != "workspace":
             yield Problem(owner, key, f"{cluster.runtime} can't mount a path with control characters: {folder!r}.")
     for mount in cluster.mounts:
         if "," in mount or not all(part.startswith("/") for part in mount.split(":")[:2]):
-            yield Problem(
-                f"cluster {cluster.name}", "mounts", f"not an absolute PATH or FROM:TO without commas: {mount!r}."
-            )
+            what = f"not an absolute PATH or FROM:TO without commas: {mount!r}."
+            yield Problem(f"cluster {cluster.name}", "mounts", what)
 
 
 # --- The recipe's data, profiler, trackers and image ------------------------------------------------
@@ -180,12 +174,11 @@ def _data(recipe: RecipeSpec, shape: ArchitecturePlan) -> Iterator[Problem]:
 
 def _profile(run: RunInputs) -> Iterator[Problem]:
     profile, max_steps, world_size = run.recipe.profile, run.training.max_steps, run.placement.world_size
-    if not profile.enabled:
-        return
-    if absent := [str(rank) for rank in profile.ranks if rank >= world_size]:
+    absent = [str(rank) for rank in profile.ranks if rank >= world_size]
+    if profile.enabled and absent:
         what = f"there is no rank {', '.join(absent)} in {plural(world_size, 'process')}, counted from 0."
         yield problem("profile.ranks", what)
-    if max_steps is not None and profile.num_steps > max_steps:
+    if profile.enabled and max_steps is not None and profile.num_steps > max_steps:
         what = f"takes {plural(profile.num_steps, 'step')}, the run has {max_steps}."
         yield problem("profile", what, "Use fewer wait_steps, warmup_steps, active_steps or cycles.")
 

@@ -277,7 +277,6 @@ def _plan_job(cluster: ClusterProfile, request: RunRequest, resources: Resources
 
 
 def _notes_on_fit(run: RunInputs, predicted: Fit) -> Iterator[str]:
-    """Yield suggestions for a run that doesn't fit, or that could be much faster."""
     setup, cluster, gpu = predicted.setup, run.cluster, predicted.setup.gpu
     if gpu is None:
         if cluster.scheduler == "slurm" and setup.device != "cpu":
@@ -331,7 +330,6 @@ def _notes_on_kernels(setup: Setup, image: ImageSpec | None, padding: float) -> 
 
 
 def _notes_on_data(run: RunInputs) -> Iterator[str]:
-    """Yield notes on packs, padded rows and added tokens."""
     model, padding = run.model, run.request.padding
     num_packs, batch = run.request.num_packs, run.training.global_batch_size
     if num_packs is not None and num_packs < batch:
@@ -366,7 +364,6 @@ _ESTIMATED: dict[CountSource, str] = {
 
 
 def _notes_on_model(run: RunInputs) -> Iterator[str]:
-    """Yield notes on a family whose memory and speed were not measured."""
     shape, training, image = run.shape, run.training, run.image
     if shape.is_measured:
         return

@@ -166,7 +166,11 @@ def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
     saved = layer_bytes(shape, training.compute_bytes, compiled=compiled)
     passes = ELEMENTWISE_PASSES[compiled] * (1 + RECOMPUTED_PASSES * _checkpointed_share(setup))
     moved: float = shape.num_hidden_layers * saved * passes
-    moved += EXPERT_ADAPTER_PASSES * _expert_adapter_bytes(shape, training)
+    if training.adapters is not None:  # inputs and outputs of a token's adapted experts
+        counts, targets = count_model(shape), training.adapters.targets
+        adapted = [each for each in counts.expert_matrices if each.num_ranks(targets)]
+        numbers = counts.experts_per_token * sum(each.count * (each.inputs + each.outputs) for each in adapted)
+        moved += EXPERT_ADAPTER_PASSES * training.compute_bytes * numbers
     seconds = matrices / (MATRIX_EFFICIENCY * gpu.matmul_efficiency)
     attention, recurrent = _attention_flops(setup, gpu)
     seconds += attention + (fully * attention + partly * recurrent) / 3
@@ -176,7 +180,6 @@ def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
 
 
 def _checkpointed_share(setup: Setup) -> float:
-    """Return the fraction of layers with activation checkpointing."""
     modes = setup.training.checkpointing_of_layers(setup.shape.num_hidden_layers, setup.engine)
     return 1 - modes.count("none") / len(modes)
 
@@ -240,14 +243,6 @@ def _matmul_time(shape: ArchitectureSpec, training: TrainingPlan) -> float:
     return fp8_time + routed * (1 / EXPERT_EFFICIENCY - 1)
 
 
-def _expert_adapter_bytes(shape: ArchitectureSpec, training: TrainingPlan) -> float:
-    """Count the bytes of the inputs and outputs of a token's adapted experts."""
-    counts, adapters = count_model(shape), training.adapters
-    adapted = [each for each in counts.expert_matrices if adapters is not None and each.num_ranks(adapters.targets)]
-    numbers = sum(each.count * (each.inputs + each.outputs) for each in adapted)
-    return training.compute_bytes * counts.experts_per_token * numbers
-
-
 def _collective_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> tuple[float, float]:
     """Return how long a micro-batch's collectives use the links within a node, and the network between nodes.
 
@@ -277,7 +272,6 @@ def _parts_of_weights(setup: Setup) -> tuple[float, float]:
 
 
 def _gathered_bytes(setup: Setup, *, is_last: bool) -> int:
-    """Count the bytes of weights that are all-gathered in a micro-batch."""
     times = 2
     if setup.keeps_weights:
         times = 1 if is_last or not setup.defers_sync else 0

@@ -169,10 +169,14 @@ class _Run:
         if training.shard_degree != "auto":
             yield [{"shard_degree": "auto"}]
         yield self._checkpointing()
-        yield self._smaller_micro_batches()
+        micro = training.micro_batch_size  # its divisors keep the global batch
+        yield [{"micro_batch_size": size} for size in range(micro - 1, 0, -1) if micro % size == 0]
         yield self._context_parallel()
         yield self._optimizer_states()
-        yield self._shorter_packs()
+        lengths = [training.sequence_length]
+        while lengths[-1] % 2 == 0 and lengths[-1] // 2 >= SHORTEST:
+            lengths.append(lengths[-1] // 2)
+        yield [{"sequence_length": length} for length in lengths[1:]]
         yield self._more_nodes()
         lighter = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[training.method]
         yield [{"method": value} for value in lighter if value == "lora" or training.tensor_parallel == 1]
@@ -198,19 +202,7 @@ class _Run:
             {field: value for field, value in change.items() if value != getattr(training, field)} for change in changes
         ]
 
-    def _smaller_micro_batches(self) -> list[Change]:
-        """Return the divisors of the micro-batch, which keep the global batch."""
-        now = self.setup.training.micro_batch_size
-        return [{"micro_batch_size": size} for size in range(now - 1, 0, -1) if now % size == 0]
-
-    def _shorter_packs(self) -> list[Change]:
-        lengths = [self.setup.training.sequence_length]
-        while lengths[-1] % 2 == 0 and lengths[-1] // 2 >= SHORTEST:
-            lengths.append(lengths[-1] // 2)
-        return [{"sequence_length": length} for length in lengths[1:]]
-
     def _context_parallel(self) -> list[Change]:
-        """Return the changes that divide packs among more GPUs of a node."""
         setup, training = self.setup, self.setup.training
         if not (self.can_divide_packs and setup.engine == "fsdp2" and setup.shape.is_measured):
             return []

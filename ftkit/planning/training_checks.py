@@ -205,7 +205,6 @@ def _tensor_parallel(run: RunInputs) -> Iterator[Problem]:
 
 
 def _groups(run: RunInputs, key: str, size: int) -> Iterator[Problem]:
-    """Yield the problems of groups of GPUs that divide packs."""
     per_node = run.placement.processes_per_node
     if per_node % size:
         what = f"{per_node} GPUs of a node can't be divided into groups of {size}."

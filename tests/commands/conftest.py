@@ -60,7 +60,7 @@ case "$*" in
     echo "PATH=$PWD/$3/bin:\\$PATH" >"$3/bin/activate" ;;
 "-m pip "*) ;;
 "-m ftkit.data "*) ;;
-*"-m ftkit.train "* | *"-m ftkit.train.user_script "*)
+*"-m ftkit.train "* | *"-m ftkit.train.script_process "*)
     run=$(dirname -- "${!#}")
     for rank in 0 1 2 3; do echo "hello from rank $rank" >"$run/logs/rank-0000$rank.log"; done
     while [[ -e $MACHINE/is-busy && -e /proc/$TESTS ]]; do sleep 0.05; done  # tests that are killed tidy nothing up

@@ -40,7 +40,7 @@ def test_the_end_of_a_script_is_recorded(
     layout.logs.mkdir()
     layout.plan.write_text(plan_to_json(plan))
     environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "FTKIT_STOP_FILE": "never"}
-    words = [sys.executable, "-m", "ftkit.train.user_script", str(layout.plan), "0"]
+    words = [sys.executable, "-m", "ftkit.train.script_process", str(layout.plan), "0"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     error = read_rank_error(layout.rank_error(0))
     assert (done.returncode, error and error.type) == (code, kind), done.stderr

@@ -162,7 +162,6 @@ def _count_of_experts(shape: ArchitectureSpec, adapters: LoraSpec | None) -> int
 
 
 def _count_numbers(saved: SavedTensors, shape: ArchitectureSpec) -> int:
-    """Count the elements per token of tensors of a layer."""
     return (
         saved.hidden * shape.hidden_size
         + saved.queries * shape.num_attention_heads * shape.head_dim

@@ -93,7 +93,7 @@ def test_the_copy_of_ftkit_itself_is_a_package_with_its_data() -> None:
     copy = copy_own_package()
     assert {
         "ftkit/__init__.py",
-        "ftkit/train/user_script.py",
+        "ftkit/train/script_process.py",
         "ftkit/recipes/qwen3-8b-tools-full.yaml",
     } <= copy.files.keys()
 

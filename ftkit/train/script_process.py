@@ -1,4 +1,4 @@
-"""`python -m ftkit.train.user_script PLAN [RESTARTS]`: one process of a run that executes a user's script.
+"""`python -m ftkit.train.script_process PLAN [RESTARTS]`: one process of a run that executes a user's script.
 
 torchrun starts it. It sets accelerate's environment variables, then runs the unchanged script as `__main__` in this
 process. Before the script's first optimizer step, it checks how the model is sharded, and reports it.
