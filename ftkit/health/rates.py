@@ -13,7 +13,6 @@ import time
 import timeit
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Final, Literal, TypedDict, TypeVar
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from multiprocessing.connection import Connection
     from multiprocessing.context import SpawnProcess
-    from types import ModuleType
 
     from ftkit.config.cluster import GpuModel
 
@@ -153,38 +151,33 @@ class DeviceProcesses:
 
 def _serve(connection: Connection, device: MeasuredDevice, index: int) -> None:
     """Answer requests until the other side closes; any exception of torch, CUDA or NCCL is a finding."""
+    opened = None
     while True:
         try:
             measure, question = connection.recv()
         except EOFError:
             return
-        what = f"torch can't use GPU {index}: "
         try:
-            opened = _open(device, index)
-            what = ""
+            opened = opened or _Device(device, index)
             answer = measure(opened, *question)
         except Exception as error:  # noqa: BLE001 - also a torch without CUDA, a missing or old driver, a broken GPU
+            what = "" if opened else f"torch can't use GPU {index}: "
             answer = MeasureError(f"{what}{type(error).__name__}: {one_line(error)}")
         connection.send(answer)
 
 
-@cache
-def _open(device: MeasuredDevice, index: int) -> _Device:
-    if device == "cpu":
-        os.environ["OMP_NUM_THREADS"] = "1"
-    import torch.distributed  # noqa: PLC0415
-
-    if device == "cuda":
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        torch.cuda.set_device(index)
-    return _Device(torch, device)
-
-
 class _Device:
-    def __init__(self, torch: ModuleType, device: MeasuredDevice) -> None:
+    def __init__(self, name: MeasuredDevice, index: int) -> None:
+        if name == "cpu":
+            os.environ["OMP_NUM_THREADS"] = "1"
+        import torch.distributed  # noqa: PLC0415
+
+        if name == "cuda":
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            torch.cuda.set_device(index)
         self.torch = torch
-        self.name = device
-        self.on_gpu = device == "cuda"
+        self.name = name
+        self.on_gpu = name == "cuda"
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
 
     def seconds(self, function: Callable[[], object], repeats: int) -> float:

@@ -171,9 +171,7 @@ class Connection:
         if is_loopback(host) and not self._reference.is_loopback:
             raise self.protocol_error(f"redirects to {shortened(host)}, which is this machine")
         if target.scheme == "http" and self._root.scheme == "https" and not has_digest:
-            raise self.protocol_error(
-                f"redirects to {shortened(host)} without TLS, where anyone can change the content"
-            )
+            raise self.protocol_error(f"redirects to {shortened(host)} without TLS: anyone could change the content")
         return target.geturl()
 
     def _request(
@@ -244,9 +242,7 @@ class Connection:
             raise self.protocol_error(f"names a token service with an invalid address: {shortened(realm)}")
         host = str(target.hostname)
         if target.scheme == "http" and not (is_loopback(host) and self._reference.is_loopback):
-            raise self.protocol_error(
-                f"requires the login at {shortened(host)} without TLS, where anyone could read it"
-            )
+            raise self.protocol_error(f"requires the login at {shortened(host)} without TLS: anyone could read it")
         query = {"scope": challenge.get("scope") or f"repository:{self._reference.path}:pull"}
         if challenge.get("service"):
             query["service"] = challenge["service"]
