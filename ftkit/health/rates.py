@@ -92,7 +92,7 @@ class DeviceProcesses:
         return replace(min(answers, key=lambda each: each.all_reduce), transport=transport)
 
     def close(self) -> None:
-        """End the processes, and remove their logs."""
+        """End the processes, and remove NCCL's logs."""
         self._end()
         self._logs.cleanup()
 

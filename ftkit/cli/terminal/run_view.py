@@ -79,7 +79,7 @@ class RunStatus:
 
 def read_run_status(folder: RunFolder) -> RunStatus:
     """Read the files of a run, and query its scheduler."""
-    layout, entry, facts = folder.layout, read_entry(folder), read_facts(folder.layout)
+    layout, entry, facts = folder.layout, read_entry(folder), read_facts(folder.layout, skips_steps=True)
     seen = observe_all([entry.run] if entry.run else []).state_of(entry)
     interval = facts.trainer.recipe.training.log_every_steps if facts.trainer else 1
     return RunStatus(
@@ -124,7 +124,7 @@ def show_end(run: SubmittedRun, seen: Job, terminal: Terminal) -> None:
         if failure:
             _show_failure(failure, run.layout, terminal, is_data=False)
         raise failed(run, seen, failure)
-    summary = read_history(run.layout)
+    summary = read_history(run.layout, skips_steps=True)
     results = dict(_result_facts(summary))
     if "time" in results and "progress" in results:
         results["progress"] = f"{results['progress']}, {results.pop('time')}"
