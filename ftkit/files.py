@@ -184,8 +184,7 @@ def to_json(value: object) -> str:
 def parse_json(data: str | bytes, kind: type[ValueT]) -> ValueT:
     """Parse JSON as a dataclass or another type that pydantic supports.
 
-    Raises:
-        InvalidJsonError: it is not JSON, or has another structure.
+    Raises InvalidJsonError: it is not JSON, or has another structure.
     """
     try:
         value: ValueT = _adapter(kind).validate_json(data)
@@ -225,9 +224,7 @@ def write_json(path: Path, value: object) -> None:
 def read_json(path: Path, kind: type[ValueT]) -> ValueT | None:
     """Read a small JSON file; None if there is no such file.
 
-    Raises:
-        DamagedFileError: the file can't be read, or has other content.
-        PrivateFileError: this user may not read it.
+    Raises DamagedFileError: the file can't be read, or has other content; PrivateFileError: this user may not read it.
     """
     try:
         return parse_json(read_small(path), kind)
@@ -289,8 +286,7 @@ def copy_new(path: Path, offset: int, output: IO[bytes]) -> int:
 def read_small(path: Path, max_bytes: int = _MAX_BYTES) -> bytes:
     """Read a file of at most `max_bytes`, 16 MiB unless given.
 
-    Raises:
-        OSError: it can't be read, is larger, or is a pipe or device, which might never end.
+    Raises OSError: it can't be read, is larger, or is a pipe or device, which might never end.
     """
     with open_regular(path) as file:
         content = file.read(max_bytes + 1)
@@ -302,8 +298,7 @@ def read_small(path: Path, max_bytes: int = _MAX_BYTES) -> bytes:
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file, without waiting for the writer of a pipe.
 
-    Raises:
-        OSError: it is something else, such as a pipe or device, which might never end; or it can't be opened.
+    Raises OSError: it is something else, such as a pipe or device, which might never end; or it can't be opened.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -315,8 +310,7 @@ def open_regular(path: Path) -> BufferedReader:
 def load_json(content: str | bytes) -> Any:
     """Parse JSON of others.
 
-    Raises:
-        ValueError: it is not JSON in UTF-8, is nested too deeply, or has a number of thousands of digits.
+    Raises ValueError: it is not JSON in UTF-8, is nested too deeply, or has a number of thousands of digits.
     """
     try:
         return json.loads(content.decode("utf-8") if isinstance(content, bytes) else content)

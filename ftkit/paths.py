@@ -35,8 +35,7 @@ def fixed_folder(pattern: str) -> Path:
 def absolute_path(text: str, folder: Path, where: str = "", key: str = "") -> Path:
     """Make a path absolute: a relative one is relative to `folder`; `~` and `~user` are home folders.
 
-    Raises:
-        ConfigError: the path is impossible; the message has `where` and `key`.
+    Raises ConfigError: the path is impossible; the message has `where` and `key`.
     """
     problem = path_problem(text)
     path = folder if problem else (folder / Path(text).expanduser()).absolute()

@@ -90,10 +90,8 @@ def run(
 ) -> ProgramOutput:
     """Run a program to its end and return its output, for any exit status.
 
-    `environment` replaces this process's environment, which the program inherits if it is None.
-
-    Raises:
-        ProgramTimeoutError: it did not end within `timeout_seconds`.
+    `environment` replaces this process's environment, which the program inherits if it is None. Raises
+    ProgramTimeoutError: it did not end within `timeout_seconds`.
     """
     pipe = subprocess.PIPE
     with _start(args, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, cwd=cwd, env=environment) as started:

@@ -193,17 +193,10 @@ class ClusterProfile(Spec):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        if self.scheduler == "local":
-            wrong, needed = (
-                {"runtime 'pyxis'": self.runtime == "pyxis", "stage 'local'": self.stage == "local"},
-                "slurm",
-            )
-        else:
-            wrong = {"runtime 'docker'": self.runtime == "docker", "device 'auto'": self.device == "auto"}
-            needed = "local"
-        for setting, is_set in wrong.items():
-            if is_set:
-                raise ValueError(f"{setting} needs scheduler '{needed}'")
+        needed = {("runtime", "pyxis"): "slurm", ("stage", "local"): "slurm", ("runtime", "docker"): "local"}
+        for (key, value), scheduler in (needed | {("device", "auto"): "local"}).items():
+            if getattr(self, key) == value and self.scheduler != scheduler:
+                raise ValueError(f"{key} '{value}' needs scheduler '{scheduler}'")
         if self.stage == "local" and self.node_local_kind == "memory":
             raise ValueError("stage 'local' needs a disk: here node_local_dir is in the node's memory")
         return self

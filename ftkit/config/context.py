@@ -140,10 +140,10 @@ ALLOWED: Final = frozenset([
 Others can: the file may come with a project that the user has only cloned.
 """
 _ELSEWHERE: Final = {
-    "FTKIT_CLUSTER": "set 'cluster' in ftkit.yaml",
-    "FTKIT_IMAGE": "set 'image' in ftkit.yaml",
-    "FTKIT_REGISTRY": "set 'registry' in ftkit.yaml",
-    "FTKIT_WORKSPACE": "set 'workspace' in ftkit.yaml",
+    **{
+        f"FTKIT_{key.upper()}": f"set '{key}' in {PROJECT_FILE}"
+        for key in ("cluster", "image", "registry", "workspace")
+    },
     "MLFLOW_TRACKING_URI": "set 'tracking.mlflow_uri' in the recipe",
 }
 _MAX_BYTES: Final = 2**16
@@ -158,8 +158,7 @@ def load_dotenv(project: Path, environment: MutableMapping[str, str]) -> None:
 def read_dotenv(project: Path) -> dict[str, str]:
     """Return the variables of a project's `.env`; none if there is no such file.
 
-    Raises:
-        ConfigError: with every line that can't be used.
+    Raises ConfigError with every line that can't be used.
     """
     path = project / DOTENV
     try:

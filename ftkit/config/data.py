@@ -49,8 +49,7 @@ class TaskFile(Spec):
     def functions(self) -> dict[str, ast.FunctionDef]:
         """The public functions of the file by name, read without running it.
 
-        Raises:
-            SyntaxError: the file is not Python.
+        Raises SyntaxError: the file is not Python.
         """
         parsed = ast.parse(self.text, self.file).body
         return {each.name: each for each in parsed if isinstance(each, ast.FunctionDef) and each.name[0] != "_"}

@@ -10,17 +10,7 @@ from typing import Annotated, Literal, Self, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from ftkit.spec import (
-    HUB_ID,
-    NUMBER,
-    DataPath,
-    HubIdOrFolder,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Seed,
-    Spec,
-)
+from ftkit.spec import HUB_ID, NUMBER, DataPath, HubIdOrFolder, NonNegativeInt, PositiveFloat, PositiveInt, Seed, Spec
 
 _BRACES = "write {{ and }} for braces that belong to the text"
 
@@ -29,8 +19,7 @@ _BRACES = "write {{ and }} for braces that belong to the text"
 def parse_format_string(text: str) -> tuple[tuple[str, str | None], ...]:
     """Split a format string into pieces: literal text, and the column that follows it (None after the last).
 
-    Raises:
-        ValueError: a brace is not closed, or contains more than a column's name.
+    Raises ValueError: a brace is not closed, or contains more than a column's name.
     """
     try:
         pieces = list(string.Formatter().parse(text))
@@ -62,8 +51,7 @@ FormatString = Annotated[str, AfterValidator(_check_format_string)]
 def variables_of(text: str) -> list[str]:
     """Return the variables that a Jinja template reads, in alphabetical order.
 
-    Raises:
-        ValueError: it is not a Jinja template.
+    Raises ValueError: it is not a Jinja template.
     """
     import jinja2.meta  # noqa: PLC0415 - only recipes with a template need it
 

@@ -83,8 +83,7 @@ BASE_LOCK_NAME: Final = "bases.lock"
 def read_base_lock(path: Path) -> dict[str, Digest]:
     """Return the digest of each base by its `HOST/PATH:TAG`; nothing if there is no file.
 
-    Raises:
-        ConfigError: it can't be read, or a line is not a reference with a digest.
+    Raises ConfigError: it can't be read, or a line is not a reference with a digest.
     """
     fix = "Correct it, or remove it: the next build writes a new one."
     try:

@@ -232,8 +232,7 @@ def parse_image(text: str, folder: Path, where: str = "", key: str = "--image") 
 def parse_reference(text: str, where: str = "", key: str = "") -> RegistryImage:
     """Parse `[docker://][HOST/ or HOST#]PATH[:TAG][@sha256:...]`; the default host is Docker Hub.
 
-    Raises:
-        ConfigError: it is not a valid reference.
+    Raises ConfigError: it is not a valid reference.
     """
     bare = text.removeprefix("docker://")
     if "#" in bare:
@@ -260,8 +259,7 @@ def parse_reference(text: str, where: str = "", key: str = "") -> RegistryImage:
 def parse_name(text: str) -> NamedImage:
     """Parse `NAME:TAG`, which must be valid in the docker engine and in a registry.
 
-    Raises:
-        ConfigError: it is not valid, with the reason.
+    Raises ConfigError with the reason if it is not valid.
     """
     name, _, tag = text.partition(":")
     if "/" in name or not tag or not _NAMED.fullmatch(text):

@@ -47,9 +47,7 @@ class Loaded(Generic[SpecT]):
 def read_recipe(name: str, ctx: Context, overrides: Iterable[str] = ()) -> Loaded[RecipeSpec]:
     """Read a recipe by name or path, apply `key.path=value` overrides, and validate the result.
 
-    Raises:
-        NotFoundError: there is no such recipe.
-        ConfigError: with every problem found.
+    Raises NotFoundError: there is no such recipe; ConfigError with every problem found.
     """
     layers = _override(_read_extended("recipe", _find("recipe", name, ctx), ctx), overrides)
     validate(RecipeSpec, layers)  # so that paths are resolved only if all values have the right types

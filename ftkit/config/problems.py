@@ -77,11 +77,7 @@ _LONGEST_DESCRIPTION: Final = 200
 
 
 def validate(model: type[SpecT], layers: Layers) -> SpecT:
-    """Validate `layers` as a spec.
-
-    Raises:
-        ConfigError: with the problems found, each with its origin.
-    """
+    """Validate `layers` as a spec. Raises ConfigError with the problems found, each with its origin."""
     try:
         return model.model_validate(layers.values)
     except ValidationError as error:

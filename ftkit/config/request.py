@@ -55,8 +55,7 @@ class LoadedSettings:
 def load_settings(ctx: Context, options: Layers | None = None) -> LoadedSettings:
     """Read the user's file, the project's file, `FTKIT_*` variables and options; later wins.
 
-    Raises:
-        ConfigError: with every problem found.
+    Raises ConfigError with every problem found.
     """
     layers = read_settings_layers(ctx, Settings.model_fields, options)
     files = {path: path.is_file() for path in settings_files(ctx)}

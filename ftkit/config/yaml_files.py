@@ -1,7 +1,7 @@
 """Read YAML into plain values, each with its line; any other bytes raise a ConfigError.
 
-ruamel composes the nodes, with limits: a thousand brackets would keep it busy for hours. Scalars are those of YAML
-1.2's core schema, in which a date is text.
+ruamel composes the nodes, with limits: an alias bomb or a thousand brackets would keep it busy for hours. Scalars are
+those of YAML 1.2's core schema, in which a date is text.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ log = logging.getLogger(__name__)
 MAX_BYTES: Final = 256 * 1024
 MAX_DEPTH: Final = 32
 MAX_VALUES: Final = 5_000
-"""Maximum items and values of a file."""
+"""Maximum items and values of a file, aliases expanded."""
 MAX_DIGITS: Final = 18
 """Maximum digits of an integer: those of 64 bits."""
 _LONGEST_SHOWN: Final = 200
 
 _STRING_TAGS: Final = ("!", "tag:yaml.org,2002:str")
+_MERGE_TAG: Final = "tag:yaml.org,2002:merge"
 _WORDS: Final = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
     **dict.fromkeys(("true", "True", "TRUE"), True),
@@ -53,9 +54,8 @@ _FLOAT: Final = re.compile(
 def read_yaml(path: Path) -> Layers:
     """Read a YAML 1.2 file whose top is a mapping (`1e-5` is a number, `no` a word, no key twice).
 
-    Raises:
-        NotFoundError: the file can't be read.
-        ConfigError: it is not YAML, not a mapping, or beyond the limits of this module.
+    Raises NotFoundError: the file can't be read; ConfigError: it is not YAML, not a mapping, or beyond the limits of
+    this module.
     """
     log.debug("read %s", path)
     try:
@@ -94,10 +94,8 @@ def parse_override(text: str) -> Layers:
     """Parse `key.path=value`.
 
     A value is a list (`[a, b]`), a mapping (`{a: 1}`) or quoted text, as in YAML; otherwise a single word or text, in
-    which only YAML's numbers, `true`, `false` and `null` have a meaning.
-
-    Raises:
-        ConfigError: there is no `=`, or the value is not YAML.
+    which only YAML's numbers, `true`, `false` and `null` have a meaning. Raises ConfigError: there is no `=`, or the
+    value is not YAML.
     """
     key, separator, value = text.partition("=")
     path = tuple(key.split("."))
@@ -144,46 +142,59 @@ def _scalar(text: str, where: str, line: int | None, *, is_text: bool = False) -
 
 
 class _LimitedComposer(Composer):
-    """ruamel's composer of nodes, with limits, and without anchors, which could expand to millions of values."""
+    """ruamel's composer of nodes, with limits. An alias is the same node again, and counts as often as it is used."""
 
     where = ""
     line = 1
-    num_values = nesting = 0
+    num_values = nesting = deepest = 0
+    sizes: dict[int, tuple[int, int]]
+    """Values in each complete node, by its id, and levels below it."""
 
     def compose_node(self, parent: Node | None, index: object) -> Node | None:
-        """Compose the next node, unless it exceeds a limit, or has a tag or an anchor."""
+        """Compose the next node, unless it exceeds a limit, or has a tag."""
         event = self.parser.peek_event()
         self.line = event.start_mark.line + 1
+        values_before, deepest_before = self.num_values, self.deepest
         is_key = index is None and isinstance(parent, MappingNode)
         self.num_values += not is_key
         self.nesting += 1
-        if self.num_values > MAX_VALUES or self.nesting > MAX_DEPTH + 1:
-            reason = f"the file has more than {MAX_VALUES} values, or lists nested more than {MAX_DEPTH} deep."
-            raise _error(self.where, self.line, reason, "Check the brackets.")
-        if isinstance(event, AliasEvent) or event.anchor is not None:
-            reason = "anchors and aliases (& and *) are not supported."
-            raise _error(self.where, self.line, reason, "Write the value out; put text in quotes.")
-        tag = event.tag
-        if tag is not None and not (tag in _STRING_TAGS and isinstance(event, ScalarEvent)):
-            reason = f"the tag {str(tag)!r} has no meaning here."
-            raise _error(self.where, self.line, reason, "Leave it out; put text in quotes.")
-        node: Node | None = super().compose_node(parent, index)
+        self.deepest = self.nesting
+        self._check_limits()
+        node: Node | None
+        if isinstance(event, AliasEvent):
+            node = super().compose_node(parent, index)
+            num_values, levels = self.sizes.get(id(node), (MAX_VALUES, MAX_DEPTH))  # unknown: it is inside itself
+            self.num_values += num_values
+            self.deepest += levels
+            self._check_limits()
+        else:
+            tag = event.tag
+            if tag is not None and not (tag in _STRING_TAGS and isinstance(event, ScalarEvent)):
+                reason = f"the tag {str(tag)!r} has no meaning here."
+                raise _error(self.where, self.line, reason, "Leave it out; put text in quotes.")
+            node = super().compose_node(parent, index)
+            self.sizes[id(node)] = (self.num_values - values_before, self.deepest - self.nesting)
+            if isinstance(node, ScalarNode) and tag is not None:
+                node.style = "'"  # like text in quotes
         self.nesting -= 1
-        if isinstance(node, ScalarNode) and tag is not None:
-            node.style = "'"  # like text in quotes
+        self.deepest = max(self.deepest, deepest_before)
         return node
+
+    def _check_limits(self) -> None:
+        if self.num_values > MAX_VALUES or self.deepest > MAX_DEPTH + 1:
+            reason = f"more than {MAX_VALUES} values with aliases expanded, or lists nested more than {MAX_DEPTH} deep."
+            raise _error(self.where, self.line, reason, "Check the brackets; write aliases out.")
 
 
 def _parse(text: str, where: str, origins: dict[KeyPath, str]) -> object:
     """Return the value of a text's only document, None if it has none; record the origin of each key.
 
-    Raises:
-        ConfigError: it is not YAML, has several documents, has keys twice or that are no words, or exceeds a limit.
+    Raises ConfigError: it is not YAML, has several documents, has keys twice or that are no words, or exceeds a limit.
     """
     yaml = YAML(typ="safe", pure=True)
     yaml.Composer = _LimitedComposer
     composer: _LimitedComposer = yaml.composer
-    composer.where = where
+    composer.where, composer.sizes, composer.warn_double_anchors = where, {}, False
     try:
         top: Node | None = yaml.compose(StringIO(text))
     except (YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
@@ -206,19 +217,33 @@ def _plain(node: Node, path: KeyPath, where: str, origins: dict[KeyPath, str]) -
         return [_plain(item, path, where, origins) for item in node.value]
     origins.setdefault(path, f"{where}:{line}")
     result: dict[str, object] = {}
-    for key_node, value in node.value:
+    for key, (key_line, value) in _entries(node, where).items():
+        origins[*path, key] = f"{where}:{key_line}"
+        result[key] = _plain(value, (*path, key), where, origins)
+    return result
+
+
+def _entries(mapping: Node, where: str) -> dict[str, tuple[int, Node]]:
+    """Return entries with their lines: a mapping's own, and others of the mappings in its `<<`, the first winning."""
+    own: dict[str, tuple[int, Node]] = {}
+    merged: dict[str, tuple[int, Node]] = {}
+    for key_node, value in mapping.value:
         key, line = key_node.value, key_node.start_mark.line + 1
+        if key_node.tag == _MERGE_TAG:
+            for other in value.value if isinstance(value, SequenceNode) else [value]:
+                if not isinstance(other, MappingNode):
+                    raise _error(where, line, "'<<' takes an alias of a mapping, or a list.", "Example: <<: *defaults")
+                merged = _entries(other, where) | merged
+            continue
         if not isinstance(key_node, ScalarNode):
             advice = "Write 'key: value'; put text that begins with [ or { in quotes."
             raise _error(where, line, "a key must be a word.", advice)
         if not key or not key.isprintable() or len(key) > _LONGEST_SHOWN:
             raise _error(where, line, f"{key[:_LONGEST_SHOWN]!r} can't be a key.", "A key is a short word.")
-        if key in result:
-            first = origins[*path, key].rpartition(":")[2]
-            raise _error(where, line, f"'{key}' is given twice, here and on line {first}.", "Keep one of them.")
-        origins[*path, key] = f"{where}:{line}"
-        result[key] = _plain(value, (*path, key), where, origins)
-    return result
+        if key in own:
+            raise _error(where, line, f"'{key}' is given twice, here and on line {own[key][0]}.", "Keep one of them.")
+        own[key] = line, value
+    return merged | own
 
 
 def _error(where: str, line: int | None, message: str, fix: str = "") -> ConfigError:

@@ -83,7 +83,7 @@ def _load(source: TrainedStep, ranks: Ranks, report: Callable[[str], None]) -> L
 def _send_late(layout: RunLayout, plan: RunPlan) -> None:
     """Send the trackers the evaluations that the trainer did not copy before it ended."""
     late = read_job_evaluations(layout.metrics, layout.evaluations)
-    history = read_history(layout)
+    history = read_history(layout, skips_steps=True)
     start, end = history.start, history.end
     if late and start is not None:
         # Like a run that is resumed after the last step, so that trackers keep earlier records.

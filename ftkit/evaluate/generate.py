@@ -129,16 +129,13 @@ class Reply:
 
 @dataclass
 class ChatSession:
-    """A model and the turns so far, with variables for the chat template (`options`).
-
-    `tools` are JSON schemas of the tools that the model may call; nothing is executed.
-    """
+    """A model and the turns so far."""
 
     model: GeneratingModel
     decoding: Decoding
-    options: Mapping[str, object]
+    options: Mapping[str, object]  # variables for the chat template
     system: str | None = None
-    tools: tuple[JsonObject, ...] = ()
+    tools: tuple[JsonObject, ...] = ()  # JSON schemas of tools that the model may call; nothing is executed
     messages: list[Message] = field(default_factory=list)
 
     def ask(self, text: str, on_text: Callable[[str], None] | None = None) -> Reply:

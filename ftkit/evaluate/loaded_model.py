@@ -55,12 +55,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GeneratingModel(ABC):
-    """A model ready for inference, in any engine.
+    """A model ready for inference, in any engine."""
 
-    `schedules` tells whether the engine forms its own batches, so that it gets all requests at once.
-    """
-
-    schedules: ClassVar[bool] = False
+    schedules: ClassVar[bool] = False  # the engine forms its own batches, so it gets all requests at once
     label: str
     tokenizer: PreTrainedTokenizerBase
     generation: Generation

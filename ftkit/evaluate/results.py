@@ -38,21 +38,15 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Result:
-    """A metric, before and after.
-
-    Attributes:
-        source: source of the rows; empty for all rows.
-        interval: 95% confidence interval of the change; of `after` if there is no `before`.
-        num_cases: number of rows for losses, of completions for other metrics.
-    """
+    """A metric, before and after."""
 
     metric: str
-    source: str
+    source: str  # of the rows; empty for all
     before: float | None
     after: float
     change: float | None
-    interval: Interval
-    num_cases: int
+    interval: Interval  # of 95% confidence: of the change, or of `after` if there is no `before`
+    num_cases: int  # rows for losses, completions for other metrics
     is_part: bool
     is_lower_better: bool
 

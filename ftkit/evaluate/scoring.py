@@ -107,31 +107,22 @@ _TOKENS_PER_FORWARD = 8192
 
 @dataclass(frozen=True)
 class Measured:
-    """A model's measurements.
-
-    Attributes:
-        loss: float64 [rows, 3]: summed loss, number of labels, and how many of these are the most probable token.
-        completions: the completion of each case.
-        scores: the score of each case, by metric; None if a metric does not apply.
-    """
+    """A model's measurements; `loss` is [rows, 3]: summed loss, labels, and those that are the most probable token."""
 
     loss: NDArray[np.float64]
-    completions: list[Completion]
-    scores: dict[str, list[float | None]]
+    completions: list[Completion]  # of each case
+    scores: dict[str, list[float | None]]  # of each case, by metric; None if a metric does not apply
 
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """Settings of an evaluation on at most `limit` rows of a file, or of the validation split.
+    """Settings of an evaluation on at most `limit` rows."""
 
-    Metrics of completions are selected by the data if empty. `batch_size` is the number of completions per batch.
-    """
-
-    metrics: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()  # of completions; selected by the data if empty
     limit: int = 200
     max_new_tokens: int = 128
-    batch_size: int = 16
-    file: str | None = None
+    batch_size: int = 16  # completions per batch
+    file: str | None = None  # the validation split if None
 
 
 @dataclass(frozen=True)

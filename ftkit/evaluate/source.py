@@ -27,14 +27,11 @@ _HUB_CACHE = Path("~/.cache/huggingface")
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A model or adapters in Hugging Face's layout, with its name in output.
-
-    `hub_home` is the cache for the base model of adapters, unless HF_HOME is set.
-    """
+    """A model or adapters in Hugging Face's layout, with its name in output."""
 
     folder: Path
     label: str
-    hub_home: Path = _HUB_CACHE
+    hub_home: Path = _HUB_CACHE  # the cache for the base model of adapters, unless HF_HOME is set
 
     @property
     def is_adapter(self) -> bool:

@@ -25,7 +25,7 @@ from ftkit.hub.client import (
 )
 from ftkit.models.config_json import find_contradictions
 from ftkit.models.folder import SMALL_FILES, check_folder, missing_files, read_model_config
-from ftkit.models.weight_files import CONFIG_FILE, UNREADABLE, WEIGHTS_FILE, WEIGHTS_INDEX, weight_files
+from ftkit.models.weight_files import CONFIG_FILE, UNREADABLE, WEIGHTS_FILE, WEIGHTS_INDEX, check_tensors, weight_files
 from ftkit.paths import is_path
 
 if TYPE_CHECKING:
@@ -41,10 +41,11 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> str | None:
-    """Check that a model's weights exist and may be read, and that `model.architecture` agrees with them.
+    """Check that a model's weights exist and may be read, and that `model.architecture` and config.json fit them.
 
-    Returns a warning if this can't be checked here. Raises NotFoundError
-    without such a folder, model or revision; PrerequisiteError if access is denied; ConfigError for another shape.
+    Returns a warning if this can't be checked here, or if the files have unused decoder layers. Raises NotFoundError
+    without such a folder, model or revision, or if the files contradict their config.json; PrerequisiteError if access
+    is denied; ConfigError if `model.architecture` contradicts it.
     """
     if model.weights == "random":
         return None
@@ -53,9 +54,10 @@ def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home
         folder = Path(model.weights)
         check_folder(folder)
     if folder is not None:
-        _check_shape(model, read_model_config(folder))
+        config = read_model_config(folder)
+        _check_shape(model, config)
         if is_path(model.weights) or not missing_files(folder):
-            return None
+            return check_tensors(model.architecture_of_weights, config, folder)
     wanted = repository_of(model)
     if offline := offline_variable(environment):
         cache = cache_folder(environment, default_home, *MODEL_CACHE)

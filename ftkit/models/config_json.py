@@ -7,6 +7,7 @@ family's class in transformers (`ftkit.models.families`).
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -57,11 +58,28 @@ def why_not_dequantizable(config: Mapping[str, Any]) -> str | None:
     return f"the weights are quantized by '{method}', which ftkit does not dequantize"
 
 
+_DTYPES = (
+    "bfloat16", "float16", "half", "float32", "float", "float64", "double", "float8_e4m3fn", "float8_e5m2", "int8",
+    "uint8",
+)  # fmt: skip
+"""Names of dtypes in torch that weights may have."""
+_DTYPE_ABBREVIATIONS = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
+
+
 def check_loadable(config: Mapping[str, Any], weights: str) -> None:
-    """Refuse (ConfigError) weights that ftkit does not dequantize, and name the model to use instead."""
+    """Refuse (ConfigError) weights that ftkit does not dequantize, and a `dtype` that torch does not have."""
+    where = f"config.json of {weights}"
     if (problem := why_not_dequantizable(config)) is not None:
         what = f"{problem}: fine-tuning starts from weights in bf16 or fp32."
-        raise ConfigError([Problem(f"config.json of {weights}", "model.weights", what, unquantized_fix(weights))])
+        raise ConfigError([Problem(where, "model.weights", what, unquantized_fix(weights))])
+    inner = config.get("text_config")
+    for part, key in product((config, inner if isinstance(inner, dict) else {}), ("dtype", "torch_dtype")):
+        value = part.get(key)
+        if isinstance(value, str) and value not in _DTYPES:
+            name = value.removeprefix("torch.").lower()
+            name = _DTYPE_ABBREVIATIONS.get(name, name if name in _DTYPES else "bfloat16")
+            what = f'its config.json has "{key}": "{value}", which torch does not have.'
+            raise ConfigError([Problem(where, "model.weights", what, f'Write "{key}": "{name}" in config.json.')])
 
 
 _QUANTIZED_NAME = re.compile(
@@ -150,10 +168,8 @@ def _layer_types(filled: Mapping[str, Any]) -> list[str] | None:
 def resolve_shape(model: ModelSpec, config: Mapping[str, Any] | None) -> ArchitectureSpec:
     """Return the complete shape of a model: that of its configuration, with the recipe's overrides.
 
-    `config` is the raw configuration of its weights; None if there is none, or if it can't be read from here.
-
-    Raises:
-        ConfigError: the recipe contradicts the configuration, or neither defines the complete shape.
+    `config` is the raw configuration of its weights; None if there is none, or if it can't be read from here. Raises
+    ConfigError: the recipe contradicts the configuration, or neither defines the complete shape.
     """
     given = model.architecture
     if config is None and isinstance(given, ArchitectureSpec):
@@ -171,11 +187,7 @@ def resolve_shape(model: ModelSpec, config: Mapping[str, Any] | None) -> Archite
 
 
 def read_shape(config: Mapping[str, Any], weights: str) -> ArchitectureSpec:
-    """Return the shape in a configuration.
-
-    Raises:
-        ConfigError: it is incomplete, or has impossible values.
-    """
+    """Return the shape in a configuration. Raises ConfigError: it is incomplete, or has impossible values."""
     filled = fill_config(config)
     window, every = _window_and_interval(filled)
     fields = {name: filled.get(name) for name in ArchitectureFields.model_fields if name != "rope_scaling"}

@@ -48,8 +48,7 @@ _MAX_SHOWN: Final = 3
 def check_folder(folder: Path) -> None:
     """Check that a folder of weights exists, with a configuration and safetensors that are not truncated.
 
-    Raises:
-        NotFoundError: it is missing, incomplete, or in another format.
+    Raises NotFoundError: it is missing, incomplete, or in another format.
     """
     if folder.is_file():
         if folder.suffix.lower() == ".gguf":
@@ -101,8 +100,7 @@ def check_folder(folder: Path) -> None:
 def check_adapters(folder: Path) -> None:
     """Check that a folder of peft's adapters has their weights, as safetensors that are not truncated.
 
-    Raises:
-        NotFoundError: they are missing, incomplete, or in another format.
+    Raises NotFoundError: they are missing, incomplete, or in another format.
     """
     if not (folder / ADAPTER_FILE).is_file():
         raise NotFoundError(

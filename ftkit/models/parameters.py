@@ -50,8 +50,7 @@ def _count_shape(shape: ArchitectureSpec) -> ModelCounts:
 def count_by_config(config: Mapping[str, Any]) -> ModelCounts:
     """Count the parameters of a model from its raw config.json: exact with a formula, an estimate without one.
 
-    Raises:
-        KeyError: the configuration of an unknown family lacks required keys.
+    Raises KeyError: the configuration of an unknown family lacks required keys.
     """
     filled = fill_config(config)
     return _count(filled, "formula" if family_of(str(filled.get("model_type"))).has_formula else "config")

@@ -1,20 +1,24 @@
-"""A model's weight files: the tensors in them, from the headers of safetensors."""
+"""A model's weight files: the tensors in them, from the headers of safetensors, and whether config.json fits them."""
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import eq
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ftkit.errors import NotFoundError
+from ftkit.errors import NotFoundError, plural
 from ftkit.files import MAX_JSON_BYTES, load_json, open_regular, read_small
+from ftkit.models.architecture import ArchitecturePlan
+from ftkit.models.families import family_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from ftkit.models.architecture import ArchitectureFields, Linear
 
 CONFIG_FILE = "config.json"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -71,8 +75,7 @@ def weight_files(folder: Path) -> list[str]:
 def read_index(folder: Path) -> dict[str, str]:
     """Return the file of each tensor, from the index; a damaged one raises one of `UNREADABLE`.
 
-    Raises:
-        NotFoundError: it lists a file outside the folder, or one that can't exist.
+    Raises NotFoundError: it lists a file outside the folder, or one that can't exist.
     """
     places: dict[str, str] = load_json(read_small(folder / WEIGHTS_INDEX, MAX_JSON_BYTES))["weight_map"]
     for file in set(places.values()):
@@ -147,3 +150,72 @@ def _read_header(path: Path, _: tuple[int, int, int]) -> Mapping[str, StoredTens
         )
         for name, entry in header.items()
     }
+
+
+# --- Compared with config.json ----------------------------------------------------------------------
+
+_LAYER = re.compile(r"((model|transformer|gpt_neox|backbone)\.)?(layers|h|blocks)\.(?P<number>\d+)\.")
+"""Prefix of the tensors of a decoder layer."""
+_PREDICTING = re.compile("nextn|mtp")
+"""Keys of config.json that count layers which predict further tokens. They follow the decoder layers, untrained."""
+_SHOWN = 3
+
+
+def check_tensors(shape: ArchitectureFields, config: Mapping[str, Any], folder: Path) -> str | None:
+    """Compare complete weight files with the model that is built from config.json, if its parameters are counted.
+
+    Return a warning if the files have more decoder layers; for families without a formula, whose files may have other
+    tensors than their class, also if they have fewer layers or tensors of other shapes. Raises NotFoundError: the files
+    of a family with a formula have fewer layers, or tensors of other shapes.
+    """
+    if not isinstance(shape, ArchitecturePlan) or shape.counts is None:
+        return None
+    try:
+        stored = {text_name(name): tensor.kind[1] for name, tensor in tensors_of_model(folder).items()}
+    except UNREADABLE:
+        return None  # damaged files in the hub's cache are refused by the run
+    num = 1 + max((int(found["number"]) for name in stored if (found := _LAYER.match(name))), default=-1)
+    of_config = shape.num_hidden_layers
+    wrong = [*_wrong_shapes(shape, shape.counts.linears, stored)] if shape.counts.is_exact else []
+    if 0 < num < of_config:
+        found_layers = f"the files have {plural(num, 'decoder layer')}"
+        wrong.insert(0, f"{found_layers}, {CONFIG_FILE} says {of_config} (num_hidden_layers)")
+    if wrong:
+        shown = wrong[:_SHOWN] + ([f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else [])
+        what = f"{folder / CONFIG_FILE} contradicts the weight files: {'; '.join(shown)}"
+        if not family_of(shape.family).has_formula:
+            return f"{what}: the trainer will refuse them if {CONFIG_FILE} is not that of these files"
+        raise NotFoundError(
+            f"model.weights: {what}",
+            meaning=f"{CONFIG_FILE} was edited, or it belongs to another model than the files",
+            fix="copy or download the folder again",
+        )
+    num_predicting = sum(value for key, value in config.items() if _PREDICTING.search(key) and type(value) is int)
+    if num <= of_config + num_predicting:
+        return None
+    return (
+        f"the weight files in {folder} have {num} decoder layers, its {CONFIG_FILE} says {of_config} "
+        f"(num_hidden_layers): the run trains and exports only the first {of_config}; if that is not intended, copy or "
+        f"download {CONFIG_FILE} again"
+    )
+
+
+def _wrong_shapes(
+    shape: ArchitecturePlan, linears: tuple[Linear, ...], stored: Mapping[str, tuple[int, ...]]
+) -> Iterator[str]:
+    """Yield the tensors that differ: tables, and linear layers except those of routed experts."""
+    tables = ("embed_tokens", "lm_head")
+    sizes = {name: [(shape.vocab_size, shape.hidden_size)] for name in tables}
+    for each in linears:
+        sizes.setdefault(each.name, []).append((each.outputs, each.inputs))
+    if not family_of(shape.family).has_formula:  # GPT-2 has [inputs, outputs], Moshi a row more
+        sizes = {name: [*own, *((b, a) for a, b in own), *((a + 1, b) for a, b in own)] for name, own in sizes.items()}
+    for name, size in stored.items():
+        module, _, kind = name.removeprefix("model.").rpartition(".")
+        layer = _LAYER.match(name)
+        is_compared = module in tables
+        if layer:
+            is_compared = int(layer["number"]) < shape.num_hidden_layers and ".experts." not in name
+        expected = sizes.get(module.rpartition(".")[2], []) if kind == "weight" and is_compared else []
+        if expected and len(size) == len(expected[0]) and size not in expected:
+            yield f"'{name}' has shape {[*size]} in the files, and {[*expected[0]]} by {CONFIG_FILE}"

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 SIGNED_AS: Purpose = "ftkit-bundle"
 _MAX_MEMBER_BYTES = 2**30
-_DATA_MANIFEST = "data-manifest.json"
-_RECIPE = "recipe.json"
-_LOCK = "requirements.lock"
 
 
 def write_bundle(layout: RunLayout, path: Path, lock: Path | None = None) -> list[str]:
@@ -43,9 +40,9 @@ def write_bundle(layout: RunLayout, path: Path, lock: Path | None = None) -> lis
         layout.manifest, layout.plan, layout.script, layout.preparation_script, layout.submission, layout.metrics,
         layout.report, layout.code_changes, layout.original,
     ]  # fmt: skip
-    sources = {file.name: file for file in files} | {_DATA_MANIFEST: data.manifest}
-    sources |= {_LOCK: lock} if lock else {}
-    contents = {_RECIPE: to_json(manifest.get("resolved_recipe", {})).encode()}
+    sources = {file.name: file for file in files} | {"data-manifest.json": data.manifest}
+    sources |= {"requirements.lock": lock} if lock else {}
+    contents = {"recipe.json": to_json(manifest.get("resolved_recipe", {})).encode()}
     for name, file in sources.items():
         try:
             if file.is_file():

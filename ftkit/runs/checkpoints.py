@@ -42,22 +42,16 @@ class BestEvaluation:
 class TrainState:
     """State of a run besides weights and optimizer states.
 
-    Attributes:
-        fingerprint: `DataManifest.identity` of its data.
-        best: None if evaluations are not compared.
-        evaluations_without_improvement: consecutive ones, up to the newest.
-        num_packs: packs in these steps, each counted as often as it was trained. The last step of an epoch that was
-            planned as the last one may have had fewer than a batch.
-        num_tokens: tokens of the documents in these packs, without padding; `num_targets` of them count in the loss.
+    The last step of an epoch that was planned as the last one may have had fewer packs than a batch.
     """
 
     step: int
-    fingerprint: str
-    best: BestEvaluation | None = None
-    evaluations_without_improvement: int = 0
-    num_packs: int = 0
-    num_tokens: int = 0
-    num_targets: int = 0
+    fingerprint: str  # `DataManifest.identity` of its data
+    best: BestEvaluation | None = None  # None if evaluations are not compared
+    evaluations_without_improvement: int = 0  # consecutive ones, up to the newest
+    num_packs: int = 0  # each counted as often as it was trained
+    num_tokens: int = 0  # of the documents in these packs, without padding
+    num_targets: int = 0  # those of them that count in the loss
 
 
 @dataclass(frozen=True)
@@ -69,11 +63,7 @@ class SavedFile:
 
     @classmethod
     def of(cls, path: Path) -> SavedFile:
-        """Read a file, and return its size and digest.
-
-        Raises:
-            OSError: it can't be read.
-        """
+        """Read a file, and return its size and digest."""
         with open_regular(path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         return cls(path.stat().st_size, digest)

@@ -34,17 +34,10 @@ class LossPoint:
 
 @dataclass(frozen=True)
 class RunResults:
-    """The results of a run as in its `History`; None if unknown.
+    """The results of a run as in its `History` and `GpuSummary`; None if unknown.
 
-    Attributes:
-        predicted_gib: the plan's prediction of the peak memory of a device.
-        measured_gib: peak memory of a device, the largest over ranks and stages.
-        restart_reasons: for each restart, why the start before it ended; None if it was not recorded.
-        num_processes: number of processes of the newest start; each has one GPU.
-        cost: cost of the GPUs of each start in `held_seconds`, by the cluster's `price_per_gpu_hour`, in its currency.
-        gpu_utilization: mean in percent, measured by the nodes' samplers, as is the next one.
-        gpu_power: mean of a GPU, in W.
-        energy_kwh: energy of all GPUs.
+    Memory is the peak of a device, as planned and as measured. `cost` is that of the GPUs of each start in
+    `held_seconds`, in the currency of the cluster's `price_per_gpu_hour`.
     """
 
     step: int | None = None
@@ -69,16 +62,13 @@ class RunResults:
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run in a comparison: its inputs, by section and key, and its loss by step; repeated steps occur once.
-
-    `metrics_problem` tells which records can't be read, and why; empty if all can.
-    """
+    """A run in a comparison."""
 
     id: str
-    inputs: dict[str, dict[str, object]]
+    inputs: dict[str, dict[str, object]]  # by section and key
     results: RunResults
-    curve: tuple[LossPoint, ...]
-    metrics_problem: str = ""
+    curve: tuple[LossPoint, ...]  # repeated steps occur once
+    metrics_problem: str = ""  # which records can't be read, and why
 
 
 @dataclass(frozen=True)
@@ -96,10 +86,7 @@ _Losses = list[tuple[int, tuple[float, ...]]]
 
 @dataclass(frozen=True)
 class AlignedLosses:
-    """The number of places where each of several runs has a record, and some of these, with the loss of every run.
-
-    `by` is what is equal there.
-    """
+    """Places where all of several runs have a record, by what is equal there: some of them, with each run's loss."""
 
     by: AlignedBy
     num_common: int
@@ -108,16 +95,12 @@ class AlignedLosses:
 
 @dataclass(frozen=True)
 class CurveComparison:
-    """A run's loss curve compared with the first run's, where both have a record.
-
-    `largest_difference` is that of finite losses; `first_difference` the tokens or the step after which the losses
-    differ for the first time. Both are None if there is none.
-    """
+    """A run's loss curve compared with the first run's, where both have a record."""
 
     by: AlignedBy
     num_common: int
-    largest_difference: float | None
-    first_difference: int | None
+    largest_difference: float | None  # of finite losses
+    first_difference: int | None  # the tokens or the step after which losses differ for the first time
 
 
 def read_run(layout: RunLayout) -> ComparedRun:

@@ -18,20 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts of a run.
+    """Facts of a run."""
 
-    Attributes:
-        plan: None if it can't be read: usually, another version of ftkit wrote it.
-        doubts: reasons why the run can't be repeated exactly.
-        verdict: whether it reproduced the run that it repeats; None if it repeats none.
-    """
-
-    plan: RunPlan | ScriptPlan | None
+    plan: RunPlan | ScriptPlan | None  # None if it can't be read: usually, another version of ftkit wrote it
     plan_problem: str
     history: History
     stragglers: list[Straggler]
-    doubts: list[str]
-    verdict: Verdict | None
+    doubts: list[str]  # why the run can't be repeated exactly
+    verdict: Verdict | None  # None if it repeats no run
     samples: list[NodeSample]
     gpus: GpuSummary | None
 
@@ -46,8 +40,8 @@ class RunFacts:
         return self.plan.script if isinstance(self.plan, ScriptPlan) else None
 
 
-def read_facts(layout: RunLayout) -> RunFacts:
-    """Read the facts of a run."""
+def read_facts(layout: RunLayout, *, skips_steps: bool = False) -> RunFacts:
+    """Read the facts of a run; `skips_steps` as in `read_history`."""
     plan, problem = None, ""
     try:
         plan = read_job_plan(layout)
@@ -55,6 +49,12 @@ def read_facts(layout: RunLayout) -> RunFacts:
         problem = error.what
     samples = read_samples(layout)
     return RunFacts(
-        plan, problem, read_history(layout), find_stragglers(read_timings(layout)), explain_missing_digests(layout),
-        judge(layout), samples, summarize_samples(samples),
-    )  # fmt: skip
+        plan=plan,
+        plan_problem=problem,
+        history=read_history(layout, skips_steps=skips_steps),
+        stragglers=find_stragglers(read_timings(layout)),
+        doubts=explain_missing_digests(layout),
+        verdict=judge(layout),
+        samples=samples,
+        gpus=summarize_samples(samples),
+    )

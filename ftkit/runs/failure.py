@@ -131,18 +131,12 @@ def first_error(layout: RunLayout, *, since: float) -> RankError | None:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run failed, with the error of the rank that failed first, if a rank recorded one.
+    """Why a run failed, with the error of the rank that failed first, if a rank recorded one."""
 
-    Attributes:
-        exit_code: the error's exit code if the user can act on it, else that of a failed run.
-        can_resume: whether the run can continue as planned once the cause is fixed.
-        is_in_code: whether the user's code failed: the run has a copy of it, which `ftkit resume` would start again.
-    """
-
-    exit_code: int
+    exit_code: int  # the error's if the user can act on it, else that of a failed run
     error: RankError | None
-    can_resume: bool = True
-    is_in_code: bool = False
+    can_resume: bool = True  # as planned, once the cause is fixed
+    is_in_code: bool = False  # the user's code failed: `ftkit resume` would start the run's copy of it again
 
 
 def explain_failure(run: SubmittedRun, seen: Job) -> Failure | None:

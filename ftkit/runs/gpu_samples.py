@@ -26,51 +26,33 @@ _MAX_PARTS: Final = 240
 
 @dataclass(frozen=True)
 class GpuSample:
-    """Utilization of a GPU at one time; None for values that it does not measure.
+    """Utilization of a GPU at one time; None for values that it does not measure."""
 
-    Attributes:
-        index: NVML's index.
-        utilization: percentage of the last moments in which a kernel ran.
-        sm_activity: percent of the SMs that were busy since the last sample (Hopper and newer).
-        power: in W.
-        temperature: in degrees Celsius.
-        clock: clock of the SMs, in MHz.
-        energy: in J since the driver was loaded.
-        throttle: why clocks are below the requested ones.
-        nvlink_bytes: sent and received since the driver was loaded.
-    """
-
-    index: int
-    utilization: float | None = None
-    sm_activity: float | None = None
+    index: int  # NVML's
+    utilization: float | None = None  # percentage of the last moments in which a kernel ran
+    sm_activity: float | None = None  # percent of the SMs that were busy since the last sample (Hopper and newer)
     memory_gib: float | None = None
-    power: float | None = None
-    temperature: float | None = None
-    clock: float | None = None
-    energy: float | None = None
-    throttle: tuple[str, ...] = ()
-    nvlink_bytes: float | None = None
+    power: float | None = None  # W
+    temperature: float | None = None  # degrees Celsius
+    clock: float | None = None  # of the SMs, in MHz
+    energy: float | None = None  # J since the driver was loaded
+    throttle: tuple[str, ...] = ()  # why clocks are below the requested ones
+    nvlink_bytes: float | None = None  # sent and received since the driver was loaded
 
 
 @dataclass(frozen=True)
 class NodeSample:
-    """The GPUs of one node at one time, in seconds since the epoch.
-
-    `network_bytes` were sent and received by its adapters since it was booted.
-    """
+    """The GPUs of one node at one time, in seconds since the epoch."""
 
     time: float
     host: str
-    network_bytes: float
+    network_bytes: float  # sent and received by the node's adapters since it was booted
     gpus: tuple[GpuSample, ...]
 
 
 @dataclass(frozen=True)
 class GpuSummary:
-    """Means, peaks and sums of a run's samples in the units of `GpuSample`; None for values that were not measured.
-
-    `throttled` has the fraction of the samples in which clocks were limited, by reason.
-    """
+    """Means, peaks and sums of a run's samples in the units of `GpuSample`; None for values that were not measured."""
 
     num_gpus: int
     utilization: float | None
@@ -79,20 +61,16 @@ class GpuSummary:
     peak_memory_gib: float | None
     peak_temperature: float | None
     energy_kwh: float | None
-    throttled: dict[str, float]
+    throttled: dict[str, float]  # the fraction of the samples in which clocks were limited, by reason
 
 
 @dataclass(frozen=True)
 class GpuCurve:
-    """One number of all GPUs over a run's time, in equal parts of it; NaN where nothing was sampled.
+    """One number of all GPUs over a run's time, in equal parts of it; NaN where nothing was sampled."""
 
-    `seconds` are the middle of each part, `mean` is over the samples of all GPUs, `lowest` and `highest` are the
-    extremes of the GPUs' means.
-    """
-
-    seconds: tuple[float, ...] = ()
+    seconds: tuple[float, ...] = ()  # the middle of each part
     mean: tuple[float, ...] = ()
-    lowest: tuple[float, ...] = ()
+    lowest: tuple[float, ...] = ()  # of the GPUs' means
     highest: tuple[float, ...] = ()
 
 

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, TypeVar
@@ -14,7 +15,7 @@ from ftkit.files import read_json_if_valid
 from ftkit.runs.ends import End
 from ftkit.runs.job import Job, RunState
 from ftkit.runs.lease import current_holder
-from ftkit.runs.metrics_file import find_damage, read_last_record
+from ftkit.runs.metrics_file import find_damage, read_last_record, read_last_step
 from ftkit.runs.records import (
     AnomalyRecord,
     CheckpointRecord,
@@ -49,58 +50,41 @@ _STALLED_STEPS = 10
 
 @dataclass(frozen=True)
 class Restart:
-    """A later start of a run's training, with its Slurm job, if it has one, and the host of rank 0.
-
-    `step` is that of the checkpoint that it continued from; None if it ended before. `reason` tells why the previous
-    start ended; None if it was not recorded.
-    """
+    """A later start of a run's training."""
 
     time: float
-    step: int | None
-    job_id: str
-    host: str
-    reason: End | None
+    step: int | None  # of the checkpoint that it continued from; None if it ended before
+    job_id: str  # of Slurm; empty without it
+    host: str  # of rank 0
+    reason: End | None  # why the previous start ended; None if it was not recorded
 
 
 @dataclass(frozen=True)
 class History:
-    """The records of a run, in the order of time; None for those that don't exist yet.
+    """The records of a run, in the order of time; None for those that don't exist yet. A repeated step occurs once.
 
-    Attributes:
-        steps: records by step; a repeated step occurs once.
-        steady: the records for the throughput: all but the first of each start, which compiles and allocates.
-        speeds: tokens per second of one process in these records.
-        memory: the record with the highest peak of each stage.
-        start_up: when the last start completed its first step.
-        failed_checkpoint: after the newest checkpoint that could be written.
-        anomalies: in the order of steps; a repeated step occurs once.
-        sharding: of a script's model.
-        spans: the time by activity, without gaps.
-        process_seconds: seconds in which the run occupied its processes, times their number in each start: those that
-            cost.
-        training_seconds: between the first and the last record of each start's training, without the time in the queue.
-        problem: which records can't be read, and why; empty if all can.
+    `training_seconds` are those between the first and the last record of each start's training.
     """
 
     starts: tuple[StartRecord, ...] = ()
     restarts: tuple[Restart, ...] = ()
     steps: dict[int, StepRecord] = field(default_factory=dict)
-    steady: tuple[StepRecord, ...] = ()
-    speeds: tuple[float, ...] = ()
-    memory: tuple[MemoryRecord, ...] = ()
+    steady: tuple[StepRecord, ...] = ()  # for the throughput: not the first of each start, which compiles and allocates
+    speeds: tuple[float, ...] = ()  # tokens per second of one process in these
+    memory: tuple[MemoryRecord, ...] = ()  # the one with the highest peak of each stage
     checks: VerificationRecord | None = None
-    start_up: FirstStepRecord | None = None
+    start_up: FirstStepRecord | None = None  # of the last start
     evaluations: tuple[EvaluationRecord, ...] = ()
     checkpoint: CheckpointRecord | None = None
-    failed_checkpoint: FailedCheckpointRecord | None = None
-    anomalies: tuple[AnomalyRecord, ...] = ()
+    failed_checkpoint: FailedCheckpointRecord | None = None  # after the newest checkpoint that could be written
+    anomalies: tuple[AnomalyRecord, ...] = ()  # in the order of steps
     end: EndRecord | None = None
-    sharding: ShardingRecord | None = None
+    sharding: ShardingRecord | None = None  # of a script's model
     script_step: ScriptStepRecord | None = None
-    spans: tuple[Span, ...] = ()
-    process_seconds: float | None = None
+    records: tuple[Record, ...] = ()  # all, in the order of the file, without evaluations by separate jobs
+    start_times: tuple[float, ...] = ()  # of the processes of each start, according to the manifest
     training_seconds: float | None = None
-    problem: str = ""
+    problem: str = ""  # which records can't be read, and why
 
     @property
     def start(self) -> StartRecord | None:
@@ -148,6 +132,23 @@ class History:
         """The peak of a device's memory, the largest over ranks and stages."""
         return max((each.largest_peak_gib for each in self.memory), default=None)
 
+    @cached_property
+    def _timeline(self) -> Timeline:
+        timeline = Timeline(self.start_times)
+        for record in self.records:
+            timeline.add(record)
+        return timeline
+
+    @property
+    def spans(self) -> list[Span]:
+        """The time by activity, without gaps."""
+        return self._timeline.spans
+
+    @property
+    def process_seconds(self) -> float | None:
+        """Seconds in which the run occupied its processes, times their number in each start: those that cost."""
+        return self._timeline.process_seconds() if self.starts else None
+
     @property
     def held_seconds(self) -> float | None:
         """Seconds in which the run occupied its processes, including start-up and repeated steps."""
@@ -192,15 +193,18 @@ class History:
         return (last.num_steps - last.step) * last.step_seconds
 
 
-def read_history(layout: RunLayout) -> History:
+def read_history(layout: RunLayout, *, skips_steps: bool = False) -> History:
     """Read the history of a run from its folder, with the paths that its files have now: it may have been moved.
 
-    Missing or damaged records are skipped.
+    Missing or damaged records are skipped. With `skips_steps`, only the first step of each start and the last step are
+    read: a sixth of the time on a long run, but throughput, spans, and training time are then wrong.
     """
-    records: list[Record] = []
-    problem = find_damage(layout.metrics, records=records)
+    found: list[Record] = []
+    problem = find_damage(layout.metrics, records=found, skips_steps=skips_steps)
+    if skips_steps and (last_step := read_last_step(layout.metrics)) and last_step not in found:
+        found.append(last_step)
+    records = tuple(each for each in found if not (isinstance(each, EvaluationRecord) and each.when == "job"))
     manifest_starts = _read_manifest_starts(layout)
-    timeline = Timeline([time for time, _ in manifest_starts])
     steps: dict[int, StepRecord] = {}
     steady: list[tuple[StepRecord, float]] = []
     trained: list[tuple[float, float]] = []
@@ -209,9 +213,6 @@ def read_history(layout: RunLayout) -> History:
     num_processes = 1
     is_first = True
     for record in records:
-        if isinstance(record, EvaluationRecord) and record.when == "job":
-            continue  # another job's time
-        timeline.add(record)
         newest[type(record)] = record
         match record:
             case StartRecord():
@@ -245,15 +246,15 @@ def read_history(layout: RunLayout) -> History:
         memory=tuple(memory.values()),
         checks=_newest(newest, VerificationRecord),
         start_up=_newest(newest, FirstStepRecord),
-        evaluations=_all(records, EvaluationRecord),
+        evaluations=_all(found, EvaluationRecord),
         checkpoint=checkpoint and replace(checkpoint, path=str(layout.checkpoint(checkpoint.step))),
         failed_checkpoint=_newest(newest, FailedCheckpointRecord),
         anomalies=tuple(anomalies[key] for key in sorted(anomalies)),
         end=replace(end, export=str(layout.export)) if end and end.export else end,
         sharding=_newest(newest, ShardingRecord),
         script_step=_newest(newest, ScriptStepRecord),
-        spans=tuple(timeline.spans),
-        process_seconds=timeline.process_seconds() if starts else None,
+        records=records,
+        start_times=tuple(time for time, _ in manifest_starts),
         training_seconds=sum(end - begin for begin, end in trained) if trained else None,
         problem=problem,
     )
@@ -299,15 +300,11 @@ def _restarts(starts: Sequence[_Start], records: Sequence[StartRecord]) -> tuple
 
 @dataclass(frozen=True)
 class Silence:
-    """A running job that has written no record for some seconds.
-
-    `is_stalled` tells whether that is much longer than the run's pace explains; `is_alive`, whether its trainer still
-    renews its lease.
-    """
+    """A running job that has written no record for some seconds."""
 
     seconds: float
-    is_stalled: bool
-    is_alive: bool
+    is_stalled: bool  # that is much longer than the run's pace explains
+    is_alive: bool  # its trainer still renews its lease
 
 
 def measure_silence(layout: RunLayout, seen: Job, log_every_steps: int, now: float) -> Silence | None:

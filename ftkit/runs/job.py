@@ -82,27 +82,17 @@ CAUSES = {state: cause for cause, state in STATES.items()}
 
 @dataclass(frozen=True)
 class Job:
-    """A run's job as its scheduler reports it, or as the run's files tell. Times are seconds since the epoch.
+    """A run's job as its scheduler reports it, or as the run's files tell. Times are seconds since the epoch."""
 
-    Attributes:
-        id: None if the run was never submitted, or that can't be read.
-        is_final: whether the job has ended and will not continue by itself.
-        reason: why it waits or failed, according to the scheduler or ftkit.
-        exit_code: of the job script, once it ended.
-        nodes: names of the nodes, as the scheduler writes them.
-        started: when the job started, or is expected to.
-        cause: why it ended, if that is known and not in the state itself.
-    """
-
-    id: JobId | None
+    id: JobId | None  # None if the run was never submitted, or that can't be read
     state: RunState
-    is_final: bool = False
-    reason: str = ""
-    exit_code: int | None = None
-    nodes: str = ""
-    started: Seconds | None = None
+    is_final: bool = False  # it has ended and will not continue by itself
+    reason: str = ""  # why it waits or failed, according to the scheduler or ftkit
+    exit_code: int | None = None  # of the job script
+    nodes: str = ""  # as the scheduler writes them
+    started: Seconds | None = None  # or is expected to
     ended: Seconds | None = None
-    cause: Cause | None = None
+    cause: Cause | None = None  # why it ended, if that is known and not in the state itself
 
     def __str__(self) -> str:
         return f"{self.state}: {self.reason}" if self.reason else str(self.state)
@@ -110,24 +100,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Submission:
-    """One submission of a run's script.
-
-    Attributes:
-        submitted: when, in seconds since the epoch.
-        host: the machine that it was submitted on; for `local`, the one that it runs on.
-        process_start: distinguishes the process from a later one with the same id (`ftkit.process.start_time`).
-        messages: the scheduler's output at submission.
-        preparation_job_id: the job that prepares data and weights, which this one waits for.
-    """
+    """One submission of a run's script."""
 
     scheduler: SchedulerName
     job_id: JobId
-    submitted: Seconds
-    host: str
-    process_start: str = ""
-    messages: str = ""
+    submitted: Seconds  # since the epoch
+    host: str  # where it was submitted; for `local`, where it runs
+    process_start: str = ""  # tells the process from a later one with the same id (`ftkit.process.start_time`)
+    messages: str = ""  # the scheduler's output at submission
     earlier_job_ids: tuple[JobId, ...] = ()
-    preparation_job_id: JobId | None = None
+    preparation_job_id: JobId | None = None  # prepares data and weights; this one waits for it
 
 
 @dataclass(frozen=True)

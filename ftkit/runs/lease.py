@@ -54,23 +54,15 @@ class FolderHeldError(TrainingError):
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lease.
-
-    Attributes:
-        machine: identifies the machine and the process namespace of `pid`.
-        process_start: distinguishes it from a later process with the same id.
-        job_id: its Slurm job; empty without Slurm.
-        since: when it acquired the lease, in seconds since the epoch.
-        start: number of times that Slurm restarted its job, and the id of its job step since then.
-    """
+    """The process that holds a lease."""
 
     host: str
-    machine: str
+    machine: str  # identifies the machine and the process namespace of `pid`
     pid: int
-    process_start: str
-    job_id: str
-    since: float
-    start: tuple[int, int] = (0, 0)
+    process_start: str  # tells it from a later process with the same id
+    job_id: str  # of Slurm; empty without it
+    since: float  # seconds since the epoch
+    start: tuple[int, int] = (0, 0)  # how often Slurm restarted the job, and the id of the job step since then
 
     @classmethod
     def here(cls) -> Holder:

@@ -41,8 +41,7 @@ class PlanEntry:
 
     cluster: ClusterEntry
     container_image: str | None
-    num_steps: Count | None = None
-    """None also for a script."""
+    num_steps: Count | None = None  # None also for a script
     sweep: SweepEntry | None = None
 
     @property
@@ -53,16 +52,13 @@ class PlanEntry:
 
 @dataclass(frozen=True)
 class RunEntry:
-    """A run according to its own files.
-
-    `damage` tells what is wrong with them; `is_private`, whether that is only that this user may not read them.
-    """
+    """A run according to its own files."""
 
     folder: RunFolder
     plan: PlanEntry | None
     run: SubmittedRun | None
-    damage: str
-    is_private: bool = False
+    damage: str  # what is wrong with the files
+    is_private: bool = False  # only that this user may not read them
 
     @property
     def sweep(self) -> SweepEntry | None:

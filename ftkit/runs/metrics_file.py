@@ -57,14 +57,16 @@ def read_job_evaluations(metrics: Path, evaluations: Path) -> list[EvaluationRec
     return [record for record in records if (record.step, record.time) not in known]
 
 
-def find_damage(path: Path, *, tail_bytes: int | None = None, records: list[Record] | None = None) -> str:
+def find_damage(
+    path: Path, *, tail_bytes: int | None = None, records: list[Record] | None = None, skips_steps: bool = False
+) -> str:
     """Return which records can't be read, and why; empty if all can, or if there is no file yet.
 
     Readers skip such records, so a run with an unreadable file would look like one that has not started. With
     `tail_bytes`, only the lines in so many bytes at the end of the file are checked. The readable ones are appended to
-    `records`.
+    `records`; with `skips_steps`, without the steps after the first one of each start.
     """
-    num_damaged, where = 0, ""
+    num_damaged, where, has_step = 0, "", False
     try:
         with open_regular(path) as file:
             size = file.seek(0, 2)
@@ -73,10 +75,13 @@ def find_damage(path: Path, *, tail_bytes: int | None = None, records: list[Reco
                 file.readline()  # the rest of a line
                 where = " near its end"
             for line in _short_lines(file):
-                if records is not None and (record := from_line(line)) is not None:
+                is_skipped = records is None or (skips_steps and has_step and line.startswith(_STEP_LINE))
+                record = None if is_skipped else from_line(line)
+                if records is not None and record is not None:
                     records.append(record)
-                else:  # the last line may still be being written
-                    num_damaged += line.endswith(b"\n") and is_damaged(line)
+                    has_step = isinstance(record, StepRecord) or (has_step and not isinstance(record, StartRecord))
+                elif line.endswith(b"\n"):  # the last line may still be being written
+                    num_damaged += is_damaged(line)
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except PermissionError:

@@ -64,13 +64,10 @@ class VerificationRecord(Record, event="proof"):
 
 @dataclass(frozen=True)
 class MemoryRecord(Record, event="memory"):
-    """The memory of the device at the end of a stage, and its peak, in GiB: on rank 0, and the largest over the ranks.
-
-    On CPUs, allocated and reserved are the process's resident set.
-    """
+    """The memory of the device at the end of a stage, and its peak, in GiB: on rank 0, and the largest over ranks."""
 
     stage: str
-    allocated_gib: float
+    allocated_gib: float  # on CPUs, the process's resident set, as is the reserved memory
     peak_gib: float
     reserved_gib: float
     largest_allocated_gib: float
@@ -97,51 +94,38 @@ class SourceLoss:
 
 @dataclass(frozen=True)
 class RouterStats:
-    """What the routers of a mixture of experts did in a step.
+    """What the routers of a mixture of experts did in a step; the last two are None for families without such a loss.
 
-    An expert's utilization is its number of tokens divided by the mean of its layer's experts. `max_utilization` is the
-    largest of all, `mean_max_utilization` the mean over the layers of each one's largest; `dead_expert_ratio` is the
-    fraction of experts without a token. `router_entropy` is the mean entropy of a token's probabilities, as a fraction
-    of the largest possible. `load_balancing_loss`, without its coefficient, is the number of experts per token if
-    tokens are spread evenly. The last two are None for families without such a loss.
+    An expert's utilization is its number of tokens divided by the mean of its layer's experts.
     """
 
     max_utilization: float
-    mean_max_utilization: float
-    dead_expert_ratio: float
-    router_entropy: float | None
-    load_balancing_loss: float | None
+    mean_max_utilization: float  # the mean over the layers of each one's largest
+    dead_expert_ratio: float  # experts without a token
+    router_entropy: float | None  # mean entropy of a token's probabilities, as a fraction of the largest possible
+    load_balancing_loss: float | None  # without its coefficient: the experts per token if tokens are spread evenly
 
 
 @dataclass(frozen=True)
 class StepRecord(Record, event="step"):
-    """The state after an optimizer step.
-
-    `loss` is the mean over the target tokens of this step. `tokens` counts the tokens of all documents so far, without
-    padding, and `targets` those of them in the loss. `tokens_per_second` is `tokens` since the last record, over all
-    processes; `mfu` is the model FLOPs utilization in this time (None if the GPUs' peak is unknown), `overhead_ratio`
-    the fraction of it that was not forward, backward or optimizer, `data_wait_ratio` the fraction in which there was no
-    batch to work on; `memory_gib` is the peak of rank 0 so far, as in a `MemoryRecord`. For a mixture, `sources` has
-    the loss of this step for each source with target tokens in it. For a mixture of experts, `routers` has what its
-    routers did in this step; `loss` is without the load-balancing loss.
-    """
+    """The state after an optimizer step; speed, MFU, and ratios are those of the time since the last record."""
 
     step: Count
     num_steps: Count
     epoch: float
-    loss: float
+    loss: float  # mean over the target tokens of this step, without the load-balancing loss
     learning_rate: float
     grad_norm: float
-    tokens: Count
-    targets: Count
-    tokens_per_second: float
+    tokens: Count  # of all documents so far, without padding
+    targets: Count  # those of them in the loss
+    tokens_per_second: float  # over all processes
     step_seconds: Seconds
-    overhead_ratio: float
-    data_wait_ratio: float
-    mfu: float | None
-    memory_gib: float | None
-    sources: dict[str, SourceLoss] = field(default_factory=dict)
-    routers: RouterStats | None = None
+    overhead_ratio: float  # part of the time that was not forward, backward or optimizer
+    data_wait_ratio: float  # part of the time without a batch to work on
+    mfu: float | None  # model FLOPs utilization; None if the GPUs' peak is unknown
+    memory_gib: float | None  # peak of rank 0 so far, as in a `MemoryRecord`
+    sources: dict[str, SourceLoss] = field(default_factory=dict)  # of a mixture, with target tokens in this step
+    routers: RouterStats | None = None  # of a mixture of experts
 
 
 @dataclass(frozen=True)
@@ -171,21 +155,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class EvaluationRecord(Record, event="evaluation"):
-    """A measurement on the validation split.
-
-    `execution_accuracy` is the score `sql`, in [0, 1]; `sources` is as in a `StepRecord`; `scores` has the mean of each
-    metric of completions (as in `ftkit eval`) that applies to the data. `when` is `job` if a separate job evaluated a
-    checkpoint (`ftkit eval --as-job`).
-    """
+    """A measurement on the validation split."""
 
     step: Count
-    when: Literal["before", "during", "after", "job"]
+    when: Literal["before", "during", "after", "job"]  # `job`: of a checkpoint, by `ftkit eval --as-job`
     loss: float
     perplexity: float
-    execution_accuracy: float | None
+    execution_accuracy: float | None  # the score `sql`, in [0, 1]
     samples: tuple[Sample, ...]
-    sources: dict[str, SourceLoss] = field(default_factory=dict)
-    scores: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, SourceLoss] = field(default_factory=dict)  # of a mixture
+    scores: dict[str, float] = field(default_factory=dict)  # means of the metrics of completions that apply to the data
 
     def measures(self, metric: str) -> bool:
         """Return whether the evaluation has a value, even if it is not finite, of this loss or score."""
@@ -221,19 +200,14 @@ class FailedCheckpointRecord(Record, event="failed_checkpoint"):
 
 @dataclass(frozen=True)
 class ShardingRecord(Record, event="sharding"):
-    """How a script's model is sharded at its first optimizer step, or when it failed before.
+    """How a script's model is sharded at its first optimizer step, or when it failed before."""
 
-    `sharding` is `fsdp2`, `fsdp1`, `zero3`, `ddp` or `none`; `num_units` counts the modules whose parameters are
-    sharded together; `num_held` of all `num_parameters` are on rank 0. `warning` is empty if the model is sharded as
-    expected.
-    """
-
-    sharding: str
-    num_units: Count
+    sharding: str  # `fsdp2`, `fsdp1`, `zero3`, `ddp` or `none`
+    num_units: Count  # modules whose parameters are sharded together
     num_parameters: Count
-    num_held: Count
+    num_held: Count  # those of the parameters that are on rank 0
     world_size: Count
-    warning: str
+    warning: str  # empty if the model is sharded as expected
 
 
 @dataclass(frozen=True)
@@ -245,20 +219,15 @@ class ScriptStepRecord(Record, event="script-step"):
 
 @dataclass(frozen=True)
 class EndRecord(Record, event="end"):
-    """The trainer ended normally: all steps done, or stopped on request after a checkpoint.
-
-    `training_seconds` are those of the last start. `best_step` is the step of the best evaluation, which is exported.
-    `early_stopping_patience` is set if it ended training before the last step. `has_checkpoint` is false for scripts,
-    for which it is unknown.
-    """
+    """The trainer ended normally: all steps done, or stopped on request after a checkpoint."""
 
     outcome: Literal["completed", "stopped"]
     step: Count
-    training_seconds: Seconds
+    training_seconds: Seconds  # of the last start
     export: str | None
-    best_step: Count | None = None
-    early_stopping_patience: Count | None = None
-    has_checkpoint: bool = True
+    best_step: Count | None = None  # of the best evaluation, which is exported
+    early_stopping_patience: Count | None = None  # set if it ended training before the last step
+    has_checkpoint: bool = True  # false for scripts, for which it is unknown
 
 
 _KINDS: dict[str, type[Record]] = {kind.event: kind for kind in Record.__subclasses__()}

@@ -39,24 +39,15 @@ class Original:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a run reproduced its original, the run with that id.
-
-    Attributes:
-        num_common: records of both runs after the same number of tokens.
-        is_complete: whether these are all of the original's records.
-        is_same_size: whether both trained on the same number of devices of the same kind.
-        first_step: the first step with a different loss; None if all are equal, bit for bit.
-        largest_ratio: the largest relative difference of a loss; infinite if one is NaN.
-        beyond_step: the first step whose loss is outside the tolerance; None if all are within.
-    """
+    """Whether a run reproduced its original, the run with that id."""
 
     original: str
-    num_common: int
-    is_complete: bool
-    is_same_size: bool
-    first_step: int | None
-    largest_ratio: float
-    beyond_step: int | None
+    num_common: int  # records of both runs after the same number of tokens
+    is_complete: bool  # these are all of the original's records
+    is_same_size: bool  # both trained on the same number of devices of the same kind
+    first_step: int | None  # with a different loss; None if all are equal, bit for bit
+    largest_ratio: float  # relative difference of a loss; infinite if one is NaN
+    beyond_step: int | None  # the first step whose loss is outside the tolerance
     differences: tuple[Difference, ...]
 
     @property

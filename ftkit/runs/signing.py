@@ -130,5 +130,5 @@ def _key_text(key: Path) -> str:
 
 
 def _is_public_key(words: Sequence[str]) -> bool:
-    """Return whether words are a line of a public key file: its type, and the key in base64, which repeats the type."""
+    # A line of a public key file has its type, and the key in base64, which repeats the type.
     return len(words) > 1 and words[0].startswith(("ssh-", "ecdsa-", "sk-")) and words[1].startswith("AAAA")

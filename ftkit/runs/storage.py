@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -21,7 +22,6 @@ from ftkit.paths import is_address
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import ModuleType
 
     from fsspec import AbstractFileSystem
 
@@ -105,9 +105,9 @@ class Store:
         def write(_: Progress) -> None:
             if self._scheme == "file":
                 self._system.makedirs(self._root, exist_ok=True)
-            self._system.pipe_file(self._place(_PROBE), b"ftkit")
+            self._system.pipe_file(f"{self._root}/{_PROBE}", b"ftkit")
             with suppress(Exception):  # some accounts may write but not delete
-                self._system.rm_file(self._place(_PROBE))
+                self._system.rm_file(f"{self._root}/{_PROBE}")
 
         self._call("write to", write)
 
@@ -126,7 +126,7 @@ class Store:
         Raises:
             FileNotFoundError: the local file no longer exists.
         """
-        place = self._place(name)
+        place = f"{self._root}/{name}"
 
         def write(progress: Progress) -> None:
             if self._scheme == "file":
@@ -141,7 +141,7 @@ class Store:
     def get(self, name: str, path: Path) -> None:
         """Download a file."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        place = self._place(name)
+        place = f"{self._root}/{name}"
 
         def read(progress: Progress) -> None:
             if self._scheme == "file":
@@ -159,7 +159,7 @@ class Store:
         Raises:
             FileNotFoundError: the local file no longer exists.
         """
-        place, size = self._place(name), path.stat().st_size
+        place, size = f"{self._root}/{name}", path.stat().st_size
 
         def compare(progress: Progress) -> bool:
             try:
@@ -181,9 +181,6 @@ class Store:
             return stored.digest() == _digest(path, "sha256", progress)
 
         return self._call("read", compare, local=path)
-
-    def _place(self, name: str) -> str:
-        return f"{self._root}/{name}"
 
     def _call(
         self, verb: str, call: Callable[[Progress], ResultT], unseen_bytes: int = 0, local: Path | None = None
@@ -218,16 +215,12 @@ class Store:
 def upload_folder(folder: Path, store: Store, last: str, report: Callable[[str], None]) -> None:
     """Copy the missing files of a folder; the file `last`, which marks it as complete, is copied last.
 
-    `report` gets a line for each file that is copied.
-
     Raises:
         PrerequisiteError: the store can't be written to, or has other content than was written.
         FileNotFoundError: a local file no longer exists.
     """
     existing = store.sizes()
-    files = sorted(
-        (path for path in folder.rglob("*") if path.is_file()), key=lambda path: (path == folder / last, path)
-    )
+    files = [path for path in folder.rglob("*") if path.is_file()]
     for path in sorted(files, key=lambda path: (path == folder / last, path)):
         name = path.relative_to(folder).as_posix()
         if existing.get(name) == path.stat().st_size and store.holds(name, path):
@@ -285,15 +278,8 @@ def _etag(path: Path, progress: Progress) -> str:
 # --- Drivers -------------------------------------------------------------------------------------
 
 
-def _fsspec() -> ModuleType:
-    import fsspec  # noqa: PLC0415 - heavy, and only needed for addresses
-
-    module: ModuleType = fsspec
-    return module
-
-
 def _callback(progress: Progress) -> object:
-    return _fsspec().callbacks.Callback(hooks={"progress": progress})
+    return import_module("fsspec.callbacks").Callback(hooks={"progress": progress})
 
 
 def open_driver(scheme: str, **options: object) -> AbstractFileSystem:
@@ -304,7 +290,7 @@ def open_driver(scheme: str, **options: object) -> AbstractFileSystem:
         UnreachableError: the store can't be reached from this machine.
     """
     try:
-        found = _fsspec().get_filesystem_class(scheme)
+        found = import_module("fsspec").get_filesystem_class(scheme)  # heavy, and only needed for addresses
     except (ImportError, ValueError) as error:
         raise PrerequisiteError(
             f"{scheme}:// needs a package that is missing here: {one_line(error)}", fix="pip install 'ftkit[storage]'"

@@ -28,35 +28,24 @@ _MAX_SHOWN = 4
 
 @dataclass(frozen=True)
 class RankTiming:
-    """What one rank measured: medians over the last `num_steps` steps, in seconds; `step` is the last one.
-
-    Attributes:
-        device: what it computes on, as torch calls it: cpu or cuda.
-        step_seconds: time of a step, without checkpoints and evaluations.
-        data_wait_seconds: time of a step that is spent waiting for its batch.
-        compute_seconds: time of the forward of all decoder layers, for the first micro-batch, without collectives.
-        collective_wait_seconds: time between these layers that is spent waiting for their all-gathers.
-    """
+    """What one rank measured: medians over the last `num_steps` steps, in seconds; `step` is the last one."""
 
     rank: Count
     host: str
-    device: str
+    device: str  # as torch calls it: cpu or cuda
     step: Count
     num_steps: Count
-    step_seconds: Seconds
-    data_wait_seconds: Seconds
-    compute_seconds: Seconds
-    collective_wait_seconds: Seconds
+    step_seconds: Seconds  # without checkpoints and evaluations
+    data_wait_seconds: Seconds  # of a step, waiting for its batch
+    compute_seconds: Seconds  # of the forward of all decoder layers, for the first micro-batch, without collectives
+    collective_wait_seconds: Seconds  # between these layers, waiting for their all-gathers
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """Slow ranks of a host.
+    """Slow ranks of a host, of which the slowest takes longer by the fraction `slowdown` than those of other hosts.
 
-    Attributes:
-        slowdown: by which fraction the slowest takes longer than the ranks of the other hosts, or, if there is only one
-            host, than the other ranks.
-        is_only_host: whether the run has a single host; the host itself can't be slow then, only some of its GPUs.
+    On a run's only host, it is compared with the other ranks: the host itself can't be slow, only some of its GPUs.
     """
 
     host: str

@@ -49,18 +49,14 @@ _MAX_PAUSE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class SyncStatus:
-    """Progress of a run's copy at an address: sync.json, written at a time by the process that copies, on a host.
-
-    `done` are the checkpoints and exports that are copied completely, `waiting` the others. `error` tells why the last
-    attempt failed; it will be retried.
-    """
+    """Progress of a run's copy at an address: sync.json, written at a time by the process that copies, on a host."""
 
     destination: str
     time: float
     host: str
-    done: tuple[str, ...] = ()
+    done: tuple[str, ...] = ()  # checkpoints and exports that are copied completely
     waiting: tuple[str, ...] = ()
-    error: str | None = None
+    error: str | None = None  # of the last attempt, which will be repeated
 
 
 def read_status(layout: RunLayout) -> SyncStatus | None:

@@ -39,6 +39,15 @@ def test_the_tightest_cgroup_applies_and_its_page_cache_counts_as_free(proc: Pat
     assert available_bytes(proc, tmp_path / "groups") == 400
 
 
+def test_limits_of_cgroups_version_1_apply(proc: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "groups" / "memory" / "old"
+    folder.mkdir(parents=True)
+    for name, value in (("limit_in_bytes", 1000), ("usage_in_bytes", 900)):
+        (folder / f"memory.{name}").write_text(f"{value}\n")
+    (folder / "memory.stat").write_text("inactive_file 7\ntotal_inactive_file 100\ntotal_active_file 50\n")
+    assert available_bytes(proc, tmp_path / "groups") == 250
+
+
 def test_a_cgroup_over_its_limit_has_nothing_available(proc: Path, tmp_path: Path) -> None:
     limit(tmp_path / "groups", "1000", used=1200)
     assert available_bytes(proc, tmp_path / "groups") == 0

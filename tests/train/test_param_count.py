@@ -17,7 +17,7 @@ from ftkit import assets
 from ftkit.config.execution import method_counts
 from ftkit.config.load import read_shipped
 from ftkit.config.training import TrainingPlan
-from ftkit.errors import ConfigError
+from ftkit.errors import ConfigError, NotFoundError
 from ftkit.files import parse_json
 from ftkit.launch.model import CountedModel, resolve_model
 from ftkit.models.adapters import LoraSpec, adapter_size
@@ -26,6 +26,7 @@ from ftkit.models.config_json import CONFIG_KEYS, fill_config
 from ftkit.models.families import FAMILIES, MEASURED
 from ftkit.models.folder import read_model_config
 from ftkit.models.parameters import count_by_config, count_model
+from ftkit.models.weight_files import check_tensors
 from ftkit.planning.layout import Workspace
 from ftkit.planning.planner import plan_model
 from ftkit.runs.records import StartRecord, VerificationRecord
@@ -103,6 +104,20 @@ def test_the_formula_matches_the_model_class(family: str, variant: dict[str, Any
         assert sorted(map(str, planned.linears)) == sorted(map(str, counted.linears))
         assert planned.attention == counted.attention
         assert sorted(map(str, planned.expert_matrices)) == sorted(map(str, counted.expert_matrices))
+
+
+@pytest.mark.parametrize(("family", "variant"), CASES)
+def test_files_that_transformers_writes_have_the_planned_shapes(
+    family: str, variant: dict[str, Any], tmp_path: Path
+) -> None:
+    config = {"model_type": family} | SMALL | variant
+    build(config, "cpu").save_pretrained(tmp_path)
+    raw = read_model_config(tmp_path)
+    shape = resolve_model(ModelSpec(weights=str(tmp_path)), {}, Workspace(tmp_path)).architecture
+    assert check_tensors(shape, raw, tmp_path) is None
+    wrong = shape.model_copy(update={"counts": count_by_config(raw | {"hidden_size": 32})})
+    with pytest.raises(NotFoundError, match="contradicts the weight files"):
+        check_tensors(wrong, raw, tmp_path)
 
 
 @pytest.mark.parametrize("family", WITH_FORMULA)

@@ -188,6 +188,14 @@ def _advice(plan: RunPlan, capacity: float) -> str:
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
+_CGROUP_FILES = {
+    "": ("", "memory.max", "memory.current", "inactive_file", "active_file"),
+    "memory": (
+        *("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        *("total_inactive_file", "total_active_file"),
+    ),
+}
+"""By the controllers in `/proc/self/cgroup` (none in version 2): the folder of the groups, and their files."""
 
 
 def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
@@ -196,14 +204,16 @@ def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     A cgroup's file cache counts as free. 0 if unknown.
     """
     left = [_kibibytes(proc / "meminfo", "MemAvailable:")]
-    for line in _lines(proc / "self" / "cgroup"):
-        own = cgroups / line.removeprefix("0::/")  # version 2
-        for folder in (own, *own.parents) if line.startswith("0::") else ():
-            limit = "".join(_lines(folder / "memory.max"))
+    for _, controllers, path in (line.split(":", 2) for line in _lines(proc / "self" / "cgroup")):
+        if controllers not in _CGROUP_FILES:
+            continue
+        mount, limit_file, used_file, *cached = _CGROUP_FILES[controllers]
+        own = cgroups / mount / path.lstrip("/")
+        for folder in (own, *own.parents):
+            limit = "".join(_lines(folder / limit_file))
             if limit.isdigit():
-                used = int("".join(_lines(folder / "memory.current")) or 0)
-                cached = sum(_field(folder / "memory.stat", name) for name in ("inactive_file", "active_file"))
-                left.append(max(0, int(limit) - used + cached))
+                used = int("".join(_lines(folder / used_file)) or 0)
+                left.append(max(0, int(limit) - used + sum(_field(folder / "memory.stat", name) for name in cached)))
     return min(left)
 
 

@@ -88,6 +88,7 @@ def failures_of_models(folder: Path) -> Iterator[tuple[str, Callable[[], object]
         yield name, partial(check_folder, folder / name)
     yield "no adapters", partial(check_adapters, folder / "empty")
     yield "quantized", partial(check_loadable, {"quantization_config": {"quant_method": "awq"}}, "org/M-7B-AWQ")
+    yield "dtype", partial(check_loadable, {"dtype": "bf16"}, "org/model")
     model = ModelSpec.model_validate({"weights": "org/model", "architecture": {"hidden_size": 8}})
     yield "unreadable configuration", partial(resolve_shape, model, None)
     yield "incomplete configuration", partial(resolve_shape, model, {"model_type": "llama"})

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 30))
+MERGE_BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}\n" for n in range(1, 30))
+DEEP = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 40))
 
 REFUSED = {
     "a control character": ("a: 1\nb: \x07\n", 2),
@@ -26,10 +28,14 @@ REFUSED = {
     "a tag": ("a: !!int x\n", 1),
     "a tag of a program": ("a: !!python/object:os.system [x]\n", 1),
     "a tag of a list": ("a: !!set {x, y}\n", 1),
-    "an anchor that merges itself": ("a: &a\n  <<: *a\n", 1),
+    "an anchor that merges itself": ("a: &a\n  <<: *a\n", 2),
     "an anchor in itself": ("a: &a [*a]\n", 1),
     "an alias of nothing": ("a: *b\n", 1),
-    "an alias bomb": (BOMB, 1),
+    "an anchor that is used again in itself": ("a: &a 1\nb: &a [*a]\n", 2),
+    "a merge of a word": ("a: {<<: b}\n", 1),
+    "an alias bomb": (BOMB, 10),
+    "a merge bomb": (MERGE_BOMB, 10),
+    "aliases of aliases of aliases": (DEEP, 32),
     "1,000 brackets": ("a: " + "[" * 1000, 1),
     "100,000 brackets": ("a: " + "[{" * 50_000, 1),
     "1,000 dashes": ("a:\n" + "- " * 1000, 2),
@@ -78,6 +84,16 @@ def test_only_the_beginning_of_an_oversized_file_is_read(tmp_path: Path) -> None
 def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=str(tmp_path)):
         read_yaml(tmp_path)
+
+
+def test_anchors_and_merge_keys_keep_the_lines_of_values() -> None:
+    text = (
+        "base: &base\n  x: 1\n  y: 2\nother: &other {y: 5, z: 6}\nmine:\n  <<: [*base, *other]\n  x: 3\nsame: *base\n"
+    )
+    layers = parse_yaml(text, "f")
+    assert layers.values["mine"] == {"x": 3, "y": 2, "z": 6}
+    assert layers.values["same"] == {"x": 1, "y": 2}
+    assert [layers.origin(("mine", key)) for key in "xyz"] == ["f:7", "f:3", "f:4"]
 
 
 @pytest.mark.parametrize(

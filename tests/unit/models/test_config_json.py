@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ftkit.errors import ConfigError
 from ftkit.models.architecture import ArchitectureFields
 from ftkit.models.config_json import (
+    check_loadable,
     find_contradictions,
     read_shape,
     text_part,
@@ -170,3 +172,21 @@ def test_weights_that_would_stay_quantized_are_rejected(quantization: dict[str, 
 def test_the_unquantized_model_is_suggested(name: str) -> None:
     assert "most likely o/M-7B;" in unquantized_fix(name)
     assert "most likely" not in unquantized_fix("/data/M-7B-AWQ")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fix"),
+    [
+        ("dtype", "bf16", "bfloat16"), ("torch_dtype", "torch.float16", "float16"), ("dtype", "FP32", "float32"),
+        ("dtype", "auto", "bfloat16"),
+    ],
+)  # fmt: skip
+def test_a_dtype_that_torch_lacks_is_rejected_with_its_name(key: str, value: str, fix: str) -> None:
+    for config in ({key: value}, {"text_config": {key: value}}):
+        with pytest.raises(ConfigError, match=f'"{key}": "{value}".* "{key}": "{fix}"'):
+            check_loadable(config, "org/model")
+
+
+def test_the_dtypes_of_published_models_pass() -> None:
+    for value in ("bfloat16", "float16", "float32", None, {"": "float32"}):
+        check_loadable({"torch_dtype": value, "vision_config": {"dtype": "float32"}}, "org/model")

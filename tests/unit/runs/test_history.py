@@ -110,8 +110,7 @@ def test_the_cost_of_report_and_comparison_is_that_of_the_gpus_held(make_run: Ru
     run.layout.manifest.write_text(json.dumps({"starts": [{"time": 100.0}, {"time": 900.0}]}))
     records.write(run, start(110.0), records.step(10, time=120.0), start(910.0, 10), records.step(20, time=920.0))
     assert read_run(run.layout).results.cost == 2 * (20 + 20)  # not the 780 seconds in the queue
-    (tile,) = [each for each in read_report(run.layout, "running")["tiles"] if each.title == "Cost"]
-    assert tile.value == "80.00"
+    assert [value for title, value, _ in read_report(run.layout, "running")["tiles"] if title == "Cost"] == ["80.00"]
     on_cpus = replace(priced, placement=replace(plan.placement, device="cpu"))
     assert on_cpus.cost_of(1.0) is None
 
@@ -141,6 +140,24 @@ def test_damaged_records_are_counted(make_run: RunMaker, records: Any) -> None:
     found = read_history(layout)
     assert found.problem == find_damage(layout.metrics) == "metrics.jsonl has 1 damaged line"
     assert list(found.steps) == [1]
+
+
+def test_without_the_steps_between_the_first_and_the_last_the_rest_is_the_same(
+    make_run: RunMaker, records: Any
+) -> None:
+    run = make_run()
+    steps = [records.step(each, time=each * 10.0) for each in range(11, 31)]
+    kinds = ("starts", "first_step", "last_step", "last_evaluation", "checkpoint", "evaluations", "problem")
+    for more in ([start(100.0)], [*steps, CheckpointRecord(301.0, 20, "x", 1.0, 1.0)], [start(400.0, 20)],
+                 [records.step(each, time=each * 30.0) for each in range(21, 25)], [evaluation(900.0)],
+                 [start(1000.0, 0)], [records.step(1, time=1100.0), records.step(2, time=1200.0)]):  # fmt: skip
+        records.write(run, *more)
+        full, brief = read_history(run.layout), read_history(run.layout, skips_steps=True)
+        assert [getattr(full, kind) for kind in kinds] == [getattr(brief, kind) for kind in kinds]
+        assert len(brief.steps) <= 3
+    with run.layout.metrics.open("a") as file:
+        file.write('{"event": "step", "ti\n')
+    assert read_history(run.layout, skips_steps=True).problem == find_damage(run.layout.metrics) != ""
 
 
 kinds = st.sampled_from(["stage", "start", "step", "evaluation", "checkpoint", "end"])
