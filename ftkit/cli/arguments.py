@@ -63,8 +63,6 @@ def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) ->
 
 
 def together(*options: Decorator) -> Decorator:
-    """Return one decorator that adds several options, in this order."""
-
     def decorate(function: Callable[..., object]) -> Callable[..., object]:
         for option in reversed(options):
             function = option(function)
@@ -76,17 +74,14 @@ def together(*options: Decorator) -> Decorator:
 def number_option(
     *names: str, about: str, low: int = 1, high: int | None = None, default: int | None = None
 ) -> Decorator:
-    """Return an option with a whole number."""
     return click.option(*names, metavar="N", type=click.IntRange(low, high), default=default, help=about)
 
 
 def file_option(*names: str, about: str, exists: bool = True) -> Decorator:
-    """Return an option with a file."""
     return click.option(*names, metavar="FILE", type=click.Path(exists, dir_okay=False, path_type=Path), help=about)
 
 
 def folder_option(*names: str, about: str, exists: bool = True, multiple: bool = False) -> Decorator:
-    """Return an option with a folder."""
     kind = click.Path(exists, file_okay=False, path_type=Path)
     return click.option(*names, metavar="DIR", type=kind, multiple=multiple, help=about)
 
@@ -227,12 +222,10 @@ def current_settings() -> LoadedSettings:
 
 
 def current_workspace() -> Workspace:
-    """Return the workspace from the settings."""
     return Workspace(current_settings().workspace_folder(current_context()))
 
 
 def get_run(reference: str) -> RunFolder:
-    """Return the run that `reference` selects."""
     return find_run(reference, current_workspace())
 
 
@@ -267,7 +260,6 @@ def get_runs(references: Sequence[str]) -> list[RunFolder]:
 
 
 def get_submission(folder: RunFolder) -> SubmittedRun:
-    """Return a run with its job."""
     from ftkit.launch.submission import adopt_job
     from ftkit.runs.job import SubmittedRun, read_submitted
 
@@ -299,7 +291,6 @@ def load_all(names: Sequence[str], load: Callable[[str], SpecT], terminal: Termi
 
 
 def image_store() -> ImageStore:
-    """Return the folder of imported images."""
     from ftkit.images.image_store import ImageStore
 
     return ImageStore(current_workspace().images)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from ftkit.evaluate.generate import ChatSession
     from ftkit.evaluate.vllm import EngineName
     from ftkit.launch.render import SideJob
 
@@ -104,17 +103,14 @@ def chat_command(
             for session in sessions.values():
                 session.messages.clear()
         elif len(sessions) == 1:
-            _stream(sessions["answer"], turn, terminal)
+            reply = sessions["answer"].ask(turn, terminal.data)
+            terminal.data("\n")
+            if not reply.is_ended:
+                most = decoding["max_new_tokens"]
+                terminal.say(Styled(f"(truncated after {most} tokens: --max-new-tokens)", "yellow"))
         else:
             for name, session in sessions.items():  # print each when it is done: one model may be slow
                 terminal.facts([(f"{name:<6}", session.ask(turn).text)], is_data=True)
-
-
-def _stream(session: ChatSession, turn: str, terminal: Terminal) -> None:
-    reply = session.ask(turn, terminal.data)
-    terminal.data("\n")
-    if not reply.is_ended:
-        terminal.say(Styled(f"(truncated after {session.decoding.max_new_tokens} tokens: --max-new-tokens)", "yellow"))
 
 
 def _turns(terminal: Terminal) -> Iterator[str]:

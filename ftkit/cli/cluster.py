@@ -154,17 +154,13 @@ def status_command(name: str, *, as_json: bool) -> None:
     outcomes = {key: texts[each.outcome] for key, each in state.steps.items()}
     if as_json:
         steps = [{"id": step.id, "title": step.title, "outcome": outcomes.get(step.id)} for step in provision.steps]
-        terminal.json(
-            {"name": name, "kind": state.kind, "folder": str(folder), "settings": state.settings, "steps": steps}
-        )
+        about = {"name": name, "kind": state.kind, "folder": str(folder), "settings": state.settings}
+        terminal.json({**about, "steps": steps})
         return
-    terminal.facts(
-        [("cluster", f"{name}, {state.kind}"), ("cost", provision.cost), ("folder", short_path(folder))], is_data=True
-    )
-    terminal.table(
-        ("STEP", "WHAT…", "OUTCOME"),
-        [(step.id, step.title, outcomes.get(step.id, "not yet")) for step in provision.steps],
-    )
+    facts = [("cluster", f"{name}, {state.kind}"), ("cost", provision.cost), ("folder", short_path(folder))]
+    terminal.facts(facts, is_data=True)
+    rows = [(step.id, step.title, outcomes.get(step.id, "not yet")) for step in provision.steps]
+    terminal.table(("STEP", "WHAT…", "OUTCOME"), rows)
     terminal.data(process.run(words_of(provision.status, folder), timeout_seconds=120, cwd=folder).stdout)
 
 

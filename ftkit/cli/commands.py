@@ -46,7 +46,6 @@ class ExamplesCommand(WithOutputOptions):
 def command(
     name: str, *examples: str, cls: type[ExamplesCommand] = ExamplesCommand
 ) -> Callable[[Callable[..., object]], ExamplesCommand]:
-    """Return the decorator that makes a command of a function."""
     return click.command(name, cls=cls, examples=examples)
 
 
@@ -68,13 +67,9 @@ class LazyGroup(ExamplesCommand, click.Group):
     """
 
     def __init__(
-        self,
-        *args: Any,
-        sections: Mapping[str, Sequence[LazyCommand]],
-        default: str = "",
-        renamed: Mapping[str, str] | None = None,
-        **kwargs: Any,
-    ) -> None:
+        self, *args: Any, sections: Mapping[str, Sequence[LazyCommand]], default: str = "",
+        renamed: Mapping[str, str] | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
         self.default = default
         self.sections = sections
@@ -92,7 +87,6 @@ class LazyGroup(ExamplesCommand, click.Group):
         return list(self._by_name)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command."""
         del ctx
         lazy = self._by_name.get(cmd_name)
         if lazy is None:

@@ -43,10 +43,8 @@ def show_command(*, as_json: bool) -> None:
         files = [{"path": str(path), "is_there": is_there} for path, is_there in loaded.files.items()]
         terminal.json({"settings": settings, "files": files, "project": str(ctx.project), "dotenv": variables})
         return
-    terminal.table(
-        ("SETTING", "VALUE", "FROM"),
-        [(key, "-" if value is None else str(value), _origin(loaded, key)) for key, value in values.items()],
-    )
+    rows = [(key, "-" if value is None else str(value), _origin(loaded, key)) for key, value in values.items()]
+    terminal.table(("SETTING", "VALUE", "FROM"), rows)
     terminal.text()
     found: Facts = [
         (short_path(path), Styled("read", "green") if is_there else "not found")
@@ -70,10 +68,8 @@ def recipes_command(*, as_json: bool) -> None:
     if as_json:
         terminal.json([{"name": name, **recipe.model_dump(mode="json")} for name, recipe in recipes])
         return
-    terminal.table(
-        ("NAME", "#PARAMETERS", "DESCRIPTION…"),
-        [(name, _size(recipe.model), recipe.description) for name, recipe in recipes],
-    )
+    rows = [(name, _size(recipe.model), recipe.description) for name, recipe in recipes]
+    terminal.table(("NAME", "#PARAMETERS", "DESCRIPTION…"), rows)
 
 
 def _size(model: ModelSpec) -> str:

@@ -124,9 +124,9 @@ def stats_command(words: tuple[str, ...], *, as_json: bool, **options: Unpack[Ru
     stats, training = inspector.stats(), inspector.recipe.training
     batch, steps = training.global_batch_size, -(-stats.num_packs // training.global_batch_size)
     epoch: dict[str, float | None] = {"steps": steps, "seconds": None, "gpu_hours": None, "cost": None}
-    about = (
-        plural(steps, "step") if stats.num_packs >= batch else f"less than a step, which takes {plural(batch, 'pack')}"
-    )
+    about = plural(steps, "step")
+    if stats.num_packs < batch:
+        about = f"less than a step, which takes {plural(batch, 'pack')}"
     if plan and plan.speed:
         seconds = steps * plan.speed.step_seconds
         gpu_hours, cost = seconds * plan.placement.world_size / 3600, plan.cost_of(seconds)
@@ -139,13 +139,10 @@ def stats_command(words: tuple[str, ...], *, as_json: bool, **options: Unpack[Ru
     facts = _facts(stats, training.sequence_length)
     terminal.facts([*facts, ("epoch", f"{about}; {count(stats.num_tokens)} tokens")], is_data=True)
     most = max((each.count for each in stats.histogram), default=0)
+    bars = [(each, "█" * -(-each.count * _BAR // most)) for each in stats.histogram]
     terminal.text()
     terminal.facts(
-        [
-            (f"{each.start:,}-{each.end:,} tokens", f"{'█' * -(-each.count * _BAR // most)} {each.count:,}")
-            for each in stats.histogram
-        ],
-        is_data=True,
+        [(f"{each.start:,}-{each.end:,} tokens", f"{bar} {each.count:,}") for each, bar in bars], is_data=True
     )
 
 

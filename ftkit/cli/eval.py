@@ -233,9 +233,8 @@ def _show_examples(title: str, examples: Sequence[Example], terminal: Terminal) 
     for example in examples:
         terminal.text()
         terminal.text(Styled(f"{title} ({example.metric}): {example.where}", "bold"))
-        prompt = example.prompt
-        if len(prompt) > _MAX_SHOWN:
-            prompt = f"…{prompt[-_MAX_SHOWN:]}"  # the end has the question
+        # The end of a prompt has the question.
+        prompt = "…" * (len(example.prompt) > _MAX_SHOWN) + example.prompt[-_MAX_SHOWN:]
         expected: Facts = [] if example.reference is None else [("expected", _short(example.reference))]
         completions: Facts = [("before", _short(example.before)), ("after", _short(example.after))]
         terminal.facts([("prompt", prompt), *expected, *completions], is_data=True)

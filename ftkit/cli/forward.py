@@ -38,13 +38,9 @@ if TYPE_CHECKING:
 SUBMITTING: Final = ("run", "resume", "rerun")
 """Commands that submit a job, and then follow it."""
 SECRETS: Final = (
-    "HF_TOKEN",
-    "HUGGING_FACE_HUB_TOKEN",
-    "WANDB_API_KEY",
-    "MLFLOW_TRACKING_USERNAME",
-    "MLFLOW_TRACKING_PASSWORD",
+    "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD",
     "MLFLOW_TRACKING_TOKEN",
-)
+)  # fmt: skip
 """Variables of this machine that are also passed to a job on a remote cluster."""
 _OUTPUT_VARIABLES: Final = ("NO_COLOR", "FORCE_COLOR", "FTKIT_DEBUG", "LANG", "LC_ALL")
 _CODE_OPTIONS: Final = ("--script", "--with-code", "--dev", "--accelerate-config")
@@ -78,7 +74,6 @@ class _Forwarded:
     terminal: Terminal
 
     def run(self, words: Sequence[str]) -> int:
-        """Run a command there, connected to this terminal."""
         code = self._call(tuple(words))
         if ssh.is_lost(code):
             raise ssh.unreachable(self.login)
@@ -265,14 +260,12 @@ def _confirm_size(num_bytes: int, num_files: int, ctx: Context, login: ssh.Login
 def _without_own_options(typed: Sequence[str]) -> list[str]:
     """Remove the options that only this machine handles; what follows `--` are a script's arguments."""
     kept: list[str] = []
-    skips = False
-    for number, word in enumerate(typed):
+    rest = iter(typed)
+    for word in rest:
         if word == "--":
-            return [*kept, *typed[number:]]
-        if skips:
-            skips = False
-        elif word == "--hf-token-file":
-            skips = True
+            return [*kept, word, *rest]
+        if word == "--hf-token-file":
+            next(rest, None)
         elif word not in ("--follow", "--no-follow") and not word.startswith("--hf-token-file="):
             kept.append(word)
     return kept

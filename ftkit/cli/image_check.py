@@ -13,7 +13,7 @@ from ftkit.cli.terminal.format import duration, gib, short_path
 from ftkit.cli.terminal.progress_view import ProgressView
 from ftkit.config.image_reference import NamedImage, parse_image
 from ftkit.config.recipe import SINK_PACKAGES, sinks_without_package
-from ftkit.errors import ConfigError, ImageError, NotFoundError, PrerequisiteError, Problem
+from ftkit.errors import ConfigError, ImageError, NotFoundError, Problem
 from ftkit.files import read_json_if_valid
 from ftkit.images import docker_engine
 from ftkit.images.image_store import manifest_file, sbom_file
@@ -40,7 +40,7 @@ def missing_image(plan: JobPlan) -> NotFoundError | None:
         )
     imported = sorted(path.name for path in file.parent.glob(f"*{file.suffix}"))
     command = f"ftkit import {plan.image} --cluster {plan.cluster.name}"
-    if not registry_of(None) and not _is_built(NamedImage(str(plan.image))):
+    if not registry_of(None):  # a build that is up to date is skipped
         command = f"ftkit build {plan.image} && {command}"
     return NotFoundError(
         f"{plan.image} is not imported for cluster {plan.cluster.name}: there is no file {file}",
@@ -87,7 +87,6 @@ def require_same_image(plan: JobPlan, terminal: Terminal) -> dict[str, str]:
 
 
 def run_import(request: ImportRequest, terminal: Terminal, *, force: bool = False) -> ImportResult:
-    """Import an image and report the result."""
     started, name = time.monotonic(), request.name.reference
     with ProgressView(terminal) as view:
         source = select_source(request, view.report)
@@ -136,10 +135,8 @@ def _require_sinks(plan: JobPlan, final: Path) -> None:
     if missing:
         names = ", ".join(SINK_PACKAGES[sink][0] for sink in missing)
         what = f"the image file lacks package {names}."
-        fix = (
-            f"If the image's definition lists it now, build and import {plan.image} again; or remove "
-            f"{', '.join(missing)}."
-        )
+        again = f"build and import {plan.image} again"
+        fix = f"If the image's definition lists it now, {again}; or remove {', '.join(missing)}."
         raise ConfigError([Problem(f"recipe {plan.recipe.name}", "tracking.sinks", what, fix)])
 
 
@@ -156,11 +153,3 @@ def _warn_about_other_version(labels: Mapping[str, str], plan: JobPlan, terminal
             f"{plan.image} has ftkit {shown}, this is {this}: if the job can't read its plan, build and import the "
             "image again"
         )
-
-
-def _is_built(image: NamedImage) -> bool:
-    try:
-        with docker_engine.connect() as client:
-            return docker_engine.inspect(client, image.docker_name) is not None
-    except PrerequisiteError:
-        return False

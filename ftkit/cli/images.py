@@ -234,12 +234,12 @@ def push_and_report(
     started = time.monotonic()
     with ProgressView(terminal) as view:
         image = parse_name(reference)
-        pushed = push(image, registry, given=given, report=view.report)
-    terminal.say(Styled(f"pushed {pushed.reference} in {duration(time.monotonic() - started)}", "bold"))
+        pushed, digest = push(image, registry, given=given, report=view.report)
+    terminal.say(Styled(f"pushed {pushed} in {duration(time.monotonic() - started)}", "bold"))
     if private_key:
-        sign_pushed(image, pushed, private_key, given)
+        sign_pushed(image, pushed, digest, private_key, given)
         terminal.say(f"signed with {private_key}")
-    terminal.data(f"{pushed.reference.repository}@{pushed.digest}\n")
+    terminal.data(f"{pushed.repository}@{digest}\n")
 
 
 @command(

@@ -27,7 +27,6 @@ engine_option = click.option(
 
 
 def require_packages(*names: str) -> None:
-    """Check that packages for training are installed here."""
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise PrerequisiteError(
@@ -39,7 +38,6 @@ def require_packages(*names: str) -> None:
 
 
 def find_model(reference: str) -> Target:
-    """Return the model that `reference` selects."""
     require_packages("torch", "transformers")
     target = find_target(reference, current_workspace())
     import_transformers()  # before modules that import more of it

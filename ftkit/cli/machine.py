@@ -62,7 +62,10 @@ def init_command(*, yes: bool, force: bool) -> None:
             fix=f"try again in a minute; to train on this machine alone, write 'cluster: local' into {PROJECT_FILE}",
         )
     # A profile that an earlier 'ftkit init' wrote may be overwritten.
-    own = [path.stem for path in (folder / "clusters").glob("*.yaml") if _is_our_own(path)]
+    own = [
+        path.stem for path in (folder / "clusters").glob("*.yaml")
+        if path.read_text(encoding="utf-8", errors="replace").startswith(f"# {_MARK}")
+    ]  # fmt: skip
     names = [name for name in list_names("cluster", ctx) if name not in own]
     profiles = load_all(names, lambda name: load_cluster(name, ctx), terminal)
     proposed = propose_cluster(site, (spec for _, spec in profiles))
@@ -86,11 +89,11 @@ def init_command(*, yes: bool, force: bool) -> None:
     terminal.say()
     written = Context.here()
     _check_here(written, load_place(RunArgs(), written), terminal, site=site)
-    terminal.say(Styled(f"\nTry: {_next_command(proposed)}", "bold"))
-
-
-def _is_our_own(path: Path) -> bool:
-    return path.read_text(encoding="utf-8", errors="replace").startswith(f"# {_MARK}")
+    command = "ftkit run demo"
+    if proposed.values.get("runtime") != "none" and proposed.name != "local":
+        nodes = "" if proposed.name == "docker" else f" --nodes {min(2, proposed.values.get('max_nodes', 2))}"
+        command = f"ftkit run --image olmo3:25.02{nodes}"
+    terminal.say(Styled(f"\nTry: {command}", "bold"))
 
 
 def _site_facts(site: Site, proposed: ProposedCluster) -> Facts:
@@ -134,13 +137,6 @@ def _edited(path: Path | None, values: Mapping[str, object], head: str = _HEAD) 
     text = StringIO()
     yaml.dump(document, text)
     return text.getvalue()
-
-
-def _next_command(proposed: ProposedCluster) -> str:
-    if proposed.values.get("runtime") == "none" or proposed.name == "local":
-        return "ftkit run demo"
-    nodes = min(2, proposed.values.get("max_nodes", 2))
-    return "ftkit run --image olmo3:25.02" + ("" if proposed.name == "docker" else f" --nodes {nodes}")
 
 
 _STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "red", "unknown": "cyan"}
@@ -243,11 +239,8 @@ def _show_nodes(results: Sequence[NodeResult], terminal: Terminal) -> None:
         rates = [device["matmul"] for device in report.get("devices") or ()]
         status = Styled("failed", "red") if each.problem else Styled("ok", "green")
         groups = [report.get(name) or {} for name in ("within", "between")]
-        numbers = [
-            min(rates, default=None),
-            *(group.get("all_reduce") for group in groups),
-            max((report.get("pairs") or {}).values(), default=None),
-        ]
+        best_pair = max((report.get("pairs") or {}).values(), default=None)
+        numbers = [min(rates, default=None), *(group.get("all_reduce") for group in groups), best_pair]
         rows.append([each.host, status, *("-" if number is None else f"{number:,.3g}" for number in numbers)])
     terminal.table(("NODE", "STATUS", "#TFLOP/S", "#WITHIN GB/S", "#BETWEEN GB/S", "#BEST PAIR GB/S"), rows)
     for each in results:

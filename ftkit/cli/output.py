@@ -51,7 +51,6 @@ class Output:
 
 
 def current_output() -> Output:
-    """Return the options of this call."""
     ctx = click.get_current_context(silent=True)
     return ctx.meta.get(_KEY, Output()) if ctx else Output()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import asdict, dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import click
 
@@ -44,24 +44,6 @@ _Item = tuple[str, str, int, str]
 """What can be removed: kind, name, bytes, and reason."""
 
 
-@dataclass(frozen=True)
-class _Listed:
-    """A checkpoint.
-
-    Attributes:
-        damage: None if its files were not read.
-        best: metric and value by which it is `RUN@best`; None for other checkpoints.
-    """
-
-    step: int
-    path: str
-    size: int | None
-    world_size: int | None
-    written: float
-    damage: list[str] | None
-    best: str | None
-
-
 @forwarded_command("checkpoints", "ftkit runs checkpoints last --verify", "ftkit runs checkpoints last --json")
 @arguments.run_argument
 @click.option("--verify", "does_verify", is_flag=True, help="Read all files and compare their digests.")
@@ -82,52 +64,54 @@ def checkpoints_command(reference: str, *, does_verify: bool, as_json: bool) -> 
             f"the checkpoints of this run can't be listed: {error}",
             meaning="you lack permission to read them, or the file system is not reachable",
         ) from error
-    listed = []
+    listed, rows = [], []
     for step, folder in folders:
         if does_verify:
             terminal.say(f"reading {short_path(folder)}")
+        found = _read_checkpoint(step, folder, does_verify=does_verify)
         reason = f"{best.metric} {best.value:.4g}" if best is not None and best.step == step else None
-        listed.append(_read_checkpoint(step, folder, reason, does_verify=does_verify))
+        listed.append({"step": step, "path": str(folder), **found, "best": reason})
+        rows.append(_checkpoint_cells(step, found, f", best ({reason})" if reason else ""))
     if as_json:
-        terminal.json([asdict(each) for each in listed])
-    elif listed:
-        terminal.table(("#STEP", "#SIZE", "#PROCESSES", "#AGE", "STATE…"), [_checkpoint_cells(each) for each in listed])
+        terminal.json(listed)
+    elif rows:
+        terminal.table(("#STEP", "#SIZE", "#PROCESSES", "#AGE", "STATE…"), rows)
     else:
         terminal.say(f"no checkpoints yet in {short_path(layout.checkpoints)}")
-    damaged = [each for each in listed if each.damage]
+    damaged = [f"step {each['step']}" for each in listed if each["damage"]]
     if damaged:
         raise TrainingError(
-            f"{plural(len(damaged), 'checkpoint')} of {len(listed)} damaged: "
-            + ", ".join(f"step {each.step}" for each in damaged),
+            f"{plural(len(damaged), 'checkpoint')} of {len(listed)} damaged: {', '.join(damaged)}",
             meaning="the file system lost data, or files were changed or removed",
             fix=f"do nothing if an undamaged one is left: 'ftkit resume {layout.root.name}' uses the newest of them",
         )
 
 
-def _read_checkpoint(step: int, folder: Path, best: str | None, *, does_verify: bool) -> _Listed:
+class _Checkpoint(TypedDict):
+    size: int | None
+    world_size: int | None
+    written: float
+    damage: list[str] | None  # None if its files were not read
+
+
+def _read_checkpoint(step: int, folder: Path, *, does_verify: bool) -> _Checkpoint:
     written = folder.stat().st_mtime
     try:
         marker = read_marker(folder, step)
     except DamagedCheckpointError as error:
-        return _Listed(step, str(folder), None, None, written, [str(error)], best)
-    damage = checkpoints.find_damage(folder, marker, sorted(marker.files)) if does_verify else None
-    if not does_verify and (missing := [name for name in marker.files if not (folder / name).is_file()]):
-        damage = missing
-    return _Listed(step, str(folder), marker.size, marker.world_size, written, damage, best)
+        return {"size": None, "world_size": None, "written": written, "damage": [str(error)]}
+    missing = [name for name in marker.files if not (folder / name).is_file()] or None
+    damage = checkpoints.find_damage(folder, marker, sorted(marker.files)) if does_verify else missing
+    return {"size": marker.size, "world_size": marker.world_size, "written": written, "damage": damage}
 
 
-def _checkpoint_cells(listed: _Listed) -> list[Cell]:
-    best = f", best ({listed.best})" if listed.best else ""
-    state: Cell = f"complete{best}" if listed.damage is None else Styled(f"verified{best}", "green")
-    if listed.damage:
-        state = Styled(f"damaged: {', '.join(listed.damage)}{best}", "red")
-    return [
-        str(listed.step),
-        "?" if listed.size is None else gib(listed.size / 2**30),
-        str(listed.world_size or "?"),
-        age(time.time() - listed.written),
-        state,
-    ]
+def _checkpoint_cells(step: int, found: _Checkpoint, best: str) -> list[Cell]:
+    size, damage = found["size"], found["damage"]
+    state: Cell = f"complete{best}" if damage is None else Styled(f"verified{best}", "green")
+    if damage:
+        state = Styled(f"damaged: {', '.join(damage)}{best}", "red")
+    processes, written = str(found["world_size"] or "?"), age(time.time() - found["written"])
+    return [str(step), "?" if size is None else gib(size / 2**30), processes, written, state]
 
 
 @forwarded_command("rm", "ftkit rm demo --yes", "ftkit rm --unused", "ftkit rm --unused --dry-run")
@@ -160,15 +144,12 @@ def rm_command(
     if as_json:
         terminal.json([dict(zip(("kind", "name", "bytes", "reason"), each, strict=True)) for each in found])
     elif found and unused:
-        terminal.table(
-            ("WHAT", "NAME…", "#SIZE", "WHY…"),
-            [(kind, name, gib(size / 2**30), why) for kind, name, size, why in found],
-        )
+        rows = [(kind, name, gib(size / 2**30), why) for kind, name, size, why in found]
+        terminal.table(("WHAT", "NAME…", "#SIZE", "WHY…"), rows)
     if not found:
         terminal.say("nothing to remove")
         return
-    question = f"Remove {plural(len(found), 'item')}?" if len(found) > 1 else "Remove it?"
-    if dry_run or (as_json and not yes) or not terminal.confirm(question, yes=yes):
+    if dry_run or (as_json and not yes) or not terminal.confirm(f"Remove {plural(len(found), 'item')}?", yes=yes):
         return
     freed = gib(remove() / 2**30)  # an upper bound: images of the docker engine share layers
     names = ", ".join(name for _, name, _, _ in found)
@@ -176,8 +157,8 @@ def rm_command(
 
 
 def _find_runs(references: Sequence[str], terminal: Terminal) -> tuple[list[_Item], Callable[[], int]]:
-    items, folders = [], list({folder.id: folder for folder in map(arguments.get_run, references)}.values())
-    for folder in folders:
+    items, folders = [], {folder.id: folder for folder in map(arguments.get_run, references)}
+    for folder in folders.values():
         check_removable(folder)
         layout, size = folder.layout, folder_bytes(folder.layout.root)
         place = f"{short_path(layout.root)}, {gib(size / 2**30)}"
@@ -188,7 +169,7 @@ def _find_runs(references: Sequence[str], terminal: Terminal) -> tuple[list[_Ite
         items.append(("run", folder.id, size, ""))
 
     def remove() -> int:
-        for folder in folders:
+        for folder in folders.values():
             remove_folder(folder.layout.root)
         return sum(size for _, _, size, _ in items)
 
@@ -210,11 +191,8 @@ def _image_files_in_use(workspace: Workspace) -> list[Path]:
     """Return the image files of runs that may still train, which includes damaged runs."""
     entries = [read_entry(folder) for folder in list_runs(workspace)]
     overview = observe_all([entry.run for entry in entries if entry.run])
-    plans = [
-        entry.plan for entry in entries
-        if entry.damage or (entry.run is not None and not overview.state_of(entry).is_final)
-    ]  # fmt: skip
-    return [plan.image_file for plan in plans if plan and plan.image_file]
+    used = [each for each in entries if each.damage or (each.run and not overview.state_of(each).is_final)]
+    return [each.plan.image_file for each in used if each.plan and each.plan.image_file]
 
 
 @command("sync", "ftkit runs sync last ./copies", "ftkit runs sync demo ./copies --watch")
@@ -274,14 +252,11 @@ def bundle_command(reference: str, *, output: Path | None, signs: bool, key: Pat
 
 def _find_lock(layout: RunLayout) -> Path | None:
     """Return the lock of a run's image if its definition is on this machine and matches that image."""
-    manifest = read_json_if_valid(layout.manifest, dict[str, object]) or {}
-    ctx = Context.here()
-    try:
+    manifest, ctx = read_json_if_valid(layout.manifest, dict[str, object]) or {}, Context.here()
+    with suppress(ConfigError, NotFoundError, FileNotFoundError):
         image = parse_image(str(manifest["image"]), ctx.project) if manifest.get("image") else None
-        lock = find_image(image.reference, ctx).lock_file if isinstance(image, NamedImage) else None
-    except (ConfigError, NotFoundError):
-        return None
-    if lock is None or not lock.is_file():
-        return None
-    digest = hashlib.sha256(lock.read_bytes()).hexdigest()
-    return lock if manifest.get("image_lock_sha256", digest) == digest else None
+        if isinstance(image, NamedImage):
+            lock = find_image(image.reference, ctx).lock_file
+            digest = hashlib.sha256(lock.read_bytes()).hexdigest()
+            return lock if manifest.get("image_lock_sha256", digest) == digest else None
+    return None

@@ -168,13 +168,8 @@ def _show_gpus(folder: RunFolder, terminal: Terminal) -> None:
         old = (f"sampled {age(since)} ago",) if since > _OLD_SECONDS else ()
         for gpu in sample.gpus:
             busy = gpu.utilization if gpu.sm_activity is None else gpu.sm_activity
-            numbers = (
-                (busy, "%"),
-                (gpu.memory_gib, " GiB"),
-                (gpu.power, " W"),
-                (gpu.temperature, " °C"),
-                (gpu.clock, " MHz"),
-            )
-            cells = ["-" if value is None else f"{value:.0f}{unit}" for value, unit in numbers]
+            numbers = (busy, gpu.memory_gib, gpu.power, gpu.temperature, gpu.clock)
+            units = ("%", " GiB", " W", " °C", " MHz")
+            cells = ["-" if value is None else f"{value:.0f}{unit}" for value, unit in zip(numbers, units, strict=True)]
             rows.append([sample.host, str(gpu.index), *cells, Styled(", ".join((*old, *gpu.throttle)), "yellow")])
     terminal.table(("NODE…", "#GPU", "#BUSY", "#MEMORY", "#POWER", "#TEMP", "#CLOCK", "LIMITED BY…"), rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ftkit.cli.commands import current_context
 from ftkit.cli.follow import follow
@@ -20,32 +20,26 @@ from ftkit.launch.resolve import RunArgs, resolve_image_link
 from ftkit.launch.submission import NewJob, submit
 from ftkit.launch.templates import OVERRIDDEN_PARTS, find_overrides
 from ftkit.launch.user_script import ScriptArgs, accelerate_json, resolve_script
+from ftkit.planning.plan import RunPlan, ScriptPlan
 from ftkit.runs.manifest import build_manifest, uncommitted_changes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ftkit.planning.plan import RunPlan
     from ftkit.runs.job import SubmittedRun
     from ftkit.runs.metrics_file import RecordTail
+
+PlanT = TypeVar("PlanT", RunPlan, ScriptPlan)
 
 
 @dataclass(frozen=True)
 class SubmitRequest:
-    """How to submit a run.
-
-    Attributes:
-        command: the typed command line, for the manifest.
-        environment: environment variables of its jobs.
-        copies: copies of the user's code.
-        where: where data is prepared: job, here, or with-training.
-        does_import: whether to import a missing image.
-    """
+    """How to submit a run; `command` is the typed command line, for the manifest."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
     copies: Sequence[CodeCopy]
-    where: str = "job"
+    where: str = "job"  # data is prepared: in a job, here, or with-training
     does_import: bool = field(default=False, kw_only=True)
 
 
@@ -54,10 +48,7 @@ def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> New
     environment, where, project = request.environment, request.where, current_context().project
     show_findings(run_checks(plan, environment), terminal)
     plan = pin_revision(plan, environment)
-    image_facts = check_image(plan, terminal, does_import=request.does_import)
-    plan = resolve_image_link(plan)  # again, for an image that was just imported
-    parts = {OVERRIDDEN_PARTS: find_overrides(project)}
-    manifest = build_manifest(plan, request.command, project) | image_facts | parts
+    plan, manifest = _check_image(plan, request, terminal)
     preparation = None
     if where == "here":
         prepare_here(plan, environment, terminal.say)
@@ -68,6 +59,15 @@ def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> New
         files[plan.layout.code_changes.name] = changes
     script = render_job(plan, project, prepares=where == "with-training")
     return NewJob(plan, script, manifest, environment, preparation, files)
+
+
+def _check_image(plan: PlanT, request: SubmitRequest, terminal: Terminal) -> tuple[PlanT, dict[str, object]]:
+    """Check the image, or import it; return the plan with the image's file, and the run's manifest."""
+    project = current_context().project
+    image_facts = check_image(plan, terminal, does_import=request.does_import)
+    plan = resolve_image_link(plan)  # again, for an image that was just imported
+    manifest = build_manifest(plan, request.command, project) | image_facts
+    return plan, manifest | {OVERRIDDEN_PARTS: find_overrides(project)}
 
 
 def run_script(
@@ -85,15 +85,12 @@ def run_script(
         terminal.data(render_job(plan, ctx.project))
         return None
     show_findings(run_script_checks(plan, request.environment), terminal)
-    image_facts = check_image(plan, terminal, does_import=request.does_import)
-    plan = resolve_image_link(plan)
+    plan, manifest = _check_image(plan, request, terminal)
     texts = {
         plan.layout.code_changes.name: uncommitted_changes(),
         plan.layout.accelerate_config.name: accelerate_json(plan),
     }
     files = {**files_of(copies), **{name: text for name, text in texts.items() if text}}
-    parts = {OVERRIDDEN_PARTS: find_overrides(ctx.project)}
-    manifest = build_manifest(plan, request.command, ctx.project) | image_facts | parts
     return submit(NewJob(plan, render_job(plan, ctx.project), manifest, request.environment, files=files))
 
 

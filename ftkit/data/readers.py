@@ -64,11 +64,8 @@ def read_lines(file: IO[bytes], path: str) -> Iterator[RawRow]:
     """Read lines that end at line feeds only: U+2028, U+2029 and U+0085 may occur inside a JSON text."""
     for number, line in enumerate(iter(partial(file.readline, MAX_LINE), b""), start=1):
         if len(line) == MAX_LINE and not line.endswith(b"\n"):
-            error = DataError(
-                f"{path}:{number}: a line of more than {MAX_LINE >> 20} MiB",
-                meaning="the file is one JSON value, or damaged: no row of this size can be trained on",
-                fix=f"write one object a line: jq -c '.[]' {shlex.quote(path)} > lines.jsonl",
-            )
+            fix = f"write one object a line: jq -c '.[]' {shlex.quote(path)} > lines.jsonl"
+            error = _long_line(path, number, "the file is one JSON value, or damaged", fix)
             yield RawRow(path, ":", number, error)
             for _ in range(_MAX_SKIPPED):  # read only by callers that skip bad rows
                 more = file.readline(MAX_LINE)
@@ -78,6 +75,14 @@ def read_lines(file: IO[bytes], path: str) -> Iterator[RawRow]:
                 raise error
         elif not line.isspace():
             yield RawRow(path, ":", number, line)
+
+
+def _long_line(path: str, number: int, cause: str, fix: str) -> DataError:
+    return DataError(
+        f"{path}:{number}: a line of more than {MAX_LINE >> 20} MiB",
+        meaning=f"{cause}: no row of this size can be trained on",
+        fix=fix,
+    )
 
 
 def _read_json(file: IO[bytes], path: str) -> Iterator[RawRow]:
@@ -212,7 +217,7 @@ def _read_csv(file: IO[bytes], path: str) -> Iterator[RawRow]:
     last = 1
     with _as_text(file) as text:
         separator = "\t" if suffix_of(path) == ".tsv" else ","
-        reader = csv.reader(text, delimiter=separator, strict=True)
+        reader = csv.reader(_limited_lines(text, path), delimiter=separator, strict=True)
         try:
             names = next(reader, [])
             _check_names(names, path)
@@ -225,6 +230,13 @@ def _read_csv(file: IO[bytes], path: str) -> Iterator[RawRow]:
             raise DataError(f"{path}: after line {last}: not valid CSV: {error}", fix="correct this line") from error
         except UnicodeDecodeError as error:
             raise _not_utf8(f"{path}: after line {last}", error) from error
+
+
+def _limited_lines(file: IO[str], path: str) -> Iterator[str]:
+    for number, line in enumerate(iter(partial(file.readline, MAX_LINE), ""), start=1):
+        if len(line) == MAX_LINE and not line.endswith(("\r", "\n")):
+            raise _long_line(path, number, "the file is damaged, or not CSV", "rewrite it with one row a line")
+        yield line
 
 
 def _check_names(names: Sequence[str], path: str) -> None:

@@ -53,11 +53,7 @@ WARNING_PREFIX = "ftkit-warning "
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Results of one node, which can't be used if a finding failed.
-
-    Collectives are `within` the node, and `between` all healthy nodes; `pairs` has the bus bandwidth in GB/s with each
-    partner.
-    """
+    """Results of one node: rates of collectives `within` it, `between` all nodes, and of `pairs` in GB/s by partner."""
 
     host: str
     findings: tuple[Finding, ...] = ()
@@ -104,14 +100,11 @@ class NodeCheck:
 
     @property
     def _below_peak(self) -> Status:
-        """The status of a rate below the expected one: before training, a warning; only slower than others fails.
-
-        A site may limit the power of all its GPUs, or a profile may overstate the network, without a fault of the node.
-        """
+        """Before training, a warning: a site may limit power, or a profile may overstate the network."""
         return "warning" if self.is_short else "failed"
 
     def _check_alone(self, environment: Mapping[str, str]) -> NodeReport:
-        """Check the node without the others. GPUs are checked after the matmuls, while they are warm."""
+        """GPUs are checked after the matmuls, while they are warm."""
         mib = (64 if self.is_short else 256) // (1 if self.on_gpu else 4)
         findings = [check_disk("local disk", self.local_dir, mib)]
         if self.shared_file is not None:
@@ -158,7 +151,6 @@ class NodeCheck:
                 yield Finding("GPU memory", self._below_peak, value, "have the GPU replaced", index)
 
     def _judge(self, name: str, rates: CollectiveRates) -> Finding:
-        """Compare measured collectives `within node` or `between nodes` with the least expected rate."""
         value = f"all-reduce {rates.all_reduce:,.3g}, all-gather {rates.all_gather:,.3g} GB/s"
         value += f" by {rates.transport}" if rates.transport else ""
         least = self.gpu and 0.5 * GPUS[self.gpu].link_bandwidth / 1e9
@@ -169,10 +161,7 @@ class NodeCheck:
         fix = "compare the pairs; check the network's links and NCCL's plug-in"
         return Finding(name, self._below_peak, f"{value}; at least {least:,.0f} GB/s expected", fix)
 
-    # --- Together --------------------------------------------------------------------------------
-
     def _check_together(self, alone: NodeReport) -> NodeReport:
-        """Return the report of the node's own checks, extended by the checks with the other nodes."""
         rendezvous = _Rendezvous(self)
         good = rendezvous.share("alone", not failures(alone.findings), self.hosts)
         now = time.time()
@@ -198,7 +187,6 @@ class NodeCheck:
         return replace(alone, findings=tuple(findings), between=between, pairs=pairs)
 
     def _measure_between(self, members: Sequence[str]) -> tuple[CollectiveRates | None, list[Finding]]:
-        """Return the rates among all nodes, None if they failed, and the findings about them."""
         first_rank = members.index(self.host) * self.num_devices
         num_bytes = 2**30 if self.on_gpu else 2**20
         size = len(members) * self.num_devices
@@ -214,7 +202,7 @@ class NodeCheck:
         return rates, findings
 
     def _measure_pairs(self, members: Sequence[str]) -> dict[str, float]:
-        """Return the bus bandwidth with each partner, in GB/s; 0 if it failed."""
+        """The bus bandwidth with each partner is in GB/s; 0 if the measurement failed."""
         rates: dict[str, float] = {}
         num_bytes = 2**28 if self.on_gpu else 2**18
         for number, partners in enumerate(pair_rounds(members)[:_PAIR_ROUNDS]):

@@ -17,10 +17,7 @@ Status = Literal["ok", "warning", "failed", "unknown"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check: its subject, the observed value, what to do next, and the index of the GPU if it is one.
-
-    `fix` is empty if nothing is wrong.
-    """
+    """The result of one check: its subject, the observed value, what to do next if anything, and the GPU's index."""
 
     check: str
     status: Status
@@ -39,11 +36,7 @@ def failures(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def run_all(functions: Sequence[Callable[[], ResultT]], seconds: float) -> list[ResultT | None]:
-    """Run functions concurrently, and return what each returned; None if it did not end in time.
-
-    They run in daemon threads, which don't keep the process alive: a name server or a file system that never responds
-    can't be interrupted.
-    """
+    """Run functions in daemon threads, which may hang in a dead file system; None for one that does not end in time."""
 
     def run(function: Callable[[], ResultT], result: Future[ResultT]) -> None:
         try:

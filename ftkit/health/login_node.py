@@ -55,9 +55,6 @@ def check_login_node(node: LoginNode) -> list[Finding]:
     return findings
 
 
-# --- Programs ------------------------------------------------------------------------------------
-
-
 def _check_slurm(node: LoginNode) -> list[Finding]:
     python = Finding("python", "ok", platform.python_version())
     if node.cluster.scheduler != "slurm":
@@ -68,18 +65,17 @@ def _check_slurm(node: LoginNode) -> list[Finding]:
     path = node.environment.get("PATH", os.defpath)
     programs = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sacct")
     missing = [name for name in programs if not shutil.which(name, path=path)]
+    slurm = Finding("slurm", "ok", node.site.slurm_version)
     if missing == ["sacct"]:
         fix = "ftkit then reads the final state of a run from its folder only"
-        slurm = Finding("slurm", "ok", node.site.slurm_version)
         return [python, slurm, Finding("accounting", "warning", "sacct is not on PATH", fix)]
     if missing:
         fix = "install Slurm's client programs, or put them on PATH"
-        return [python, Finding("slurm", "failed", f"not on PATH: {', '.join(missing)}", fix)]
-    return [python, Finding("slurm", "ok", node.site.slurm_version)]
+        slurm = Finding("slurm", "failed", f"not on PATH: {', '.join(missing)}", fix)
+    return [python, slurm]
 
 
 def _check_partition(node: LoginNode) -> list[Finding]:
-    """Compare the profile's requests with Slurm's resources."""
     cluster, site = node.cluster, node.site
     if cluster.scheduler != "slurm" or not site.has_slurm:
         return []
@@ -109,35 +105,21 @@ def _check_partition(node: LoginNode) -> list[Finding]:
 
 
 def _check_runtime(node: LoginNode) -> list[Finding]:
-    """Check that the container runtime is installed."""
     site = node.site
     pyxis = f"pyxis, enroot {site.enroot}" if site.enroot else "pyxis"
     found, missing, fix = {
         "none": ("none: runs use this Python", "", ""),
-        "pyxis": (
-            site.has_pyxis and pyxis,
-            "srun has no --container-image: pyxis is not set up",
-            "ask the site to install pyxis, or set 'runtime: apptainer' in the profile",
-        ),
-        "apptainer": (
-            site.apptainer and f"Apptainer {site.apptainer}",
-            "neither apptainer nor singularity is on PATH",
-            "load its module here, and in the profile's 'setup:' for jobs",
-        ),
-        "docker": (
-            site.docker and f"docker {site.docker}",
-            "no docker engine answers",
-            "start docker, or join the group 'docker'",
-        ),
-    }[node.cluster.runtime]
+        "pyxis": (site.has_pyxis and pyxis, "srun has no --container-image: pyxis is not set up",
+                  "ask the site to install pyxis, or set 'runtime: apptainer' in the profile"),
+        "apptainer": (site.apptainer and f"Apptainer {site.apptainer}", "neither apptainer nor singularity is on PATH",
+                      "load its module here, and in the profile's 'setup:' for jobs"),
+        "docker": (site.docker and f"docker {site.docker}", "no docker engine answers",
+                   "start docker, or join the group 'docker'"),
+    }[node.cluster.runtime]  # fmt: skip
     return [Finding("containers", "ok", str(found)) if found else Finding("containers", "failed", missing, fix)]
 
 
-# --- Files ---------------------------------------------------------------------------------------
-
-
 def _check_workspace(node: LoginNode) -> list[Finding]:
-    """Check that the workspace is writable, shared, has free space, and that its clock agrees with this machine's."""
     root = node.workspace.root
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -164,7 +146,6 @@ def _check_workspace(node: LoginNode) -> list[Finding]:
 
 
 def _check_image(node: LoginNode) -> list[Finding]:
-    """Check that the image of the settings exists."""
     image, cluster = node.image, node.cluster
     if cluster.runtime in ("none", "docker"):
         return []
@@ -182,11 +163,7 @@ def _check_image(node: LoginNode) -> list[Finding]:
     return [Finding("image", "failed", f"{image}: {file} not found", f"ftkit import {image} --cluster {cluster.name}")]
 
 
-# --- Networks ------------------------------------------------------------------------------------
-
-
 def _check_registry(node: LoginNode) -> list[Finding]:
-    """Check that the registry responds, and that enroot has credentials for it."""
     host = node.image.host if isinstance(node.image, RegistryImage) else (node.registry or "").partition("/")[0]
     if not host or node.cluster.runtime == "none":
         return []

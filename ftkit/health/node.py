@@ -204,9 +204,6 @@ def _scaled(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
 
 
-# --- Disks and driver ----------------------------------------------------------------------------
-
-
 def check_disk(name: str, folder: Path, mib: int) -> Finding:
     """Write a file, sync it, and remove it; `name` is `local disk` or `shared disk`."""
     path = folder / f".ftkit-doctor-{secrets.token_hex(4)}"
@@ -245,10 +242,7 @@ def check_shared_disk(marker: Path, mib: int) -> Finding:
 
 
 def check_gpus(nvml: Nvml, num_gpus: int, device_name: str, environment: Mapping[str, str]) -> list[Finding]:
-    """Compare the driver with the image's CUDA, and the GPUs with the profile's, and look for faults.
-
-    Minor versions of CUDA with the same major version are compatible. `device_name` is empty if unknown.
-    """
+    """Compare the driver's major CUDA version with the image's, and the GPUs with `device_name` unless it is empty."""
     value = nvml.driver + (f", CUDA {nvml.cuda[0]}.{nvml.cuda[1]}" if nvml.cuda else "")
     driver = Finding("driver", "ok", value)
     needed = re.match(r"(\d+)\.(\d+)", environment.get("CUDA_VERSION", "") or _cuda_of_torch())

@@ -5,7 +5,7 @@ A process that hangs in a collective, as NCCL does on a broken network, is kille
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.connection
 import os
 import re
 import tempfile
@@ -13,7 +13,6 @@ import time
 import timeit
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Final, Literal, TypedDict, TypeVar
@@ -24,8 +23,8 @@ from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from multiprocessing.pool import Pool
-    from types import ModuleType
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import SpawnProcess
 
     from ftkit.config.cluster import GpuModel
 
@@ -45,10 +44,7 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class CollectiveRates:
-    """Bus bandwidths of collectives in bf16 (on a CPU: fp32), in GB/s by nccl-tests' formulas.
-
-    `transport` is the one that NCCL logged; empty if it logged none.
-    """
+    """Bus bandwidths in bf16 (on a CPU: fp32), in GB/s by nccl-tests' formulas; the transport if NCCL logged one."""
 
     all_reduce: float
     all_gather: float
@@ -77,7 +73,7 @@ class DeviceProcesses:
     def __init__(self, device: MeasuredDevice, count: int) -> None:
         self.device = device
         self.count = count
-        self._pools: list[Pool] = []
+        self._running: list[tuple[SpawnProcess, Connection]] = []
         self._logs = tempfile.TemporaryDirectory(prefix="ftkit-nccl-")
         # The processes inherit these. A level that the site or the user has set stays.
         os.environ.setdefault("NCCL_DEBUG", "INFO")
@@ -90,81 +86,98 @@ class DeviceProcesses:
     def collectives(self, group: Group) -> CollectiveRates:
         """Measure collectives of a group; the result is that of the slowest process."""
         questions = [(group, group.first_rank + local) for local in range(self.count)]
-        answers = self._ask(_collectives, questions, group.timeout + (0 if self._pools else _START_SECONDS))
+        answers = self._ask(_collectives, questions, group.timeout + (0 if self._running else _START_SECONDS))
         log = "".join(path.read_text(errors="replace") for path in Path(self._logs.name).iterdir())
         transport = find_transport(log) if self.device == "cuda" else "gloo"
         return replace(min(answers, key=lambda each: each.all_reduce), transport=transport)
 
     def close(self) -> None:
         """End the processes, and remove NCCL's logs."""
-        self._end_processes()
+        self._end()
         self._logs.cleanup()
 
-    def _end_processes(self) -> None:
-        for pool in self._pools:
-            pool.terminate()
-            pool.join()
-        self._pools = []
+    def _end(self) -> None:
+        for process, connection in self._running:
+            connection.close()
+            process.kill()
+            process.join()
+        self._running = []
 
     def _ask(
         self, measure: Callable[..., ResultT], questions: Sequence[tuple[object, ...]], timeout: float
     ) -> list[ResultT]:
-        """Measure in each process.
+        """Measure in each process. If one fails, dies or does not respond in time, all are ended (MeasureError).
 
-        Raises:
-            MeasureError: one failed, or did not respond in time; then all are ended.
+        Not with a pool of the standard library: `Pool` replaces a dead process without an error, and the processes of
+        `ProcessPoolExecutor` can't be killed, and stay if this process is.
         """
-        context = multiprocessing.get_context("spawn")
-        self._pools = self._pools or [context.Pool(1) for _ in range(self.count)]
+        if not self._running:
+            context = multiprocessing.get_context("spawn")
+            for index in range(self.count):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(theirs, self.device, index), daemon=True)
+                process.start()
+                theirs.close()
+                self._running.append((process, ours))
         deadline = time.monotonic() + timeout
-        results = [
-            pool.apply_async(_run, (measure, self.device, index, question))
-            for index, (pool, question) in enumerate(zip(self._pools, questions, strict=True))
-        ]
+        waiting = {connection: index for index, (_, connection) in enumerate(self._running)}
+        answers: dict[int, ResultT] = {}
+        index = 0
+        failure = ""
         try:
-            return [result.get(max(0.0, deadline - time.monotonic())) for result in results]
-        except multiprocessing.TimeoutError:
-            self._end_processes()
-            raise MeasureError("a process died, or did not answer in time") from None
-        except MeasureError:
-            self._end_processes()
-            raise
+            for connection, index in waiting.items():
+                connection.send((measure, questions[index]))
+            while waiting and not failure:
+                ready = multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    failure = f"process {min(waiting.values())} did not answer in time"
+                for connection in [each for each in waiting if each in ready]:
+                    index = waiting.pop(connection)
+                    answer = connection.recv()
+                    if isinstance(answer, MeasureError):
+                        failure = str(answer)
+                    else:
+                        answers[index] = answer
+        except (EOFError, OSError):
+            failure = f"process {index} died"
+        if failure:
+            self._end()
+            raise MeasureError(failure)
+        return [answers[index] for index in range(self.count)]
 
 
 # --- In the processes, which import torch ----------------------------------------------------------
 
 
-def _run(measure: Callable[..., ResultT], device: MeasuredDevice, index: int, question: tuple[object, ...]) -> ResultT:
-    """Measure a device; any exception of torch, CUDA or NCCL is a finding."""
-    try:
-        opened = _open(device, index)
-    except Exception as error:  # noqa: BLE001 - a torch without CUDA, a missing or old driver, a broken GPU
-        raise MeasureError(f"torch can't use GPU {index}: {type(error).__name__}: {one_line(error)}") from None
-    try:
-        return measure(opened, *question)
-    except Exception as error:  # noqa: BLE001
-        raise MeasureError(f"{type(error).__name__}: {one_line(error)}") from None
-
-
-@cache
-def _open(device: MeasuredDevice, index: int) -> _Device:
-    if device == "cpu":
-        os.environ["OMP_NUM_THREADS"] = "1"
-    import torch.distributed  # noqa: PLC0415
-
-    if device == "cuda":
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        torch.cuda.set_device(index)
-    return _Device(torch, device)
+def _serve(connection: Connection, device: MeasuredDevice, index: int) -> None:
+    """Answer requests until the other side closes; any exception of torch, CUDA or NCCL is a finding."""
+    opened = None
+    while True:
+        try:
+            measure, question = connection.recv()
+        except EOFError:
+            return
+        try:
+            opened = opened or _Device(device, index)
+            answer = measure(opened, *question)
+        except Exception as error:  # noqa: BLE001 - also a torch without CUDA, a missing or old driver, a broken GPU
+            what = "" if opened else f"torch can't use GPU {index}: "
+            answer = MeasureError(f"{what}{type(error).__name__}: {one_line(error)}")
+        connection.send(answer)
 
 
 class _Device:
-    """The device of a process."""
+    def __init__(self, name: MeasuredDevice, index: int) -> None:
+        if name == "cpu":
+            os.environ["OMP_NUM_THREADS"] = "1"
+        import torch.distributed  # noqa: PLC0415
 
-    def __init__(self, torch: ModuleType, device: MeasuredDevice) -> None:
+        if name == "cuda":
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            torch.cuda.set_device(index)
         self.torch = torch
-        self.name = device
-        self.on_gpu = device == "cuda"
+        self.name = name
+        self.on_gpu = name == "cuda"
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
 
     def seconds(self, function: Callable[[], object], repeats: int) -> float:
@@ -185,7 +198,6 @@ class _Device:
 
 
 def _rates(device: _Device, is_short: bool) -> DeviceRates:  # noqa: FBT001 - called by position
-    """Measure matmuls and copies."""
     torch, on_gpu = device.torch, device.on_gpu
     width = 8192 if on_gpu else 512
     left, right = (torch.randn(width, width, device=device.name, dtype=device.dtype) for _ in range(2))
@@ -200,7 +212,6 @@ def _rates(device: _Device, is_short: bool) -> DeviceRates:  # noqa: FBT001 - ca
 
 
 def _collectives(device: _Device, group: Group, rank: int) -> CollectiveRates:
-    """Measure collectives as one rank of a group."""
     torch, dist = device.torch, device.torch.distributed
     dist.init_process_group(
         "nccl" if device.on_gpu else "gloo", init_method=f"tcp://{group.host}:{group.port}", rank=rank,
@@ -222,10 +233,7 @@ def _collectives(device: _Device, group: Group, rank: int) -> CollectiveRates:
 
 
 def bus_bandwidth(num_bytes: int, num_ranks: int, seconds: float) -> float:
-    """Return nccl-tests' bus bandwidth of an all-gather in GB/s: S/t x (n-1)/n, with S bytes gathered on each rank.
-
-    That of an all-reduce of S bytes is twice as much (nccl-tests' doc/PERFORMANCE.md).
-    """
+    """Return the GB/s of an all-gather by nccl-tests' doc/PERFORMANCE.md; that of an all-reduce is twice as much."""
     return num_bytes / seconds * (num_ranks - 1) / num_ranks / 1e9
 
 
@@ -280,7 +288,6 @@ def compare_with_others(host: str, device: MeasuredDevice, numbers: Mapping[str,
 
 
 def _is_outlier(value: float, others: Sequence[float], device: MeasuredDevice) -> bool:
-    """Return whether a rate is far below the median of all rates; of two rates, below the other."""
     usual = max(others) if len(others) == 2 else median(others)  # noqa: PLR2004 - the median is between them
     return len(others) > 1 and value < _OUTLIER[device] * usual
 

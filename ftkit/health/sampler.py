@@ -102,9 +102,6 @@ def _number(path: Path) -> int:
         return 0
 
 
-# --- Prometheus ----------------------------------------------------------------------------------
-
-
 def metrics_text(sample: NodeSample, run: str) -> str:
     """Return a sample in Prometheus's text format, version 0.0.4."""
     host = f'run="{run}",host="{sample.host}"'

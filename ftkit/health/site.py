@@ -36,46 +36,37 @@ _LOCAL_CANDIDATES: Final = ("/mnt/localssd", "/mnt/scratch", "/local_scratch", "
 
 @dataclass(frozen=True)
 class Partition:
-    """Nodes of one kind in a Slurm partition; a partition with several kinds of nodes has several of these.
-
-    GPUs are those in Slurm's generic resources (GRES); `gpu_type` is empty if they have none. Without `accounts` or
-    `qos`, any may be used; without `max_seconds`, jobs are unlimited.
-    """
+    """Nodes of one kind in a Slurm partition, which has several of these if it has several kinds of nodes."""
 
     name: str
     is_default: bool
     num_nodes: int
-    gpus_per_node: int
-    gpu_type: str
+    gpus_per_node: int  # in Slurm's generic resources (GRES)
+    gpu_type: str  # empty if they have none
     cpus_per_node: int
     memory_gib: int
-    max_seconds: int | None
-    accounts: tuple[str, ...] = ()
-    qos: tuple[str, ...] = ()
+    max_seconds: int | None  # None if jobs are unlimited
+    accounts: tuple[str, ...] = ()  # empty if any may be used
+    qos: tuple[str, ...] = ()  # as accounts
 
 
 @dataclass(frozen=True)
 class Site:
-    """The detected site. Empty text or 0 means absent; of programs, the text is the version.
-
-    `accounts` are the user's Slurm accounts, `shared_folders` mount points of network file systems, `local_folder` is
-    probably on each node's own disk, and `unknown` are undetected properties, with the reason. If `is_slurm_silent`,
-    Slurm is installed, and its controller does not respond.
-    """
+    """The detected site. Empty text or 0 means absent; of programs, the text is the version."""
 
     slurm_version: str
     cluster_name: str
     partitions: tuple[Partition, ...]
-    accounts: tuple[str, ...]
+    accounts: tuple[str, ...]  # the user's
     has_pyxis: bool
     enroot: str
     apptainer: str
     docker: str
-    shared_folders: tuple[str, ...]
-    local_folder: str
+    shared_folders: tuple[str, ...]  # mount points of network file systems
+    local_folder: str  # probably on each node's own disk
     num_gpus: int
-    unknown: tuple[str, ...]
-    is_slurm_silent: bool = False
+    unknown: tuple[str, ...]  # undetected properties, with the reason
+    is_slurm_silent: bool = False  # it is installed, and its controller does not respond
 
     @property
     def has_slurm(self) -> bool:
@@ -160,14 +151,8 @@ def _ask(words: Sequence[str], environment: Mapping[str, str]) -> str | None:
     return None if _NO_ANSWER.search(done.stderr) else ""
 
 
-# --- Parsers -------------------------------------------------------------------------------------
-
-
 def parse_partitions(text: str, limits: str = "") -> tuple[Partition, ...]:
-    """Parse `sinfo --format=%P|%a|%D|%c|%G|%l|%m` and `scontrol show partitions --oneliner`.
-
-    Partitions that are not up are skipped.
-    """
+    """Parse what sinfo (`_LIST_PARTITIONS`) and `scontrol show partitions --oneliner` print; skip what is not up."""
     partitions = []
     allowed = {
         match[1]: (_names_in(line, "AllowAccounts"), _names_in(line, "AllowQos"))
@@ -181,20 +166,11 @@ def parse_partitions(text: str, limits: str = "") -> tuple[Partition, ...]:
         name, _, num_nodes, cpus, resources, limit, memory = fields
         accounts, qos = allowed.get(name.removesuffix("*"), ((), ()))
         gpu_type, num_gpus = parse_gres(resources)
-        partitions.append(
-            Partition(
-                name=name.removesuffix("*"),
-                is_default=name.endswith("*"),
-                num_nodes=int(num_nodes),
-                gpus_per_node=num_gpus,
-                gpu_type=gpu_type,
-                cpus_per_node=_first_number(cpus),
-                memory_gib=_first_number(memory) // 1024,
-                max_seconds=parse_time_limit(limit),
-                accounts=accounts,
-                qos=qos,
-            )
-        )
+        partitions.append(Partition(
+            name=name.removesuffix("*"), is_default=name.endswith("*"), num_nodes=int(num_nodes),
+            gpus_per_node=num_gpus, gpu_type=gpu_type, cpus_per_node=_first_number(cpus),
+            memory_gib=_first_number(memory) // 1024, max_seconds=parse_time_limit(limit), accounts=accounts, qos=qos,
+        ))  # fmt: skip
     return tuple(partitions)
 
 
@@ -215,10 +191,7 @@ def parse_accounts(text: str, cluster: str) -> tuple[str, ...]:
 
 
 def parse_gres(text: str) -> tuple[str, int]:
-    """Return the GPUs in Slurm's generic resources: `gpu:h100:8(S:0-1)` is 8 GPUs of type h100.
-
-    The type is empty if there is none, or several.
-    """
+    """Return type (empty if none or several) and number of GPUs: `gpu:h100:8(S:0-1)` is 8 GPUs of type h100."""
     found = re.findall(r"(?:^|,)gpu(?::([^:,()]*[^\d:,()][^:,()]*))?:(\d+)", text)
     types = {kind for kind, _ in found}
     return (types.pop() if len(types) == 1 else ""), sum(int(count) for _, count in found)

@@ -25,10 +25,7 @@ Value = str | int | float
 
 @dataclass(frozen=True)
 class ProposedCluster:
-    """The proposed profile of a site: a known one, or a new one with `values` that `extends` a known one.
-
-    `unknown` are values that could not be detected, which the user must set.
-    """
+    """A known profile, or `values` of a new one that `extends` it; `unknown` are those that the user must set."""
 
     name: str
     extends: str
@@ -38,10 +35,7 @@ class ProposedCluster:
 
 
 def propose_cluster(site: Site, profiles: Iterable[ClusterProfile], root: Path = Path("/")) -> ProposedCluster:
-    """Choose the first profile that recognizes the site, or the values of one that extends it.
-
-    `root` is the base of the profiles' paths.
-    """
+    """Choose the profile that recognizes the site, or values that extend one; profiles' paths are below `root`."""
     known = {profile.name: profile for profile in profiles}
     if not site.has_slurm:
         gpus = plural(site.num_gpus, "GPU") if site.num_gpus else "no GPU"
@@ -96,7 +90,6 @@ def _accounts_for(site: Site, partition: Partition) -> list[str]:
 
 
 def _differences(site: Site, partition: Partition, base: ClusterProfile) -> tuple[dict[str, Value], tuple[str, ...]]:
-    """Return the keys and values in which the site differs from a profile, and what can't be detected here."""
     kinds: Counter[tuple[int, str]] = Counter()
     for each in site.partitions:
         if each.name == partition.name:

@@ -36,11 +36,7 @@ SELF_CHECK = ("python3", "-m", "ftkit.images.inside")
 
 @dataclass(frozen=True)
 class BaseRequest:
-    """How a build selects its base.
-
-    `name` replaces the definition's base. `repin` resolves the tag again, even if a digest is recorded. `from_docker`
-    uses the docker engine's image of this name, without a digest from its registry.
-    """
+    """How a build selects its base: by another name, by its tag again (`repin`), or from docker without a digest."""
 
     name: str | None = None
     repin: bool = False
@@ -58,11 +54,7 @@ class SelectedBase:
 
 @dataclass(frozen=True)
 class BuildResult:
-    """The result of a build: the image, its name in the docker engine, and its base.
-
-    `recorded` is the lock that the base's digest was recorded in now, `moved_to` the current digest of the base's tag
-    if it differs from the recorded one.
-    """
+    """The image and its base; the lock that `recorded` its digest, and the digest that its tag `moved_to`, if any."""
 
     name: str
     image: DockerImage
@@ -83,7 +75,12 @@ def build(
     with docker_engine.connect() as client:
         base = select_base(definition, request, report)
         written = (request.name or spec.base.reference).removeprefix("docker://")
-        found = _ensure_base(client, base.image, written, report)
+        found = docker_engine.inspect(client, base.image.pinned)
+        if found is None and not base.image.digest:
+            found = docker_engine.inspect(client, written)
+        if found is None:
+            pull(client, base.image, report)
+            found = docker_engine.inspect_required(client, base.image.pinned, "check the engine's log: it was pulled")
         pinned = base.image
         if pinned.digest is None:  # that of the repository that the engine pulled it from
             names = {parse_reference(repository).repository: digest for repository, digest in found.repo_digests}
@@ -106,9 +103,6 @@ def build(
             image = _run_build(client, context, found.id, labels, no_cache=no_cache, report=report)
     recorded = record(definition, pinned) if base.is_to_be_recorded and pinned.digest else None
     return BuildResult(name, image, pinned, is_new=is_new, recorded=recorded, moved_to=moved_to)
-
-
-# --- The base ------------------------------------------------------------------------------------
 
 
 def select_base(definition: ImageDefinition, request: BaseRequest, report: Report) -> SelectedBase:
@@ -152,22 +146,8 @@ def current_digest_if_moved(base: SelectedBase) -> Digest | None:
     return current if current != base.image.digest else None
 
 
-def _ensure_base(client: APIClient, wanted: RegistryImage, written: str, report: Report) -> DockerImage:
-    """Return the base; pull it if the docker engine does not have it."""
-    found = docker_engine.inspect(client, wanted.pinned)
-    if found is None and not wanted.digest:
-        found = docker_engine.inspect(client, written)
-    if found:
-        return found
-    pull(client, wanted, report)
-    return docker_engine.inspect_required(client, wanted.pinned, "check the engine's log: it was pulled")
-
-
 def record(definition: ImageDefinition, base: RegistryImage) -> Path:
-    """Record the base's digest in the lock next to the definition, or in the user's own lock if that is read-only.
-
-    ftkit never changes the locks that it ships, even in a checkout.
-    """
+    """Record the base's digest in the first lock that may be written; never in one that ftkit ships."""
     if base.digest is None:
         raise AssertionError("a base without a digest can't be recorded")
     before = []
@@ -188,24 +168,16 @@ def record(definition: ImageDefinition, base: RegistryImage) -> Path:
     return path
 
 
-# --- The build -----------------------------------------------------------------------------------
-
-
 def _run_build(
     client: APIClient, context: BuildContext, base_id: str, labels: dict[str, str], *, no_cache: bool, report: Report
 ) -> DockerImage:
     """Build and check the image; tag it only if both succeed."""
     try:
         events = client.build(
-            fileobj=context.archive(labels),
-            custom_context=True,
+            fileobj=context.archive(labels), custom_context=True, nocache=no_cache, rm=True, forcerm=True, decode=True,
             buildargs={**context.arguments, "BASE_IMAGE": base_id},
-            nocache=no_cache,
-            rm=True,
-            forcerm=True,
             network_mode="host",  # the steps reach the same package index as this machine
-            decode=True,
-        )
+        )  # fmt: skip
         image_id = BuildFollower(report).follow(events)
     except docker_engine.docker_sdk().errors.APIError as error:
         raise docker_engine.as_image_error(error, "docker refused to build") from error

@@ -18,7 +18,7 @@ from ftkit.config.image_reference import parse_reference
 from ftkit.errors import ImageError
 from ftkit.images.docker_engine import REFERENCE_LABEL
 from ftkit.images.lock import read_lock
-from ftkit.images.oci.tar import FILE, Member, write_end, write_member, write_padding
+from ftkit.images.oci.tar import END, FILE, Member, write_member, write_padding
 from ftkit.wheel import WHEEL_NAME, make_wheel
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class BuildContext:
             write_member(output, Member(name.encode(), FILE, size=len(data)))
             output.write(data)
             write_padding(output, len(data))
-        write_end(output)
+        output.write(END)
         output.seek(0)
         return output
 
@@ -89,7 +89,6 @@ def assemble(definition: ImageDefinition) -> BuildContext:
 
 
 def _dockerfile(spec: ImageSpec) -> str:
-    """Return the Dockerfile with the image's environment variables at the end."""
     lines = [f"ENV {name}={_quoted(value)}\n" for name, value in sorted(spec.environment.items())]
     return assets.DOCKERFILE.read_text(encoding="utf-8") + "".join(lines)
 
@@ -99,10 +98,7 @@ def _quoted(value: str) -> str:
 
 
 def definition_file(definition: ImageDefinition, files: Path | None = None) -> str:
-    """Return the Singularity definition of an image; its steps are those of the Dockerfile.
-
-    `files` is the folder to copy the build's files from; if None, the folder in which the definition is built.
-    """
+    """Return the Singularity definition of an image: the Dockerfile's steps, with copies from the folder `files`."""
     spec, context = definition.spec, assemble(definition)
     base = replace(parse_reference(spec.base.reference), digest=spec.base.digest)
     folder = f"{files}/" if files else ""

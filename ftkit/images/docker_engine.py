@@ -39,10 +39,7 @@ _OWNER_LABEL = "ftkit.process"
 
 @dataclass(frozen=True)
 class DockerImage:
-    """An image in the docker engine: `id` is its configuration's digest, `size` its unpacked bytes.
-
-    `repo_digests` has the repositories that have it, with the digest of its manifest in each.
-    """
+    """An image by its configuration's digest, with its unpacked bytes, and its manifest's digest by repository."""
 
     id: Digest
     size: int
@@ -53,11 +50,7 @@ class DockerImage:
 
 
 def docker_sdk() -> ModuleType:
-    """Return the package `docker`, which is an extra, and slow to import.
-
-    Raises:
-        PrerequisiteError: it is not installed.
-    """
+    """Return the package `docker`, which is an extra, and slow to import; PrerequisiteError if it is not installed."""
     try:
         import docker  # noqa: PLC0415
     except ImportError as error:
@@ -67,11 +60,7 @@ def docker_sdk() -> ModuleType:
 
 @contextmanager
 def connect() -> Iterator[APIClient]:
-    """Connect to the engine that docker's environment variables and configuration select.
-
-    Raises:
-        PrerequisiteError: the SDK is not installed, or no engine responds.
-    """
+    """Connect to the engine of docker's variables and configuration; PrerequisiteError if none responds."""
     docker = docker_sdk()
     options = docker.utils.kwargs_from_env() or {}
     if "base_url" not in options:
@@ -117,11 +106,7 @@ def _current_context(docker: ModuleType) -> dict[str, object]:
 
 
 def inspect(client: APIClient, name: str) -> DockerImage | None:
-    """Return an image; None if the engine has none of that name.
-
-    Raises:
-        ImageError: the engine can't look it up.
-    """
+    """Return an image; None if the engine has none of that name."""
     docker = docker_sdk()
     try:
         found = client.inspect_image(name)
@@ -137,14 +122,8 @@ def inspect(client: APIClient, name: str) -> DockerImage | None:
         raise ImageError(f"docker's id of {name} is not a digest: {error}", fix="see 'docker version'") from error
     repo_digests = (text.partition("@") for text in found.get("RepoDigests") or ())
     run = image_config(config, found.get("Created"))
-    return DockerImage(
-        id=image_id,
-        size=int(found.get("Size") or 0),
-        created=run.created,
-        labels=config.labels,
-        repo_digests=tuple((name, known) for name, _, digest in repo_digests if (known := as_digest(digest))),
-        config=run,
-    )
+    digests = tuple((name, known) for name, _, digest in repo_digests if (known := as_digest(digest)))
+    return DockerImage(image_id, int(found.get("Size") or 0), run.created, config.labels, digests, run)
 
 
 def inspect_required(client: APIClient, name: str, fix: str) -> DockerImage:
@@ -163,19 +142,14 @@ def image_config(config: RunConfig, created: object) -> ImageConfig:
             moment = datetime.fromisoformat(created)
             epoch = int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp())
     return ImageConfig(
-        environment=config.environment,
-        entrypoint=config.entrypoint,
-        command=config.command,
-        working_directory=config.working_directory or "",
-        volumes=tuple(sorted(config.volumes)),
-        labels=config.labels,
+        environment=config.environment, entrypoint=config.entrypoint, command=config.command,
+        working_directory=config.working_directory or "", volumes=tuple(sorted(config.volumes)), labels=config.labels,
         created=min(max(0, epoch), _MAX_TIME),
-    )
+    )  # fmt: skip
 
 
 @contextmanager
 def _container(client: APIClient, image: str, **options: object) -> Iterator[str]:
-    """Create a container, and remove it at the end of the block."""
     docker = docker_sdk()
     remove_abandoned(client)
     try:
@@ -241,8 +215,6 @@ def as_digest(value: object) -> Digest | None:
     except ValueError:
         return None
 
-
-# --- Labels --------------------------------------------------------------------------------------
 
 BUILD_KEY_LABEL: Final = "ftkit.build-key"
 LOCK_LABEL: Final = "ftkit.lock-sha256"

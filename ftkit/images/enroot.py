@@ -92,17 +92,12 @@ next import on that node removes what a killed one left.
 
 @dataclass(frozen=True)
 class Address:
-    """The address of exactly one image for enroot: by digest, or by the engine's id.
-
-    `by_tag` is for enroot before 4.0, which does not support digests in registries; `config` the digest of the
-    configuration that the imported image must have, None if `by_tag` is exact too; `layers` has the digests of each
-    layer's blob in the registry, and of its uncompressed content.
-    """
+    """The address of exactly one image for enroot: by digest, or by the engine's id."""
 
     uri: str
-    by_tag: str
-    config: Digest | None = None
-    layers: tuple[tuple[Digest, Digest], ...] = ()
+    by_tag: str  # for enroot before 4.0, which does not support digests in registries
+    config: Digest | None = None  # that the imported image must have; None if `by_tag` is exact too
+    layers: tuple[tuple[Digest, Digest], ...] = ()  # digests of each layer's blob, and of its uncompressed content
     host: str = ""
     is_http: bool = False
 
@@ -118,10 +113,7 @@ class ComputeNode:
 def address_in_registry(
     reference: RegistryImage, digest: Digest, image_id: Digest, layers: Iterable[tuple[Digest, Digest]]
 ) -> Address:
-    """Return the address of an image in a registry, by the digests of its manifest and its configuration.
-
-    `layers` are as in `Address`.
-    """
+    """Return the address of an image in a registry; `layers` are as in `Address`."""
     exact, by_tag = (replace(reference, digest=given).enroot_uri for given in (digest, None))
     return Address(exact, by_tag, image_id, tuple(layers), reference.host, reference.is_loopback)
 
@@ -129,19 +121,12 @@ def address_in_registry(
 def compute_node(cluster: ClusterProfile) -> ComputeNode:
     """Return the compute node of a cluster to import on."""
     named = {
-        "partition": cluster.partition,
-        "account": cluster.account,
-        "qos": cluster.qos,
-        "reservation": cluster.reservation,
-        "cpus-per-task": cluster.cpus_per_node,
-    }
-    options = [
-        "--nodes=1",
-        "--ntasks=1",
-        "--export=ALL",
-        *(f"--{key}={value}" for key, value in named.items() if value),
-    ]
-    return ComputeNode((*options, *(["--exclusive"] if cluster.exclusive else [])), cluster.node_local_dir)
+        "partition": cluster.partition, "account": cluster.account, "qos": cluster.qos,
+        "reservation": cluster.reservation, "cpus-per-task": cluster.cpus_per_node,
+    }  # fmt: skip
+    options = [f"--{key}={value}" for key, value in named.items() if value]
+    options += ["--exclusive"] if cluster.exclusive else []
+    return ComputeNode(("--nodes=1", "--ntasks=1", "--export=ALL", *options), cluster.node_local_dir)
 
 
 class EnrootSource:
@@ -213,10 +198,7 @@ def _on_node(words: list[str], node: ComputeNode, output: Path, environment: dic
 
 
 def _cancel(job: str) -> None:
-    """Send SIGTERM to a job, and wait until it has cleaned up; cancel it if it is pending, or takes too long.
-
-    A canceled job is killed after KillWait, which can be too short to remove an unpacked image.
-    """
+    """Let a job clean up: after scancel's own signal, KillWait can be too short to remove an unpacked image."""
     name, environment = f"--name={job}", process.slurm_environment(os.environ)
     process.run(["scancel", "--state=PENDING", name], environment=environment)
     process.run(["scancel", "--full", "--signal=TERM", name], environment=environment)

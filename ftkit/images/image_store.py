@@ -28,32 +28,26 @@ _PARTIAL = ".partial-"
 
 @dataclass(frozen=True)
 class ImportManifest:
-    """The manifest of an imported image.
-
-    `image_id` is the digest of its configuration, which names the file; `registry_digest` that of its manifest in a
-    registry, None if it was not pushed; `sha256` that of the file, and `blocks` those of each `block_size` bytes of it.
-    `made_by` is the program that made the file, with its options, `left_out` has the paths of devices and pipes, which
-    only root can unpack, and `imported` is in seconds since 1970. `sbom` is the file with its SBOM; empty without one.
-    """
+    """The manifest of an imported image."""
 
     reference: str
-    image_id: Digest
+    image_id: Digest  # digest of its configuration, which names the file
     registry_digest: Annotated[Digest | None, BeforeValidator(lambda value: value or None)]
     source: str
-    made_by: str
+    made_by: str  # program that made the file, with its options
     format: ImageFormat
     file: str
     size: int
-    sha256: str
+    sha256: str  # of the file
     block_size: Annotated[int, Field(gt=0)]
-    blocks: tuple[str, ...]
+    blocks: tuple[str, ...]  # SHA-256 of each `block_size` bytes of it
     root_bytes: int
     num_entries: int
     labels: dict[str, str]
     sbom: str
     imported: float
     ftkit_version: str
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()  # devices and pipes, which only root can unpack
     version: int = _MANIFEST_VERSION
 
 
@@ -72,11 +66,7 @@ class ImageStore:
         return self.root / NamedImage(reference).file_name(image_format)
 
     def prepare(self) -> None:
-        """Create the folder, and check that it is writable.
-
-        Raises:
-            PrerequisiteError: it can't be created or written to.
-        """
+        """Create the folder; PrerequisiteError if that fails, or if it can't be written to."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             mode_of_new_files(self.root)  # creates one
@@ -89,11 +79,7 @@ class ImageStore:
 
     @contextmanager
     def partial(self, final: Path, on_wait: Callable[[], object]) -> Iterator[Path]:
-        """Hold the lock of a file, and yield a temporary path next to it, so that concurrent imports do the work once.
-
-        It is removed afterwards if it still exists, and so is what killed imports of the same image left. `on_wait` is
-        called before waiting for the lock.
-        """
+        """Yield a temporary path for a file under its lock, without what killed imports left; remove it afterwards."""
         path = final.with_name(f"{_PARTIAL}{final.name}.{secrets.token_hex(4)}")
         with file_lock(self.root / f".{final.name}.lock", on_wait):
             for left in self.root.glob(f"{_PARTIAL}{final.name}.*"):

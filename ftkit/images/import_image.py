@@ -45,16 +45,11 @@ _SIF_MAGIC_END: Final = 32 + len(b"SIF_MAGIC")
 
 
 class ImageSource(Protocol):
-    """An image that can be imported into a file of a format.
-
-    `image_id` is the digest of its configuration, which lists the layers, and so identifies it everywhere;
-    `registry_digest` that of its manifest in a registry, None if it is in none. With `is_vouched_for`, the docker
-    engine has compared the layers with the configuration already.
-    """
+    """An image that can be imported into a file of a format."""
 
     format: ImageFormat
-    image_id: Digest
-    is_vouched_for: bool
+    image_id: Digest  # of its configuration, which lists the layers, and so identifies it everywhere
+    is_vouched_for: bool  # the docker engine has compared the layers with the configuration already
     config: ImageConfig
     origin: str
 
@@ -131,10 +126,7 @@ class RegistrySource:
             self._registry.close()
 
     def _download(self, folder: Path, report: Report) -> None:
-        """Download each distinct layer, a few in parallel.
-
-        If a download fails, or the user interrupts, the others stop at their next chunk.
-        """
+        """Download each layer, a few at once. If one fails or is interrupted, the others stop at their next chunk."""
         distinct = {layer.digest: layer for layer, _ in self._layers}.values()
         num_bytes = sum(layer.size for layer in distinct)
         if num_bytes > shutil.disk_usage(folder).free:
@@ -227,19 +219,15 @@ ImportMethod = Literal["auto", "enroot", "ftkit"]
 
 @dataclass(frozen=True)
 class ImportRequest:
-    """A request to import an image.
-
-    `registry` has a `NAME:TAG` if the docker engine does not. `on_node` imports with enroot on a compute node.
-    `public_key` is the key that the image must be signed with; signatures are in registries.
-    """
+    """A request to import an image."""
 
     image: ImportableImage
-    registry: str | None
+    registry: str | None  # that has a `NAME:TAG` if the docker engine does not
     cluster: ClusterProfile
     format: ImageFormat = "sqsh"
-    on_node: bool = False
+    on_node: bool = False  # import with enroot on a compute node
     method: ImportMethod = "auto"
-    public_key: Path | None = None
+    public_key: Path | None = None  # the image must be signed with it; signatures are in registries
 
     @property
     def name(self) -> NamedImage:
@@ -277,7 +265,6 @@ def select_source(request: ImportRequest, report: Report) -> ImageSource:
 
 
 def _docker_source(image: ImportableImage) -> DockerSource | None:
-    """Return the image in the docker engine; None if no engine responds, or it has no such image."""
     if isinstance(image, RegistryImage):
         return None
     is_required = isinstance(image, DockerdImage)
@@ -326,11 +313,7 @@ class ImportResult:
 def import_image(
     reference: str, source: ImageSource, store: ImageStore, *, force: bool = False, report: Report = ignore_progress
 ) -> ImportResult:
-    """Import `source` as `NAME:TAG`, unless the same image is imported already.
-
-    That the layers of a registry's image match its configuration is known only once they were read. Until then, an
-    earlier import counts as the same image only if it came from the same manifest.
-    """
+    """Import `source` as `NAME:TAG`, unless the same image is imported already."""
     final = store.file(source.image_id, source.format)
     link = store.link(reference, source.format)
 
@@ -343,7 +326,7 @@ def import_image(
             if layers_were_compared:  # under a new manifest; the file is not replaced, because jobs may have it open
                 manifest = replace(manifest, registry_digest=source.registry_digest)
                 store.record(manifest)
-            elif not source.is_vouched_for:
+            elif not source.is_vouched_for:  # whether layers match their configuration is known once they were read
                 return None
         if not link.is_symlink() or link.readlink().name != final.name:
             store.prepare()
@@ -361,32 +344,14 @@ def import_image(
         # Some releases of Apptainer don't compare layers with the configuration: its file is always made again.
         if source.format == "sqsh" and (found := existing(layers_were_compared=True)):
             return found
-        manifest = _make_manifest(reference, source, temporary, final.name, made, report)
+        counter = ByteCounter(report, "computing digests", temporary.stat().st_size)
+        digests = digest_file(temporary, advance=counter.advance)
+        manifest = ImportManifest(
+            reference=reference, image_id=source.image_id, registry_digest=source.registry_digest, source=source.origin,
+            made_by=made.made_by, format=source.format, file=final.name, size=digests.size, sha256=digests.sha256,
+            block_size=BLOCK_SIZE, blocks=digests.blocks, root_bytes=made.num_bytes, num_entries=made.num_entries,
+            labels=source.config.labels, sbom=sbom_file(final).name if made.sbom else "", imported=time.time(),
+            ftkit_version=__version__, left_out=made.left_out,
+        )  # fmt: skip
         store.publish(temporary, manifest, made.sbom)
     return ImportResult(final, link, manifest, is_new=True)
-
-
-def _make_manifest(
-    reference: str, source: ImageSource, partial: Path, file: str, made: MadeFile, report: Report
-) -> ImportManifest:
-    digests = digest_file(partial, advance=ByteCounter(report, "computing digests", partial.stat().st_size).advance)
-    return ImportManifest(
-        reference=reference,
-        image_id=source.image_id,
-        registry_digest=source.registry_digest,
-        source=source.origin,
-        made_by=made.made_by,
-        format=source.format,
-        file=file,
-        size=digests.size,
-        sha256=digests.sha256,
-        block_size=BLOCK_SIZE,
-        blocks=digests.blocks,
-        root_bytes=made.num_bytes,
-        num_entries=made.num_entries,
-        labels=source.config.labels,
-        sbom=sbom_file(Path(file)).name if made.sbom else "",
-        imported=time.time(),
-        ftkit_version=__version__,
-        left_out=tuple(made.left_out),
-    )

@@ -110,6 +110,5 @@ def inputs_digest(spec: ImageSpec) -> str:
 
 
 def _requirements(spec: ImageSpec) -> list[str]:
-    """Return the packages of the image, and the dependencies of ftkit."""
     own = [line for line in metadata.requires("ftkit") or () if "extra ==" not in line]
     return sorted({*spec.packages, *own})

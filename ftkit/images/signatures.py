@@ -53,10 +53,7 @@ class Statement(BaseModel):
 
 
 def sign_in_registry(registry: Registry, image: NamedImage, digest: Digest, key: Path) -> Digest:
-    """Sign an image in a registry, and return the digest of the artifact with the signature.
-
-    `image` is the name that it was pushed under, `digest` that of its manifest or index, `key` the private key.
-    """
+    """Sign an image under the name that it was pushed with; return the digest of the artifact with the signature."""
     statement = Statement(image=image.reference, digest=digest).to_bytes()
     with tempfile.TemporaryDirectory(prefix="ftkit-") as folder:
         path = Path(folder, "statement.json")
@@ -91,14 +88,7 @@ def sign_in_registry(registry: Registry, image: NamedImage, digest: Digest, key:
 
 
 def require_in_registry(registry: Registry, name: NamedImage | None, digests: Sequence[Digest], key: Path) -> None:
-    """Refuse an image in a registry that is not signed.
-
-    Args:
-        registry: the image's repository.
-        name: the required name; None if the image was requested by digest, so that its name does not matter.
-        digests: digest of its manifest, and of the index that refers to it: a signature of either is enough.
-        key: the public key, or the file of allowed signers.
-    """
+    """Refuse an image unless one of `digests` (its index and manifest) is signed with `key`, under `name` if given."""
     refused = list[str]()
     for digest in digests:
         for each in _artifacts(registry, digest, f"referrers/{digest}", _tag(digest)):
@@ -131,7 +121,6 @@ def require_in_registry(registry: Registry, name: NamedImage | None, digests: Se
 def _reason_to_refuse(
     registry: Registry, artifact: Manifest, name: NamedImage | None, digest: Digest, key: Path
 ) -> str | None:
-    """Return why an artifact's signature is not accepted; None if it is."""
     files = {}
     for layer in artifact.layers[:2]:
         if layer.size > _MAX_BLOB:
@@ -160,22 +149,14 @@ def sign_file(file: Path, key: Path) -> Path:
 
 
 def require_beside(file: Path, key: Path) -> None:
-    """Refuse an imported file whose manifest is not signed.
-
-    `ftkit.images.verify` checks that the file matches its manifest.
-    """
+    """Refuse a file whose manifest is not signed; `verify` checks that the file matches it."""
     try:
         verify_beside(manifest_file(file.resolve()), key, SIGNED_AS)
     except (NotFoundError, SignatureError) as error:
         raise ImageError(error.what, meaning=error.meaning, fix=error.fix) from error
 
 
-# --- Artifacts -----------------------------------------------------------------------------------
-
-
 class _Description(TypedDict):
-    """A descriptor, with OCI's keys."""
-
     mediaType: str
     digest: str
     size: int
@@ -197,7 +178,6 @@ def _artifacts(registry: Registry, subject: Digest, *paths: str) -> tuple[Descri
 
 
 def _upload(registry: Registry, media_type: str, content: bytes) -> _Description:
-    """Store a file, and return its descriptor."""
     described = _describe(media_type, content)
     location = registry.send("POST", "blobs/uploads/", b"", "application/octet-stream").get("location")
     if not location:

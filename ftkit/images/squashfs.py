@@ -21,7 +21,7 @@ from ftkit import process
 from ftkit.errors import ImageError, PrerequisiteError
 from ftkit.files import open_regular
 from ftkit.images.events import ByteCounter
-from ftkit.images.oci.tar import FILE, FOLDER, LINK, SYMLINK, Member, write_end, write_member, write_padding
+from ftkit.images.oci.tar import END, FILE, FOLDER, LINK, SYMLINK, Member, write_member, write_padding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -46,22 +46,15 @@ _F_SETPIPE_SZ = 1031
 
 @dataclass(frozen=True)
 class SquashfsTool:
-    """A program that builds squashfs from a tar stream, with its options before and after the output's path.
-
-    With `clamps_times`, it needs the newest time of a file in SOURCE_DATE_EPOCH: without that, folders that are not in
-    the stream, such as the root, get the current time.
-    """
+    """A program that builds squashfs from a tar stream, with its options before and after the output's path."""
 
     before: tuple[str, ...]
     after: tuple[str, ...] = ()
-    clamps_times: bool = False
+    clamps_times: bool = False  # folders not in the stream, as the root, get the time SOURCE_DATE_EPOCH
 
 
 def find_tool() -> SquashfsTool | None:
-    """Return the best program on PATH, with options for zstd level 3, blocks of 1 MiB and all CPUs; None if none.
-
-    mksquashfs before 4.5, such as RHEL 9's, can't read a tar stream.
-    """
+    """Return the best program on PATH; mksquashfs before 4.5, such as RHEL 9's, can't read a tar stream."""
     num_cpus = str(process.num_usable_cpus())
     if shutil.which("tar2sqfs"):
         options = "--quiet --compressor zstd --comp-extra level=3 --block-size 1M --no-xattr --no-skip"
@@ -76,13 +69,10 @@ def find_tool() -> SquashfsTool | None:
 
 
 def explain_failure(program: str, message: str, output: Path, num_bytes_in: int = 0) -> ImageError:
-    """Convert the output of a program that writes an image file to an error.
-
-    tar2sqfs reports "I/O error" for a full disk too, after it has removed its file. The disk was full if its free space
-    is less than the bytes that were written.
-    """
+    """Convert the output of a program that writes an image file to an error."""
     last = " / ".join(message.strip().splitlines()[-3:]) or "no output"
     lower, free = message.lower(), shutil.disk_usage(output.parent).free
+    # tar2sqfs reports "I/O error" for a full disk too, after it has removed its file.
     if "no space left" in lower or ("i/o error" in lower and free < num_bytes_in):
         return disk_full(output.parent)
     return ImageError(f"{program} failed: {last}", fix="try again; see its output above")
@@ -127,10 +117,7 @@ _WRITE_BUFFER = 1 << 20
 
 @dataclass(frozen=True)
 class MadeFile:
-    """An image file: the program and options that made it, and its contents, if they are known.
-
-    `left_out` has the paths of devices and pipes, which are not in it.
-    """
+    """An image file: what made it, and its contents if they are known; it lacks `left_out`, devices and pipes."""
 
     made_by: str = ""
     num_entries: int = 0
@@ -142,10 +129,7 @@ class MadeFile:
 def build_squashfs(
     entries: Iterable[Entry], config: ImageConfig, partial: Path, *, root_bytes: int | None, report: Report
 ) -> MadeFile:
-    """Build a squashfs file from the members of an image.
-
-    The same members give the same bytes.
-    """
+    """Build a squashfs file from the members of an image; the same members give the same bytes."""
     tool = find_tool()
     if tool is None:
         raise PrerequisiteError(
@@ -178,6 +162,7 @@ SBOM_PATH: Final = "opt/ftkit/sbom.cdx.json"
 """Where the Dockerfile writes the image's SBOM."""
 
 _MAX_SBOM_BYTES = 64 << 20
+_NEEDED = {FOLDER: 7, SYMLINK: 0}
 _DEVICES_AND_PIPES = (b"3", b"4", b"6")
 _REPLACED = (b"etc/environment", b"etc/rc", b"etc/rc.local", b"etc/fstab")
 _NOT_OF_THE_IMAGE = (b".dockerenv", *_REPLACED)
@@ -204,84 +189,67 @@ def write_root(
     sink: io.BufferedIOBase,
     advance: Callable[[int], None] = lambda _: None,
 ) -> MadeFile:
-    """Write the root file system of an image; `advance` is called with the size of each chunk of content."""
-    root = _RootWriter(sink, config, advance)
+    """Write the root file system of an image; `advance` is called with the size of each chunk of content.
+
+    No member is newer than the image, because docker creates newer ones for the export.
+    """
+    num_entries = num_bytes = 0
+    sbom = bytearray()
+
+    def write(member: Member, chunks: Iterable[bytes] = ()) -> None:
+        nonlocal num_entries, num_bytes
+        # With the permissions that the owner needs, because in the container the user is not root.
+        needed = 0o100 * _NEEDED.get(member.kind, 5 if member.mode & 0o111 else 4)
+        mtime = min(member.mtime, config.created)
+        write_member(sink, replace(member, mode=member.mode | needed, mtime=mtime))
+        keeps = member.path == SBOM_PATH.encode() and member.size <= _MAX_SBOM_BYTES
+        for chunk in chunks:
+            sink.write(chunk)
+            advance(len(chunk))
+            if keeps:
+                sbom.extend(chunk)
+        write_padding(sink, member.size)
+        num_entries += 1
+        num_bytes += member.size
+
+    # Folders that have to exist, and for each of their parts, of which kind the image's own member is.
+    folders = [parts for folder in ("etc", config.working_directory, *config.volumes) if (parts := _parts(folder))]
+    kinds = {b"/".join(parts[:end]): b"" for parts in folders for end in range(1, len(parts) + 1)}
+    left_out: list[str] = []
+    for member, chunks in _select(entries, left_out):
+        if member.path in kinds:
+            kinds[member.path] = member.kind
+        write(member, chunks)
+    for path, kind in kinds.items():  # create what is missing, except below a link or a file
+        if not kind and kinds.get(path.rpartition(b"/")[0], FOLDER) == FOLDER:
+            kinds[path] = FOLDER
+            write(Member(path, FOLDER, 0o755))
+    texts = (environment_file(config), rc_file(config), _RC_LOCAL, fstab_file(config))
+    for path, text in zip(_REPLACED, texts, strict=True):
+        write(Member(path, FILE, 0o644, config.created, len(text.encode())), (text.encode(),))
+    sink.write(END)
+    return MadeFile("", num_entries, num_bytes, bytes(sbom), tuple(left_out))
+
+
+def _select(entries: Iterable[Entry], left_out: list[str]) -> Iterator[Entry]:
+    """Yield what is of the image, and not of docker's export; add what only root can unpack to `left_out`."""
     for member, chunks in entries:
-        root.add(member, chunks)
-    return root.finish()
+        path = member.path
+        if not path or path in _NOT_OF_THE_IMAGE or path.startswith(b"dev/"):
+            continue
+        if member.kind in _DEVICES_AND_PIPES:
+            left_out.append(path.decode(errors="replace"))
+        elif member.kind in (FILE, LINK, SYMLINK, FOLDER):
+            yield member, chunks
+        else:
+            what = f"the image has a file of a type that ftkit does not support: {path!r} ({member.kind!r})"
+            raise ImageError(what, fix="import it with enroot")
 
 
 def _parts(folder: str) -> list[bytes]:
     """Return the components of a path; none if it leads out of the image."""
     parts = [part for part in folder.encode().split(b"/") if part not in (b"", b".")]
     return [] if b".." in parts else parts
-
-
-class _RootWriter:
-    """Writes members; none is newer than the image, because docker creates newer ones for the export."""
-
-    def __init__(self, sink: io.BufferedIOBase, config: ImageConfig, advance: Callable[[int], None]) -> None:
-        self._sink = sink
-        self._config = config
-        self._advance = advance
-        # Folders that have to exist, and for each of their parts, of which kind the image's own member is.
-        folders = ("etc", config.working_directory, *config.volumes)
-        self._folders = [parts for folder in folders if (parts := _parts(folder))]
-        self._kinds = {b"/".join(parts[:end]): b"" for parts in self._folders for end in range(1, len(parts) + 1)}
-        self._left_out: list[str] = []
-        self._num_entries = self._num_bytes = 0
-        self._sbom = bytearray()
-
-    def add(self, member: Member, chunks: Iterator[bytes]) -> None:
-        """Write a member of the image, unless docker created it for the export, or only root can unpack it."""
-        path = member.path
-        if not path or path in _NOT_OF_THE_IMAGE or path.startswith(b"dev/"):
-            return
-        if member.kind in _DEVICES_AND_PIPES:
-            self._left_out.append(path.decode(errors="replace"))
-            return
-        if member.kind not in (FILE, LINK, SYMLINK, FOLDER):
-            what = f"the image has a file of a type that ftkit does not support: {path!r} ({member.kind!r})"
-            raise ImageError(what, fix="import it with enroot")
-        if path in self._kinds:
-            self._kinds[path] = member.kind
-        self._write(member, chunks)
-
-    def finish(self) -> MadeFile:
-        """Write missing folders, except below a link or a file, and the files that enroot reads."""
-        for parts in self._folders:
-            for end in range(1, len(parts) + 1):
-                path = b"/".join(parts[:end])
-                if not self._kinds[path]:
-                    self._kinds[path] = FOLDER
-                    self._write(Member(path, FOLDER, 0o755), iter(()))
-                elif self._kinds[path] != FOLDER:
-                    break
-        config = self._config
-        texts = (environment_file(config), rc_file(config), _RC_LOCAL, fstab_file(config))
-        for path, text in zip(_REPLACED, texts, strict=True):
-            data = text.encode()
-            self._write(Member(path, FILE, 0o644, config.created, len(data)), iter((data,)))
-        write_end(self._sink)
-        return MadeFile("", self._num_entries, self._num_bytes, bytes(self._sbom), tuple(self._left_out))
-
-    def _write(self, member: Member, chunks: Iterator[bytes]) -> None:
-        mode = member.mode  # with the permissions that the owner needs: in the container the user is not root
-        if member.kind == FOLDER:
-            mode |= 0o700
-        elif member.kind != SYMLINK:
-            mode |= 0o500 if mode & 0o111 else 0o400
-        mtime = min(member.mtime, self._config.created)
-        write_member(self._sink, Member(member.path, member.kind, mode, mtime, member.size, member.target))
-        keeps = member.path == SBOM_PATH.encode() and member.size <= _MAX_SBOM_BYTES
-        for chunk in chunks:
-            self._sink.write(chunk)
-            self._advance(len(chunk))
-            if keeps:
-                self._sbom += chunk
-        write_padding(self._sink, member.size)
-        self._num_entries += 1
-        self._num_bytes += member.size
 
 
 def fstab_file(config: ImageConfig) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from ftkit.config.image_reference import Digest, RegistryImage
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images import docker_engine
 from ftkit.images.events import ProgressEvent, Report, TransientError, ignore_progress, retry
@@ -20,22 +18,14 @@ if TYPE_CHECKING:
 
     from docker import APIClient
 
-    from ftkit.config.image_reference import NamedImage
+    from ftkit.config.image_reference import Digest, NamedImage, RegistryImage
     from ftkit.images.oci.credentials import Credentials
-
-
-@dataclass(frozen=True)
-class PushResult:
-    """An image in a registry."""
-
-    reference: RegistryImage
-    digest: Digest
 
 
 def push(
     image: NamedImage, registry: str, *, given: Credentials | None = None, report: Report = ignore_progress
-) -> PushResult:
-    """Push an image to `HOST/PATH/NAME:TAG`, with the given credentials, or those of docker's configuration."""
+) -> tuple[RegistryImage, Digest]:
+    """Push an image, with the given credentials, or those of docker's configuration; return where and what it is."""
     wanted = image.in_registry(registry)
     known = given or find_credentials(wanted.host)
     login = {"username": known.username, "password": known.password} if known else None
@@ -46,7 +36,7 @@ def push(
         digest = _transfer(start, f"pushing {wanted}", report, wanted, known)
     if not digest:
         raise ImageError(f"{wanted.host} accepted {wanted} without returning its digest", fix="see the registry's log")
-    return PushResult(wanted, digest)
+    return wanted, digest
 
 
 def pull(client: APIClient, wanted: RegistryImage, report: Report) -> None:
@@ -62,8 +52,6 @@ def _transfer(
     wanted: RegistryImage,
     known: Credentials | None,
 ) -> Digest | None:
-    """Push or pull with retries, and return the digest of the manifest; None if the engine sent none."""
-
     def attempt() -> Digest | None:
         try:
             return follow_transfer(start(stream=True, decode=True), stage, report, wanted, known)
@@ -73,11 +61,12 @@ def _transfer(
     return retry(attempt, report, stage)
 
 
-def sign_pushed(image: NamedImage, pushed: PushResult, key: Path, given: Credentials | None = None) -> Digest:
+def sign_pushed(
+    image: NamedImage, pushed: RegistryImage, digest: Digest, key: Path, given: Credentials | None = None
+) -> Digest:
     """Sign an image that was pushed; return the digest of the signature in the registry."""
-    known = given or find_credentials(pushed.reference.host)
-    with Registry(pushed.reference, known, ignore_progress) as registry:
-        return sign_in_registry(registry, image, pushed.digest, key)
+    with Registry(pushed, given or find_credentials(pushed.host), ignore_progress) as registry:
+        return sign_in_registry(registry, image, digest, key)
 
 
 _FINAL_STATUSES: Final = (
@@ -101,13 +90,7 @@ def follow_transfer(
     reference: RegistryImage,
     known: Credentials | None,
 ) -> Digest | None:
-    """Follow a pull or push to its end, and return the digest of the manifest; None if the engine sent none.
-
-    Raises:
-        ImageError: the registry denies access.
-        NotFoundError: it has no such image.
-        TransientError: the connection was lost.
-    """
+    """Follow a pull or push to its end; return the manifest's digest, None if the engine sent none."""
     digest: object = ""
     for event in events:
         if "error" in event:

@@ -82,11 +82,7 @@ def verify(file: Path, report: Report = ignore_progress, *, name: str = "NAME:TA
 
 
 def require_intact(result: VerifyResult) -> None:
-    """Refuse a file that differs from its manifest.
-
-    Raises:
-        ImageError: it differs; the message lists every difference.
-    """
+    """Refuse a file that differs from its manifest, with every difference."""
     if result.differences:
         raise ImageError(
             "\n    ".join((f"{result.file} differs from its manifest:", *result.differences)),
@@ -177,10 +173,7 @@ def verify_inside(file: Path, manifest: ImportManifest, report: Report) -> str:
 
 
 def _with_enroot(file: Path, report: Report) -> tuple[process.ProgramOutput, str]:
-    """Run the check in a temporary container; also return a message if that could not be removed.
-
-    Only enroot's variables are passed to it: it passes all others on, and the check would use the host's PYTHONPATH.
-    """
+    """Only enroot's variables are passed: it passes all on, and the check would use the host's PYTHONPATH."""
     name = f"ftkit-verify-{file.stem[-12:]}-{os.getpid()}"
     environment = {key: value for key, value in os.environ.items()
                    if key in _KEPT_VARIABLES or key.startswith(("ENROOT_", "XDG_"))}  # fmt: skip

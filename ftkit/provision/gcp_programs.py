@@ -31,16 +31,13 @@ _NO_OBJECT = ("matched no objects", "not found: 404")
 
 
 def change_blueprint(text: str, changes: Mapping[str, Mapping[str, object]]) -> str:
-    """Return a blueprint with changed fields of some modules; comments and everything else stay.
-
-    `settings` are merged, unless the module's `source` also changes; other fields are replaced. A changed source may
-    leave variables of the blueprint unused, which the toolkit would refuse, so that validator is disabled.
-    """
+    """Return a blueprint with changed fields of some modules; comments and everything else stay."""
     yaml = YAML()
     yaml.preserve_quotes = True
     yaml.width = 10_000
     blueprint = yaml.load(text)
     modules = {module["id"]: module for group in blueprint["deployment_groups"] for module in group["modules"]}
+    # A changed source may leave variables of the blueprint unused, which the toolkit would refuse.
     if any("source" in fields for fields in changes.values()):
         validators = blueprint.setdefault("validators", [])
         if not any(each["validator"] == _UNUSED for each in validators):
@@ -95,7 +92,6 @@ def _objects(pattern: str) -> list[str]:
 
 
 def _unprotect(project: str, zone: str, deployment: str) -> None:
-    """Disable the deletion protection of each Filestore of a deployment."""
     filestores = ("gcloud", "filestore", "instances")
     protected = f"--filter=labels.ghpc_deployment={deployment} AND deletionProtectionEnabled=true"
     for name in _run(*filestores, "list", f"--project={project}", protected, "--format=value(name.basename())").split():
@@ -105,7 +101,6 @@ def _unprotect(project: str, zone: str, deployment: str) -> None:
 
 
 def _run(*command: str) -> str:
-    """Return a program's output; exit with its error if it fails."""
     done = process.run(command, timeout_seconds=600)
     if done.returncode != 0:
         sys.exit(done.stderr)

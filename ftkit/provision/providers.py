@@ -24,6 +24,7 @@ _TERRAFORM = Check("Terraform is installed", "terraform version", "install it: d
 _OUT_OF_STOCK = "ZONE_RESOURCE_POOL_EXHAUSTED|does not have enough resources"
 _OUT_OF_QUOTA = "Quota .* exceeded|QUOTA_EXCEEDED"
 """Patterns in the output of failed commands on Google Cloud."""
+_IN_CONSOLE = "in the console, under IAM & Admin, Quotas; then repeat the command"
 
 
 def plan_provision(name: str, kind: Kind, spec: AnySpec) -> Provision:
@@ -87,22 +88,17 @@ def _plan_gcp_vm(name: str, spec: GcpVmSpec) -> Provision:
         name, "gcp-vm-l4", files={}, steps=steps,
         checks=(
             _ACCOUNT,
-            Check(
-                f"zone {spec.zone} has {spec.machine_type}",
-                f"{gcloud} machine-types list {project} --zones={spec.zone} --filter=name={spec.machine_type} "
-                "'--format=value(name)'",
-                f"choose another zone: {zones}",
-                lambda output: None if output.strip() else "not available there",
-            ),
+            Check(f"zone {spec.zone} has {spec.machine_type}",
+                  f"{gcloud} machine-types list {project} --zones={spec.zone} --filter=name={spec.machine_type} "
+                  "'--format=value(name)'", f"choose another zone: {zones}",
+                  lambda output: None if output.strip() else "not available there"),
         ),
-        status=f"{gcloud} instances list {project} --filter=name={name} "
-        "'--format=table(name,zone.basename(),machineType.basename(),status)'",
+        status=(f"{gcloud} instances list {project} --filter=name={name} "
+                "'--format=table(name,zone.basename(),machineType.basename(),status)'"),
         cost=f"about {spec.price_per_hour:.2f} US dollars per hour, even idle, until 'ftkit cluster destroy {name}'",
         advice={
-            _OUT_OF_STOCK: f"{spec.zone} is out of stock: "
-            f"destroy the cluster, and create it in another zone: {zones}",
-            _OUT_OF_QUOTA: "ask for more quota (GPUS_ALL_REGIONS and the GPU's own) in the "
-            "console, under IAM & Admin, Quotas; then repeat the command",
+            _OUT_OF_STOCK: f"{spec.zone} is out of stock: destroy the cluster, and create it in another zone: {zones}",
+            _OUT_OF_QUOTA: f"ask for more quota (GPUS_ALL_REGIONS and the GPU's own) {_IN_CONSOLE}",
             "SERVICE_DISABLED|has not been used in project": "gcloud services enable compute.googleapis.com "
             f"iap.googleapis.com {project}",
         },
@@ -132,17 +128,13 @@ _QUOTA = "HighScaleSSDStorageGibPerRegion"
 
 @dataclass(frozen=True)
 class _Blueprint:
-    """Differences between the toolkit's blueprints.
-
-    `groups` are the deployment groups of the first phase, of which the last one builds the operating system's image;
-    `nodeset` and `network` ids of the modules of the GPU nodes, and of the network of /home.
-    """
+    """Differences between the toolkit's blueprints."""
 
     path: str
     prefix: str
-    groups: tuple[str, ...]
-    nodeset: str
-    network: str
+    groups: tuple[str, ...]  # of the first phase; the last one builds the operating system's image
+    nodeset: str  # id of the GPU nodes' module
+    network: str  # id of the module of /home's network
     has_lustre: bool = True
 
 
@@ -184,13 +176,6 @@ def _plan_gcp_slurm(name: str, kind: Kind, spec: GcpSlurmSpec) -> Provision:
         }
     backend = {"type": "gcs", "configuration": {"bucket": spec.bucket}}
     deployment = {"terraform_backend_defaults": backend, "vars": variables}
-    quota = Check(
-        f"quota {_QUOTA} in {spec.region}",
-        f"gcloud beta quotas info describe {_QUOTA} --service=file.googleapis.com {project} "
-        "'--format=json(dimensionsInfos)'",
-        "ask for more, or set filestore_tier=BASIC_SSD",
-        lambda output: quota_problem(output, spec.region, spec.filestore_gib),
-    )
     return Provision(
         name, kind,
         files={
@@ -205,7 +190,11 @@ def _plan_gcp_slurm(name: str, kind: Kind, spec: GcpSlurmSpec) -> Provision:
             _TERRAFORM,
             Check("Packer is installed", "packer version", "install it: developer.hashicorp.com/packer"),
             Check("Go is installed, to build gcluster", "go version", "install it: go.dev/doc/install"),
-            *([quota] if spec.filestore_tier == "HIGH_SCALE_SSD" else []),
+            *([Check(f"quota {_QUOTA} in {spec.region}",
+                     f"gcloud beta quotas info describe {_QUOTA} --service=file.googleapis.com {project} "
+                     "'--format=json(dimensionsInfos)'", "ask for more, or set filestore_tier=BASIC_SSD",
+                     lambda output: quota_problem(output, spec.region, spec.filestore_gib))]
+              if spec.filestore_tier == "HIGH_SCALE_SSD" else []),
         ),
         steps=_gcp_slurm_steps(name, spec, blueprint),
         status=f"gcloud compute instances list {project} --filter=labels.ghpc_deployment={name} "
@@ -214,7 +203,7 @@ def _plan_gcp_slurm(name: str, kind: Kind, spec: GcpSlurmSpec) -> Provision:
         advice={
             _OUT_OF_STOCK: f"{spec.zone} is out of {kind}: use "
             "another zone, a reservation, or flex_start=true, which waits for nodes",
-            _OUT_OF_QUOTA: "ask for more quota in the console, under IAM & Admin, Quotas; then repeat the command",
+            _OUT_OF_QUOTA: f"ask for more quota {_IN_CONSOLE}",
             "oauth2|reauth|could not find default credentials": "log in with: gcloud auth application-default login",
         },
         next_steps=(
@@ -226,7 +215,6 @@ def _plan_gcp_slurm(name: str, kind: Kind, spec: GcpSlurmSpec) -> Provision:
 
 
 def _changes(blueprint: _Blueprint, spec: GcpSlurmSpec) -> dict[str, object]:
-    """Return the changes to the toolkit's blueprint: fields of modules, by module id."""
     changes: dict[str, object] = {}
     if spec.reservation is None:  # nodes are allocated one by one: a compact placement would fail
         changes[blueprint.nodeset] = {"settings": {"enable_placement": False}}
@@ -252,8 +240,7 @@ def quota_problem(output: str, region: str, wanted: int) -> str | None:
     except (ValueError, KeyError, TypeError):
         return "gcloud's answer can't be read"
     most = max(values, default=0)
-    is_unlimited = -1 in values
-    return None if is_unlimited or most >= wanted else f"{most} GiB of the required {wanted} GiB"
+    return None if -1 in values or most >= wanted else f"{most} GiB of the required {wanted} GiB"  # -1: unlimited
 
 
 def _gcp_slurm_steps(name: str, spec: GcpSlurmSpec, blueprint: _Blueprint) -> tuple[Step, ...]:
@@ -280,7 +267,7 @@ def _gcp_slurm_steps(name: str, spec: GcpSlurmSpec, blueprint: _Blueprint) -> tu
     gcluster = f"{FOLDER}/toolkit/gcluster"
     deploy = f"{gcluster} deploy --deployment-file deployment.yaml --auto-approve --overwrite-deployment blueprint.yaml"
     undo = f"{gcluster} destroy {FOLDER}/{name} --auto-approve"
-    image_group = blueprint.groups[-1]
+    skip = f"--skip {blueprint.groups[-1]}"
     return (
         Step("services", "the project's APIs, enabled",
              f"gcloud services enable {project} " + " ".join(f"{each}.googleapis.com" for each in _SERVICES)),
@@ -300,8 +287,8 @@ def _gcp_slurm_steps(name: str, spec: GcpSlurmSpec, blueprint: _Blueprint) -> tu
         Step("image", "the nodes' operating system as an image", f"{deploy} --only {','.join(blueprint.groups)}",
              undo=(undo, f"{python} state remove {own_state}"), minutes=35, is_image=True),
         Step("cluster", f"networks, /home, controller, login node and {spec.num_nodes} GPU nodes",
-             f"{deploy} --skip {image_group}", minutes=20,
-             undo=(f"{python} unprotect {spec.project} {spec.zone} {name}", f"{undo} --skip {image_group}")),
+             f"{deploy} {skip}", minutes=20,
+             undo=(f"{python} unprotect {spec.project} {spec.zone} {name}", f"{undo} {skip}")),
     )  # fmt: skip
 
 
@@ -383,29 +370,27 @@ def _plan_soperator(name: str, spec: SoperatorSpec) -> Provision:
 
 
 def _variables(name: str, spec: SoperatorSpec) -> dict[str, object]:
-    def file_system(size_gib: int) -> dict[str, int]:
-        return {"size_gibibytes": size_gib, "block_size_kibibytes": 4}
+    def file_system(size_gib: int) -> dict[str, dict[str, int]]:
+        return {"spec": {"size_gibibytes": size_gib, "block_size_kibibytes": 4}}
 
     workers = []
     for each in spec.workers:
-        platform = f"gpu-{each.gpu}-sxm"
         nodes = {
             "size": each.num_nodes,
             "nodes_per_nodegroup": next(size for size in (4, 3, 2, 1) if each.num_nodes % size == 0),
             "max_unavailable_percent": 50,
-            "resource": {"platform": platform, "preset": _PRESETS[each.gpu, each.gpus_per_node]},
+            "resource": {"platform": f"gpu-{each.gpu}-sxm", "preset": _PRESETS[each.gpu, each.gpus_per_node]},
             "boot_disk": {"type": "NETWORK_SSD", "size_gibibytes": 512, "block_size_kibibytes": 4},
         }
         workers.append(nodes if each.fabric is None else nodes | {"gpu_cluster": {"infiniband_fabric": each.fabric}})
     return {
         "company_name": name,
         "slurm_operator_version": spec.release.removeprefix("soperator-v").partition("-")[0],
-        "filestore_jail": {"spec": file_system(spec.jail_gib)},
+        "filestore_jail": file_system(spec.jail_gib),
         "filestore_jail_submounts": [
-            {"name": each.name, "mount_path": each.mount_path, "spec": file_system(each.size_gib)}
-            for each in spec.submounts
+            {"name": each.name, "mount_path": each.mount_path} | file_system(each.size_gib) for each in spec.submounts
         ],
-        "filestore_controller_spool": {"spec": file_system(128)},
+        "filestore_controller_spool": file_system(128),
         "slurm_nodeset_workers": workers,
         "slurm_login_ssh_root_public_keys": list(spec.ssh_public_keys),
         "backups_enabled": "force_disable",

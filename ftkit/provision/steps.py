@@ -16,13 +16,15 @@ from typing import Literal
 
 from ftkit import process
 from ftkit.config.layers import COMMAND_LINE
-from ftkit.errors import ConfigError, NotFoundError, Problem, ProvisionError, one_line, redact
-from ftkit.files import read_json, write_file, write_json
+from ftkit.errors import ConfigError, NotFoundError, Problem, ProvisionError, UnusableFileError, one_line, redact
+from ftkit.files import DamagedFileError, PrivateFileError, read_json, write_file, write_json
 from ftkit.provision.settings import Kind
 
 FOLDER = "{folder}"
 """Placeholder for the folder of the cluster in a command, which is in a shell's notation."""
 _STATE = "state.json"
+_VERSION = 2
+"""Changes with the keys of a state file, and with the ids of steps: `destroy` removes only what it finds there."""
 _LOG = "commands.log"
 _SHOWN_USERS = 5
 _SHOWN_LINES = 12
@@ -33,10 +35,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Check:
-    """A condition that must hold before anything is created: its title, the command that checks it, and the fix.
-
-    `problem` returns the problem in the command's output; None if there is none.
-    """
+    """A condition for creation; `problem` returns what is wrong with the command's output, None if nothing is."""
 
     title: str
     command: str
@@ -46,41 +45,31 @@ class Check:
 
 @dataclass(frozen=True)
 class Step:
-    """A command that creates a resource.
-
-    `existing` prints something if the resource already exists: then it is neither created nor removed. `undo` removes
-    it; none if it stays, or is removed with another one; clusters whose commands are equal share the resource. `users`
-    print what else uses it, one per line: then it is not removed. With `is_image`, it is the operating system's image,
-    which can be kept for the next cluster.
-    """
+    """A command that creates a resource."""
 
     id: str
     title: str
     command: str
-    existing: str = ""
-    undo: tuple[str, ...] = ()
-    users: tuple[str, ...] = ()
+    existing: str = ""  # prints something if the resource exists: then it is neither created nor removed
+    undo: tuple[str, ...] = ()  # removes it; empty if it stays; clusters whose commands are equal share it
+    users: tuple[str, ...] = ()  # print what else uses it, one per line: then it is not removed
     minutes: int = 0
-    is_image: bool = False
+    is_image: bool = False  # the operating system's image, which can be kept for the next cluster
 
 
 @dataclass(frozen=True)
 class Provision:
-    """A cluster to create: the files that its commands read, checks, and steps, which are undone in reverse order.
-
-    `status` has a command that shows the cluster, `advice` fixes for failed commands by a pattern in their output, and
-    `next_steps` commands to type next.
-    """
+    """A cluster to create; its steps are undone in reverse order."""
 
     name: str
     kind: Kind
-    files: Mapping[str, str]
+    files: Mapping[str, str]  # read by its commands
     checks: tuple[Check, ...]
     steps: tuple[Step, ...]
-    status: str
+    status: str  # a command that shows the cluster
     cost: str
-    advice: Mapping[str, str]
-    next_steps: tuple[str, ...]
+    advice: Mapping[str, str]  # fixes by a pattern in a failed command's output
+    next_steps: tuple[str, ...]  # commands to type next
 
 
 @dataclass(frozen=True)
@@ -93,15 +82,13 @@ class StepState:
 
 @dataclass(frozen=True)
 class ProvisionState:
-    """State of a cluster's creation, with the user's settings.
-
-    `is_destroyed`: all is removed except what other clusters use; this cluster itself uses nothing any more.
-    """
+    """State of a cluster's creation. If `is_destroyed`, only what other clusters use is left."""
 
     kind: Kind
     settings: dict[str, object]
     steps: dict[str, StepState] = field(default_factory=dict)
     is_destroyed: bool = False
+    version: int = _VERSION
 
     def outcome(self, step: Step) -> Literal["begun", "made", "found"] | None:
         """Return the outcome of a step; None if it was not begun."""
@@ -121,12 +108,8 @@ def clusters_folder() -> Path:
 
 
 def read_state(folder: Path) -> ProvisionState:
-    """Read the state of a cluster.
-
-    Raises:
-        NotFoundError: no cluster was created under this name.
-    """
-    state = read_json(folder / _STATE, ProvisionState)
+    """Read the state of a cluster; NotFoundError if none was created under this name."""
+    state = _read(folder)
     if state is None:
         names = ", ".join(sorted(path.parent.name for path in folder.parent.glob(f"*/{_STATE}")))
         raise NotFoundError(
@@ -137,9 +120,27 @@ def read_state(folder: Path) -> ProvisionState:
     return state
 
 
+def _read(folder: Path) -> ProvisionState | None:
+    path = folder / _STATE
+    try:
+        values = read_json(path, dict[str, object])
+        if values is None or values.get("version") == _VERSION:
+            return read_json(path, ProvisionState)
+        reason = f"it has version {values.get('version', 1)}, this ftkit reads version {_VERSION}"
+    except PrivateFileError:
+        raise
+    except DamagedFileError as error:
+        reason = error.reason
+    raise UnusableFileError(
+        f"the state of cluster '{folder.name}' can't be read: {reason}",
+        meaning=f"another version of ftkit wrote {path}, or it was edited; nothing was created or removed",
+        fix="use the ftkit that created the cluster; its resources may still exist, and cost money",
+    )
+
+
 def begin_or_continue(folder: Path, new: ProvisionState) -> ProvisionState:
     """Return the state of an earlier start of the same creation, or a new state."""
-    before = read_json(folder / _STATE, ProvisionState)
+    before = _read(folder)
     if before is None:
         return new
     changed = [key for key, value in new.settings.items() if before.settings.get(key) != value]
@@ -227,13 +228,10 @@ def used_by(users: tuple[str, ...]) -> str:
 
 
 def users_of(step: Step, folder: Path, answers: dict[str, str]) -> tuple[str, ...]:
-    """Return what else uses a step's resource: clusters created from this account, and what the provider lists.
-
-    `answers` keeps the provider's answers, which are the same for several steps.
-    """
+    """Return what else uses a step's resource: clusters of this account, and the provider's list, kept in `answers`."""
     users = []
     for other in sorted(folder.parent.iterdir()) if step.users else ():
-        state = read_json(other / _STATE, ProvisionState) if other != folder else None
+        state = _read(other) if other != folder else None
         if state and not state.is_destroyed and step.undo in [each.undo for each in state.steps.values()]:
             users.append(f"cluster {other.name}")
     for command in step.users:
@@ -244,11 +242,7 @@ def users_of(step: Step, folder: Path, answers: dict[str, str]) -> tuple[str, ..
 
 
 def is_there(step: Step, folder: Path) -> bool:
-    """Return whether the result of a step exists.
-
-    Raises:
-        ProvisionError: the provider does not respond: treating that as "no" could leave paid resources behind.
-    """
+    """Return whether a step's result exists; a ProvisionError if unknown: a wrong "no" leaves paid resources."""
     return bool(step.existing and _ask(step.existing, step, folder))
 
 
@@ -265,7 +259,6 @@ def _ask(command: str, step: Step, folder: Path) -> str:
 
 
 def _run(command: str, provision: Provision, folder: Path, say: Say) -> None:
-    """Run a command, show its output, and append it to a log."""
     words = words_of(command, folder)
     lines: list[str] = []
     with (folder / _LOG).open("a", encoding="utf-8") as log:

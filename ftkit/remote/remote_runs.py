@@ -69,11 +69,7 @@ class Records:
         return next((run for run in newest if reference == "last" or is_meant(run)), None)
 
     def add(self, ids: Sequence[str], login: Login, project: Path) -> None:
-        """Record submitted runs.
-
-        Raises:
-            OSError: they can't be written.
-        """
+        """Record submitted runs; an OSError if that fails."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with file_lock_if_supported(self.folder / ".runs.lock"):  # other submissions may end now
             kept = [run for run in self.runs() if run.id not in ids]
@@ -82,13 +78,7 @@ class Records:
 
     @contextmanager
     def submission(self, login: Login, project: Path, words: Sequence[str]) -> Iterator[str]:
-        """Yield the id of a submission: that of an unanswered earlier one of the same command, or a new one.
-
-        It is forgotten at the end of the block, unless the block raises: then the submission is still unanswered.
-
-        Raises:
-            OSError: it can't be written; then nothing should be submitted.
-        """
+        """Yield the id of an unanswered submission of this command, or a new one; forget it unless the block raises."""
         key = hashlib.sha256(repr((login.address, login.folder, str(project), tuple(words))).encode()).hexdigest()[:16]
         file = self.folder / "unanswered" / key
         file.parent.mkdir(parents=True, exist_ok=True)

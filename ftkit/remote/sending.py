@@ -52,10 +52,7 @@ def project_name(project: Path) -> str:
 
 
 def project_files(ctx: Context) -> dict[str, str]:
-    """Return the files of a project, by their paths in its folder: settings, recipes, images, script parts, profiles.
-
-    The profiles are the project's and the user's, each in one piece and without the keys about ssh.
-    """
+    """Return the files of a project by path; all profiles are in one piece each, without the keys about ssh."""
     files: dict[str, str] = {}
     listed = [ctx.project / PROJECT_FILE]
     listed += sorted((ctx.project / "recipes").glob("*.yaml"))
@@ -87,10 +84,7 @@ def _to_yaml(values: object) -> str:
 
 @dataclass(frozen=True)
 class Parcel:
-    """The command line and the files of a run on the login node: recipe and overrides, with paths there.
-
-    `recipe_file` is the recipe's path in the project's folder, empty if ftkit ships the recipe.
-    """
+    """Arguments and files of a run on the login node; `recipe_file` is a path there, empty if ftkit ships it."""
 
     words: tuple[str, ...]
     recipe_file: str
@@ -101,10 +95,7 @@ class Parcel:
 def pack_run(
     recipe: str | None, trials: Sequence[Sequence[str]], words: Sequence[str], login: Login, ctx: Context
 ) -> Parcel:
-    """Find a run's local files, and rewrite its arguments with paths on the login node.
-
-    `recipe` is a name or a path, `trials` has the overrides of each run, `words` recipe and overrides as typed.
-    """
+    """Find a run's local files, and rewrite its arguments, typed as `words`, with paths on the login node."""
     if recipe is None:
         return Parcel(tuple(words), "", "", ())
     roots: dict[str, list[Path]] = {}
@@ -128,7 +119,6 @@ def pack_run(
 
 
 def _paths(loaded: Loaded[RecipeSpec]) -> Iterator[tuple[str, str]]:
-    """Yield each path in a recipe, absolute, after its key."""
     recipe, layers = loaded.spec, loaded.layers
     yield from ((key, file) for key, file in recipe.data.files if not is_address(file))
     for source in recipe.data.sources:
@@ -144,10 +134,7 @@ def _paths(loaded: Loaded[RecipeSpec]) -> Iterator[tuple[str, str]]:
 
 
 def _local_files(key: str, path: str) -> list[Path]:
-    """Return the files of a path on this machine; none if it is a path on the cluster.
-
-    If the parent folder exists here but the path does not, the path is treated as a typo.
-    """
+    """A missing path whose parent folder exists here is treated as a typo; otherwise it is on the cluster."""
     place = Path(path)
     if place.is_dir():
         return sorted(each for each in place.rglob("*") if each.is_file())
@@ -218,7 +205,6 @@ def send_files(login: Login, paths: Sequence[str], *, with_rsync: bool) -> None:
 
 
 def _send_with_rsync(login: Login, paths: Sequence[str], target: str) -> tuple[int, str]:
-    """Return rsync's exit status and output."""
     with tempfile.NamedTemporaryFile() as listed:
         listed.write("\0".join(paths).encode())
         listed.flush()

@@ -70,26 +70,21 @@ class SentFile:
 
 @dataclass(frozen=True)
 class Request:
-    """A request to the login node.
+    """A request to the login node."""
 
-    The `action` is to `run` a command; to run it exactly `once` (for a `submission`), even if the connection is lost;
-    to `store` the project's files; to list a run's `missing` local files and code; or to `unpack` its code. `identity`
-    is that of the code here, `digest` that of the project's files, `code` that of the archive of the run's code, which
-    is empty if it has none. `secrets` are variables that are passed only on standard input.
-    """
-
+    # Run a command; run it exactly once; store the project's files; list missing local files and code; unpack code.
     action: Literal["run", "once", "store", "missing", "unpack"]
-    identity: str
+    identity: str  # of the code here
     project: str
-    digest: str
+    digest: str  # of the project's files
     cluster: str
     words: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
-    submission: str = ""
-    secrets: dict[str, str] = field(default_factory=dict)
+    submission: str = ""  # what is run `once`, even if the connection is lost
+    secrets: dict[str, str] = field(default_factory=dict)  # variables, passed only on standard input
     files: dict[str, str] = field(default_factory=dict)
     local_files: tuple[SentFile, ...] = ()
-    code: str = ""
+    code: str = ""  # digest of the archive of the run's code; empty if it has none
     archive: str = ""
 
 

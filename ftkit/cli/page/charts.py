@@ -88,68 +88,55 @@ class Chart:
     is_wide: bool = False
 
 
-@dataclass(frozen=True)
-class LineChart:
-    """Line chart over the tokens of a run, or over its time.
+def draw_lines(  # noqa: PLR0913 - properties of a chart
+    name: str, description: str, y: str, lines: Sequence[Line], *, expected: float | None = None,
+    form: Callable[[float], str] | None = None, from_zero: bool = False, height: int = _HEIGHT - 40,
+    is_over_time: bool = False, limit: float | None = None, is_wide: bool = False,
+) -> str:  # fmt: skip
+    """Draw lines over the tokens of a run, or over its time in seconds; empty if they have no finite value.
 
-    Attributes:
+    Args:
         name: prefix of the chart's ids on the page.
         description: alternative text.
         y: title of the vertical axis, written above it.
         lines: any number of lines; colors repeat after eight.
         expected: predicted value, drawn as a dashed line.
         form: formats a value of the vertical axis.
+        from_zero: whether the vertical axis begins at zero.
         height: height in pixels of a chart that is not wide; at least the default.
-        is_over_time: whether the horizontal axis is time, in seconds.
+        is_over_time: whether the horizontal axis is time.
         limit: end of the vertical axis; follows from the values if null.
+        is_wide: draw it twice, for wide and for narrow screens; the page shows one of them.
     """
-
-    name: str
-    description: str
-    y: str
-    lines: Sequence[Line]
-    expected: float | None = None
-    form: Callable[[float], str] | None = None
-    from_zero: bool = False
-    height: int = _HEIGHT - 40
-    is_over_time: bool = False
-    limit: float | None = None
-
-
-def draw_lines(chart: LineChart, *, is_wide: bool = False) -> str:
-    """Draw a chart as SVG; return an empty string if it has no finite value.
-
-    With `is_wide`, draw it twice, for wide and for narrow screens; the page shows one of them.
-    """
-    lines = [line for line in chart.lines if any(map(math.isfinite, line.y))]
-    if not lines:
-        return ""
+    lines = [line for line in lines if any(map(math.isfinite, line.y))]
     values = [value for line in lines for value in line.y if math.isfinite(value)]
+    if not values:
+        return ""
 
     def draw(axes: Axes) -> None:
         for line in lines:
             _draw_line(axes, line, SERIES[line.color % len(SERIES)])
-        if chart.expected is not None:
-            axes.axhline(chart.expected, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)), label="plan")
-        axes.set_xlabel("time" if chart.is_over_time else "tokens")
-        axes.set_title(chart.y, loc="left", fontsize=11, color=MUTED, pad=8)
+        if expected is not None:
+            axes.axhline(expected, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)), label="plan")
+        axes.set_xlabel("time" if is_over_time else "tokens")
+        axes.set_title(y, loc="left", fontsize=11, color=MUTED, pad=8)
         axes.margins(x=0.01, y=0.08)
-        if chart.from_zero:
-            axes.set_ylim(0, chart.limit)
+        if from_zero:
+            axes.set_ylim(0, limit)
         elif min(values) > 0 and max(values) > _LOG_FROM * min(values):
             axes.set_yscale("log")
-        if chart.is_over_time:
+        if is_over_time:
             _format_time(axes, max(line.x[-1] for line in lines))
         else:
             _format(axes.xaxis, count)
-        _format(axes.yaxis, chart.form or _short)
-        if len(lines) > 1 or chart.expected is not None:
-            place = "lower right" if chart.from_zero else "upper right"
+        _format(axes.yaxis, form or _short)
+        if len(lines) > 1 or expected is not None:
+            place = "lower right" if from_zero else "upper right"
             axes.legend(loc=place, frameon=False, fontsize=10, ncols=min(3, len(lines) + 1), labelcolor=INK)
 
     if is_wide:
-        return _wide_and_narrow(chart.name, chart.description, draw)
-    return _svg(chart.name, chart.description, draw, _NARROW, max(chart.height, _HEIGHT - 40))
+        return _wide_and_narrow(name, description, draw)
+    return _svg(name, description, draw, _NARROW, max(height, _HEIGHT - 40))
 
 
 def _wide_and_narrow(name: str, description: str, draw: Callable[[Axes], None], height: int = _HEIGHT) -> str:
@@ -173,11 +160,9 @@ def _draw_line(axes: Axes, line: Line, color: str) -> None:
 def _smooth(values: Sequence[float]) -> list[float]:
     """Return the moving mean of the finite values around each value."""
     radius = max(1, round(len(values) * _SMOOTH_OVER))
-    found = []
-    for index in range(len(values)):
-        near = [each for each in values[max(0, index - radius) : index + radius + 1] if math.isfinite(each)]
-        found.append(sum(near) / len(near) if near else math.nan)
-    return found
+    windows = (values[max(0, index - radius) : index + radius + 1] for index in range(len(values)))
+    finite = ([each for each in window if math.isfinite(each)] for window in windows)
+    return [sum(near) / len(near) if near else math.nan for near in finite]
 
 
 def _downsampled(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -194,7 +179,6 @@ def _downsampled(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], l
 
 
 def bars_height(num_bars: int) -> int:
-    """Return the height of a bar chart, in pixels."""
     return 36 * num_bars + 32
 
 
@@ -206,7 +190,7 @@ def bar_chart(
         return ""
 
     def draw(axes: Axes) -> None:
-        names, values = [each[0] for each in bars], [each[1] for each in bars]
+        names, values = zip(*bars, strict=True)
         drawn = axes.barh(range(len(bars)), values, color=SERIES[0], height=0.36)
         axes.bar_label(drawn, [gib(value) for value in values], padding=4, fontsize=10, color=INK)
         for index, text in enumerate(names):
@@ -275,13 +259,8 @@ def _svg(name: str, description: str, draw: Callable[[Axes], None], width: int, 
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
         text = file.getvalue()
     text = text[text.index("<svg") :]
-    for pattern in (
-        r"<metadata>.*?</metadata>",
-        r"<style.*?</style>",
-        r" font-family: [^;\"]*;",
-        r'(?<=<g) id="[^"]*"',
-    ):
-        text = re.sub(pattern, "", text, flags=re.DOTALL)
+    unneeded = r"<metadata>.*?</metadata>|<style.*?</style>| font-family: [^;\"]*;|(?<=<g) id=\"[^\"]*\""
+    text = re.sub(unneeded, "", text, flags=re.DOTALL)
     text = re.sub(r"#010[123]\w{2}", lambda match: _VARIABLES[match[0]], text)
     head = f'<svg role="img" aria-label="{escape(description)}" viewBox="0 0 {width} {height}"'
     return re.sub(r"<svg[^>]*>", f'{head} xmlns:xlink="http://www.w3.org/1999/xlink">', text, count=1)

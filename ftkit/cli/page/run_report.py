@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from itertools import islice
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ftkit.cli.page.charts import Chart, Line, LineChart, bar_chart, bars_height, draw_lines, timeline
+from ftkit.cli.page.charts import Chart, Line, bar_chart, bars_height, draw_lines, timeline
 from ftkit.cli.terminal.format import count, duration, energy, gib
 from ftkit.errors import FtkitError, plural
 from ftkit.files import read_json_if_valid
@@ -20,13 +20,13 @@ from ftkit.runs.gpu_samples import GpuSummary, NodeSample, gpu_curve
 from ftkit.runs.spans import merge_spans
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ftkit.data.inspection import Sample as TrainedSample
     from ftkit.planning.layout import RunLayout
     from ftkit.planning.plan import ScriptPlan
     from ftkit.runs.history import History
-    from ftkit.runs.records import Sample, StepRecord
+    from ftkit.runs.records import Sample
 
 _NUM_EXAMPLES = 6
 _NUM_SAMPLES = 3
@@ -41,21 +41,8 @@ _TIME_USE = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Tile:
-    title: str
-    value: str
-    detail: str = ""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A planned and a measured number; `ratio` is measured / planned."""
-
-    title: str
-    planned: str
-    measured: str
-    ratio: float | None
+_Tile = tuple[str, str, str]
+"""Title, value, and detail."""
 
 
 def read_report(layout: RunLayout, state: str) -> dict[str, object]:
@@ -78,7 +65,7 @@ def read_report(layout: RunLayout, state: str) -> dict[str, object]:
         "tile_columns": max(1, -(-len(tiles) // num_rows)),  # they fill one row, or two of about equal length
         "charts": _draw_charts(plan, history, facts.samples),
         "comparisons": _comparisons(plan, history) if plan else [],
-        "time_use": _time_use(history),
+        "time_use": _time_use(history.time_use),
         # SQL accuracy has a column of its own.
         "score_names": sorted({name for each in history.evaluations for name in each.scores} - {"sql"}),
         "examples": _examples(history),
@@ -104,38 +91,35 @@ def _summary(plan: RunPlan | ScriptPlan) -> str:
     return f"{method} of {model}, {count(plan.num_parameters)} parameters; {where}, {plan.cluster.name}"
 
 
-def _tiles(plan: RunPlan | None, history: History) -> list[Tile]:
-    tiles: list[Tile] = []
+def _tiles(plan: RunPlan | None, history: History) -> list[_Tile]:
+    tiles: list[_Tile] = []
     last, validation = history.last_step, history.evaluations
     if last:
-        first = next(iter(history.steps.values()))
-        tiles.append(Tile("Training loss", f"{last.loss:.4g}", f"from {first.loss:.4g}"))
+        tiles.append(("Training loss", f"{last.loss:.4g}", f"from {next(iter(history.steps.values())).loss:.4g}"))
     if after := history.last_evaluation:
         before = validation[0]
         has_before = before is not after
         detail = f"from {before.loss:.4g}" if has_before else f"{after.when} training"
-        tiles.append(Tile("Validation loss", f"{after.loss:.4g}", detail))
+        tiles.append(("Validation loss", f"{after.loss:.4g}", detail))
         if after.execution_accuracy is not None:
             known = has_before and before.execution_accuracy is not None
             detail = f"from {before.execution_accuracy:.1%}" if known else ""
-            tiles.append(Tile("SQL execution", f"{after.execution_accuracy:.1%}", detail))
+            tiles.append(("SQL execution", f"{after.execution_accuracy:.1%}", detail))
     if last and last.routers:
-        tiles.append(Tile("Busiest expert", f"{last.routers.max_utilization:.2f} ×", "the mean load of its layer"))
+        tiles.append(("Busiest expert", f"{last.routers.max_utilization:.2f} ×", "the mean load of its layer"))
     device = "process" if plan and plan.placement.device == "cpu" else "GPU"
     if (speed := history.speed) is not None:
-        mfu = history.mfu
-        detail = f"tokens/s per {device}" + ("" if mfu is None else f", {mfu:.1%} MFU")
-        tiles.append(Tile("Throughput", count(speed), detail))
+        detail = f"tokens/s per {device}" + ("" if history.mfu is None else f", {history.mfu:.1%} MFU")
+        tiles.append(("Throughput", count(speed), detail))
     if (peak := history.peak_gib) is not None:
         gpu = GPUS.get(plan.cluster.gpu) if plan and plan.cluster.gpu else None
-        tiles.append(Tile("Peak memory", gib(peak), f"of {gib(gpu.memory_gib)}" if gpu else f"per {device}"))
+        tiles.append(("Peak memory", gib(peak), f"of {gib(gpu.memory_gib)}" if gpu else f"per {device}"))
     if history.spans:
         total = history.spans[-1].end - history.spans[0].begin
         steps = f"{last.step:,} of {last.num_steps:,} steps" if last else ""
-        tiles.append(Tile("Time", duration(total), steps))
-        cost = _cost(plan, history) if plan else None
-        if cost is not None:
-            tiles.append(Tile("Cost", f"{cost:,.2f}", "at the profile's price"))
+        tiles.append(("Time", duration(total), steps))
+        if plan and (cost := _cost(plan, history)) is not None:
+            tiles.append(("Cost", f"{cost:,.2f}", "at the profile's price"))
     return tiles
 
 
@@ -145,28 +129,28 @@ def _cost(plan: RunPlan, history: History) -> float | None:
     return None if seconds is None else plan.cost_of(seconds / plan.placement.world_size)
 
 
-def _gpu_tiles(summary: GpuSummary, history: History) -> list[Tile]:
+def _gpu_tiles(summary: GpuSummary, history: History) -> list[_Tile]:
     tiles = []
     if summary.utilization is not None:
         active = "" if summary.sm_activity is None else f"{summary.sm_activity:.0f}% of the SMs"
-        tiles.append(Tile("GPU utilization", f"{summary.utilization:.0f}%", active))
+        tiles.append(("GPU utilization", f"{summary.utilization:.0f}%", active))
     if summary.power is not None:
         hottest = "" if summary.peak_temperature is None else f", peak {summary.peak_temperature:.0f}\u00a0°C"
-        tiles.append(Tile("GPU power", f"{summary.power:,.0f} W", f"mean per GPU{hottest}"))
+        tiles.append(("GPU power", f"{summary.power:,.0f} W", f"mean per GPU{hottest}"))
     if summary.energy_kwh is not None:
         last = history.last_step
         per_token = energy(summary.energy_kwh * 1e6 / last.tokens) if last and last.tokens else ""
-        tiles.append(Tile("Energy", energy(summary.energy_kwh), per_token and f"{per_token} per 1M tokens"))
+        tiles.append(("Energy", energy(summary.energy_kwh), per_token and f"{per_token} per 1M tokens"))
     return tiles
 
 
-def _comparisons(plan: RunPlan, history: History) -> list[Comparison]:
-    found: list[Comparison] = []
+def _comparisons(plan: RunPlan, history: History) -> list[tuple[str, str, str, float | None]]:
+    """Return rows of title, planned and measured number, and their ratio."""
+    found: list[tuple[str, str, str, float | None]] = []
 
     def add(title: str, planned: float | None, measured: float | None, form: Callable[[float], str]) -> None:
         if planned is not None and measured is not None:
-            ratio = measured / planned if planned else None
-            found.append(Comparison(title, form(planned), form(measured), ratio))
+            found.append((title, form(planned), form(measured), measured / planned if planned else None))
 
     speed, world = plan.speed, plan.placement.world_size
     if speed:
@@ -186,14 +170,9 @@ def _comparisons(plan: RunPlan, history: History) -> list[Comparison]:
     return found
 
 
-def _time_use(history: History) -> list[tuple[str, str, str, float]]:
-    used = history.time_use
-    total = sum(used.values())
-    return [
-        (kind, title, duration(used[kind]), used[kind] / total)
-        for kind, title in _TIME_USE.items()
-        if used.get(kind, 0.0) > 0 and total
-    ]
+def _time_use(used: Mapping[str, float]) -> list[tuple[str, str, str, float]]:
+    rows = ((kind, title, used.get(kind, 0.0)) for kind, title in _TIME_USE.items())
+    return [(kind, title, duration(each), each / sum(used.values())) for kind, title, each in rows if each > 0]
 
 
 def _examples(history: History) -> list[tuple[Sample | None, Sample]]:
@@ -211,16 +190,15 @@ def _examples(history: History) -> list[tuple[Sample | None, Sample]]:
 
 
 def _inputs(plan: RunPlan, manifest: dict[str, Any], history: History) -> dict[str, list[tuple[str, str]]]:
-    recipe, training, batch = plan.recipe, plan.recipe.training, plan.batch
+    model, training, batch = plan.recipe.model, plan.recipe.training, plan.batch
     git = (manifest.get("ftkit") or {}).get("git") or {}
     start = history.starts[-1] if history.starts else None
     world = plan.placement.world_size
     versions = ", ".join(f"{name} {version}" for name, version in start.versions.items()) if start else ""
-    model = recipe.model
     digests: dict[str, str] = next((each.get("data", {}) for each in reversed(manifest.get("starts", []))), {})
     sections = {
         "Model": [
-            ("weights", "random" if model.weights == "random" else model.weights),
+            ("weights", model.weights),
             ("commit", model.revision or ""),
             ("parameters", f"{plan.num_parameters:,}, {plan.num_trained:,} of them trained"),
         ],
@@ -233,10 +211,7 @@ def _inputs(plan: RunPlan, manifest: dict[str, Any], history: History) -> dict[s
             ("engine", f"{plan.engine.name}: {plan.engine.reason}"),
             ("seed", str(training.seed)),
         ],
-        "Data": [
-            ("fingerprint", plan.fingerprint),
-            *((f"{name} sha256", digest) for name, digest in digests.items()),
-        ],
+        "Data": [("fingerprint", plan.fingerprint), *((f"{key} sha256", digest) for key, digest in digests.items())],
         "Where": [
             ("cluster", f"{plan.cluster.name}, {plural(plan.placement.num_nodes, 'node')}"),
             ("device", start.device if start else plan.placement.device),
@@ -264,10 +239,10 @@ def _samples(layout: RunLayout) -> tuple[TrainedSample, ...]:
         plan = read_plan_to_use(layout)
         if not plan.data.is_prepared:
             return ()
-        found = list(islice(samples_of_packs(PreparedData(plan.data_directory), [0]), _NUM_SAMPLES))
+        found = samples_of_packs(PreparedData(plan.data_directory), [0])
+        return tuple(map(_shortened, islice(found, _NUM_SAMPLES)))
     except (FtkitError, OSError, ValueError):  # a page without samples is better than none
         return ()
-    return tuple(map(_shortened, found))
 
 
 def _shortened(sample: TrainedSample) -> TrainedSample:
@@ -275,9 +250,8 @@ def _shortened(sample: TrainedSample) -> TrainedSample:
     segments, left = [], _SAMPLE_CHARACTERS
     for segment in sample.segments:
         if left > 0:
-            cut = segment.text if len(segment.text) <= left else f"{segment.text[:left]} …"
-            segments.append(replace(segment, text=cut))
-            left -= len(segment.text)
+            segments.append(replace(segment, text=segment.text[:left] + " …" * (len(segment.text) > left)))
+        left -= len(segment.text)
     return replace(sample, segments=tuple(segments))
 
 
@@ -287,14 +261,19 @@ def _shortened(sample: TrainedSample) -> TrainedSample:
 def _draw_charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSample]) -> list[Chart]:
     device = "GPU" if plan is not None and plan.placement.device == "cuda" else "process"
     steps, last, validation = list(history.steps.values()), history.last_step, history.evaluations
+    tokens = [each.tokens for each in steps]
+
+    def over_tokens(title: str, values: list[float], *, color: int, is_raw: bool = False) -> str:
+        line = Line(title, tokens, values, is_raw=is_raw, color=color)
+        return draw_lines(title.replace(" ", "-"), f"{title} by tokens", title, [line], from_zero=True)
+
     losses = [
-        Line("training", [each.tokens for each in steps], [each.loss for each in steps], is_raw=True),
+        Line("training", tokens, [each.loss for each in steps], is_raw=True),
         Line("validation", [history.tokens_at(each.step) for each in validation], [each.loss for each in validation],
              has_points=True, color=1),
     ]  # fmt: skip
     course = f"from {steps[0].loss:.4g} to {last.loss:.4g} over {count(last.tokens)} tokens" if last else ""
-    loss = LineChart("loss", f"Training loss {course}", "loss", losses)
-    speed = LineChart(
+    speed = draw_lines(
         "speed", f"Tokens per second per {device}", f"tokens/s per {device}",
         [Line("measured", *history.speed_curve, is_raw=True, color=4)],
         expected=plan.speed.tokens_per_second / plan.placement.world_size if plan and plan.speed else None,
@@ -309,24 +288,16 @@ def _draw_charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSamp
     visible = merge_spans(spans, (spans[-1].end - spans[0].begin) * _NARROWEST) if spans else []
     kinds = ", ".join(dict.fromkeys(span.kind for span in spans))
     charts = [
-        Chart("Loss", draw_lines(loss, is_wide=True), is_wide=True),
-        Chart("Learning rate", _over_tokens("learning rate", history, lambda each: each.learning_rate, 2)),
-        Chart("Gradient norm", _over_tokens("gradient norm", history, lambda each: each.grad_norm, 3, is_raw=True)),
-        Chart("Throughput", draw_lines(speed)),
+        Chart("Loss", draw_lines("loss", f"Training loss {course}", "loss", losses, is_wide=True), is_wide=True),
+        Chart("Learning rate", over_tokens("learning rate", [each.learning_rate for each in steps], color=2)),
+        Chart("Gradient norm", over_tokens("gradient norm", [each.grad_norm for each in steps], color=3, is_raw=True)),
+        Chart("Throughput", speed),
         Chart("Memory by stage", memory),
         Chart("Load of the busiest expert", _draw_experts(history)),
         *_gpu_charts(gpus, history),
         Chart("Timeline", timeline("time", f"Time by activity: {kinds}", visible), is_wide=True),
     ]
     return [chart for chart in charts if chart.svg]
-
-
-def _over_tokens(
-    title: str, history: History, value: Callable[[StepRecord], float], color: int, *, is_raw: bool = False
-) -> str:
-    steps = list(history.steps.values())
-    line = Line(title, [each.tokens for each in steps], [value(each) for each in steps], is_raw=is_raw, color=color)
-    return draw_lines(LineChart(title.replace(" ", "-"), f"{title} by tokens", title, [line], from_zero=True))
 
 
 def _gpu_charts(samples: Sequence[NodeSample], history: History) -> list[Chart]:
@@ -341,11 +312,11 @@ def _gpu_charts(samples: Sequence[NodeSample], history: History) -> list[Chart]:
     ):
         curve = gpu_curve(samples, value, begin)
         line = Line(shown, curve.seconds, curve.mean, color=color, band=(curve.lowest, curve.highest))
-        chart = LineChart(
+        svg = draw_lines(
             title.replace(" ", "-").lower(), f"{title} over time: {shown}", f"{unit} ({shown})", [line],
             form="{:,.0f}".format, from_zero=True, is_over_time=True, limit=limit,
         )  # fmt: skip
-        charts.append(Chart(title, draw_lines(chart)))
+        charts.append(Chart(title, svg))
     return charts
 
 
@@ -356,4 +327,4 @@ def _draw_experts(history: History) -> str:
         Line("of all layers", tokens, [routers.max_utilization for _, routers in found], color=1),
         Line("mean over the layers", tokens, [routers.mean_max_utilization for _, routers in found]),
     ]
-    return draw_lines(LineChart("experts", f"Busiest expert, {unit}, by tokens", unit, lines, from_zero=True))
+    return draw_lines("experts", f"Busiest expert, {unit}, by tokens", unit, lines, from_zero=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ftkit import __version__
-from ftkit.cli.page.charts import Chart, Line, LineChart, draw_lines
+from ftkit.cli.page.charts import Chart, Line, draw_lines
 from ftkit.cli.terminal.comparison_view import compare_runs
 from ftkit.cli.terminal.format import count
 from ftkit.errors import PrerequisiteError, one_line
@@ -40,7 +40,6 @@ def comparison_page(layouts: Sequence[RunLayout], *, refresh_seconds: int | None
 
 
 def save_page(page: str, path: Path) -> None:
-    """Write a page atomically."""
     try:
         with output_file(path) as temporary:
             temporary.write_bytes(page.encode())
@@ -67,34 +66,27 @@ def _draw_comparison(layouts: Sequence[RunLayout], names: Sequence[str]) -> list
         if curve.seconds:
             power.append(Line(name, curve.seconds, curve.mean, color=color))
     of = f"of {', '.join(names)}"
-    drawn = (
-        ("Loss", LineChart("losses", f"Training loss {of}", "loss", losses)),
-        ("Validation loss", LineChart("validation", f"Validation loss {of}", "loss", validation)),
-        ("Throughput", LineChart("speeds", f"Throughput {of}", "tokens/s per process", speeds, form=count,
-                                 from_zero=True)),
-        ("GPU power", LineChart("power", f"Mean power per GPU {of}", "W per GPU", power, form="{:,.0f}".format,
-                                from_zero=True, is_over_time=True)),
-    )  # fmt: skip
     charts = [
-        Chart(title, draw_lines(chart, is_wide=title == "Loss"), is_wide=title == "Loss") for title, chart in drawn
-    ]
+        Chart("Loss", draw_lines("losses", f"Training loss {of}", "loss", losses, is_wide=True), is_wide=True),
+        Chart("Validation loss", draw_lines("validation", f"Validation loss {of}", "loss", validation)),
+        Chart("Throughput", draw_lines("speeds", f"Throughput {of}", "tokens/s per process", speeds, form=count,
+                                       from_zero=True)),
+        Chart("GPU power", draw_lines("power", f"Mean power per GPU {of}", "W per GPU", power, form="{:,.0f}".format,
+                                      from_zero=True, is_over_time=True)),
+    ]  # fmt: skip
     return [chart for chart in charts if chart.svg]
 
 
 def _render(template: str, **values: object) -> str:
     environment = Environment(
-        loader=FileSystemLoader(_FOLDER),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
+        loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
-    )
+    )  # fmt: skip
     environment.filters["clock"] = _clock
     environment.globals["zip"] = zip
     css = (_FOLDER / "page.css").read_text(encoding="utf-8")
-    return environment.get_template(template).render(
-        css=css, version=__version__, written=_clock(time.time()), **values
-    )
+    values |= {"css": css, "version": __version__, "written": _clock(time.time())}
+    return environment.get_template(template).render(values)
 
 
 def _clock(seconds: float) -> str:

@@ -59,30 +59,21 @@ class Comparison:
 
 def compare_runs(runs: Sequence[ComparedRun]) -> Comparison:
     names = [chr(ord("A") + index) if index < 26 else str(index) for index in range(len(runs))]  # noqa: PLR2004
-    rows = [
-        (title, [_shown(getattr(run.results, field), form) for run in runs])
-        for title, (field, form) in _RESULTS.items()
+    results = []
+    for title, (field, form) in _RESULTS.items():
+        values = [getattr(run.results, field) for run in runs]
+        if any(value is not None for value in values):
+            results.append((title, ["-" if value is None else form(value) for value in values]))
+    differences = [
+        (f"{each.section}: {each.key}".removeprefix("recipe: "), list(map(_short, each.values)))
+        for each in find_differences(runs)
     ]
-    return Comparison(
-        names,
-        [run.id for run in runs],
-        [(title, values) for title, values in rows if set(values) != {"-"}],
-        [
-            (f"{each.section}: {each.key}".removeprefix("recipe: "), [_short(value) for value in each.values])
-            for each in find_differences(runs)
-        ],
-        list(_remarks(dict(zip(names, runs, strict=True)))),
-    )
-
-
-def _shown(value: float | None, form: Callable[[float], str]) -> str:
-    return "-" if value is None else form(value)
+    remarks = list(_remarks(dict(zip(names, runs, strict=True))))
+    return Comparison(names, [run.id for run in runs], results, differences, remarks)
 
 
 def _short(value: object) -> str:
-    if value is None:
-        return "-"
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else "-" if value is None else json.dumps(value)
 
 
 def _remarks(runs: dict[str, ComparedRun]) -> Iterator[str]:
@@ -99,10 +90,7 @@ def _remarks(runs: dict[str, ComparedRun]) -> Iterator[str]:
         if have_same_documents(first, run) is False:
             one, two = first.inputs["data"], run.inputs["data"]
             numbers = ", ".join(f"{one.get(key, '?')} and {two.get(key, '?')} {key}" for key in DOCUMENT_NUMBERS)
-            yield (
-                f"{first_name} and {name} trained on different documents, so their losses are not of the same data: "
-                f"{numbers}"
-            )
+            yield f"{first_name} and {name} trained on different documents; losses are not of the same data: {numbers}"
     for name, run in others:
         yield f"{first_name} and {name}: {_verdict(first, run)}"
 
@@ -122,11 +110,9 @@ def _verdict(first: ComparedRun, other: ComparedRun) -> str:
 
 
 def show_comparison(runs: Sequence[ComparedRun], terminal: Terminal) -> None:
-    """Print the differences, the results and the losses of runs."""
     found = compare_runs(runs)
-    terminal.facts(
-        [(name, Styled(id_, "bold")) for name, id_ in zip(found.names, found.ids, strict=True)], is_data=True
-    )
+    ids = [Styled(run.id, "bold") for run in runs]
+    terminal.facts(list(zip(found.names, ids, strict=True)), is_data=True)
     terminal.text()
     if found.differences:
         titles = [f"{name}…" for name in ("WHAT DIFFERS", *found.names)]

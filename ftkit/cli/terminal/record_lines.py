@@ -107,7 +107,6 @@ def early_stopping(record: records.EndRecord) -> str:
 
 
 def measured(record: records.EvaluationRecord) -> str:
-    """Return the numbers of an evaluation."""
     accuracy = record.execution_accuracy
     scores = [f"execution accuracy {accuracy:.0%}"] if accuracy is not None else []
     scores += [f"{name.replace('_', ' ')} {score:.0%}" for name, score in record.scores.items() if name != "sql"]

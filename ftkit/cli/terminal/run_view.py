@@ -65,9 +65,9 @@ class RunStatus:
     @property
     def exit_code(self) -> int | None:
         """The exit code of the failure, as `ftkit run` returns it; without a known failure, the job's."""
-        failure = self.failure
-        is_unknown = failure is None or failure.exit_code == RunFailedError.exit_code
-        return self.seen.exit_code if is_unknown or failure is None else failure.exit_code
+        if self.failure is None or self.failure.exit_code == RunFailedError.exit_code:
+            return self.seen.exit_code
+        return self.failure.exit_code
 
     @property
     def seconds_left(self) -> float | None:
@@ -275,13 +275,11 @@ def _progress_facts(status: RunStatus) -> Facts:
 
 def _gpu_text(gpus: GpuSummary) -> str:
     busy = gpus.utilization if gpus.sm_activity is None else gpus.sm_activity
-    known = (
-        ("", busy, "% busy"),
-        ("", gpus.power, " W each"),
-        ("peak ", gpus.peak_memory_gib, " GiB"),
-        ("peak ", gpus.peak_temperature, " °C"),
-    )
-    parts = [f"{peak}{value:,.0f}{unit}" for peak, value, unit in known if value is not None]
+    known = {
+        "{:,.0f}% busy": busy, "{:,.0f} W each": gpus.power, "peak {:,.0f} GiB": gpus.peak_memory_gib,
+        "peak {:,.0f} °C": gpus.peak_temperature,
+    }  # fmt: skip
+    parts = [form.format(value) for form, value in known.items() if value is not None]
     parts += [] if gpus.energy_kwh is None else [f"{energy(gpus.energy_kwh)} in total"]
     parts += [f"clocks limited by {name} {share:.0%} of the time" for name, share in gpus.throttled.items()]
     return f"{gpus.num_gpus}: {', '.join(parts)}"

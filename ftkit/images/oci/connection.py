@@ -69,15 +69,7 @@ class Connection:
 
     @contextmanager
     def open(self, path: str, headers: Mapping[str, str], *, has_digest: bool) -> Iterator[requests.Response]:
-        """Get a document or blob of the repository.
-
-        With `has_digest`, the caller compares the content with a digest, so that a redirect without TLS is safe.
-
-        Raises:
-            NotFoundError: the registry does not have it.
-            TransientError: the registry can't be reached, or is busy.
-            ImageError: access is denied, or the response violates the protocol.
-        """
+        """Get a document or blob; with `has_digest`, the caller compares the content, so that redirects need no TLS."""
         response = self._exchange(lambda: self._get(self._repository + path, headers, has_digest=has_digest))
         with _closing(response):
             self._explain(response)
@@ -103,12 +95,7 @@ class Connection:
         return response
 
     def chunks(self, response: requests.Response) -> Iterator[bytes]:
-        """Yield the bytes of a response, a MiB at a time.
-
-        Raises:
-            StalledError: a MiB took longer than `CHUNK_SECONDS`.
-            TransientError: the connection was lost.
-        """
+        """Yield a response a MiB at a time; a TransientError if the connection is lost, or too slow."""
         content = response.iter_content(_CHUNK)
         try:
             while chunk := self._in_time(lambda: next(content, b"")):
@@ -117,11 +104,7 @@ class Connection:
             raise self.connection_lost(_last_reason(error)) from error
 
     def _in_time(self, fetch: Callable[[], ResultT]) -> ResultT:
-        """Return what `fetch` returns, or raise what it raises.
-
-        It runs in a thread that is abandoned after `CHUNK_SECONDS`: a blocked read can't be interrupted, whether it
-        waits for a header, a body or TLS. The thread does not keep the process from ending.
-        """
+        """Run `fetch` in a thread that is abandoned after `CHUNK_SECONDS`: a blocked read can't be interrupted."""
         result: Future[ResultT] = Future()
 
         def run() -> None:
@@ -168,7 +151,6 @@ class Connection:
         )
 
     def _get(self, url: str, headers: Mapping[str, str], *, has_digest: bool) -> requests.Response:
-        """Get an address, and follow its redirects."""
         for _ in range(_MAX_REDIRECTS + 1):
             response = self._request("GET", url, headers)
             if response.status_code not in _REDIRECTS:
@@ -178,7 +160,6 @@ class Connection:
         raise self.protocol_error(f"redirects more than {_MAX_REDIRECTS} times")
 
     def _is_registry_url(self, url: str) -> bool:
-        """Tell whether an address is the registry's own: scheme, host and port."""
         return _origin(urlsplit(url)) == _origin(self._root)
 
     def _redirect_target(self, url: str, location: str, *, has_digest: bool) -> str:
@@ -190,9 +171,7 @@ class Connection:
         if is_loopback(host) and not self._reference.is_loopback:
             raise self.protocol_error(f"redirects to {shortened(host)}, which is this machine")
         if target.scheme == "http" and self._root.scheme == "https" and not has_digest:
-            raise self.protocol_error(
-                f"redirects to {shortened(host)} without TLS, where anyone can change the content"
-            )
+            raise self.protocol_error(f"redirects to {shortened(host)} without TLS: anyone could change the content")
         return target.geturl()
 
     def _request(
@@ -226,7 +205,6 @@ class Connection:
             raise PrerequisiteError(what, fix="correct REQUESTS_CA_BUNDLE or CURL_CA_BUNDLE") from error
 
     def _explain(self, response: requests.Response, service: str = "") -> None:
-        """Raise the error for a refused request to the registry, or to its token service."""
         code = response.status_code
         status = f"responds with {code} {responses.get(code, '')}".rstrip()
         if code in (_UNAUTHORIZED, _FORBIDDEN) or (service and code == _BAD_REQUEST):
@@ -243,7 +221,6 @@ class Connection:
             raise self.protocol_error(f"names the token service {service}, which {status}" if service else status)
 
     def _log_in(self, challenge: str) -> None:
-        """Log in as the registry requires: Basic, or a token of its token service."""
         kind, _, rest = challenge.partition(" ")
         known = self._credentials
         basic = f"Basic {base64.b64encode(f'{known.username}:{known.password}'.encode()).decode()}" if known else ""
@@ -265,9 +242,7 @@ class Connection:
             raise self.protocol_error(f"names a token service with an invalid address: {shortened(realm)}")
         host = str(target.hostname)
         if target.scheme == "http" and not (is_loopback(host) and self._reference.is_loopback):
-            raise self.protocol_error(
-                f"requires sending the login to {shortened(host)} without TLS, where anyone could read it"
-            )
+            raise self.protocol_error(f"requires the login at {shortened(host)} without TLS: anyone could read it")
         query = {"scope": challenge.get("scope") or f"repository:{self._reference.path}:pull"}
         if challenge.get("service"):
             query["service"] = challenge["service"]

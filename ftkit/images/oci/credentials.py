@@ -73,11 +73,7 @@ def access_denied(reference: RegistryImage, credentials: Credentials | None, mes
 
 
 def trusting_adapter(host: str) -> HTTPAdapter:
-    """Return an adapter that trusts what docker and enroot trust, and not only the certificates of requests.
-
-    These are the machine's certificates, those of `SSL_CERT_FILE` or `SSL_CERT_DIR` in their place, and docker's for
-    this registry.
-    """
+    """Return an adapter that trusts the system's certificates, and docker's for this registry, as docker does."""
     from requests.adapters import HTTPAdapter  # noqa: PLC0415 - comes with the extra
 
     context = ssl.create_default_context()

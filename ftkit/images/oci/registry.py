@@ -90,7 +90,6 @@ class Registry:
     def _document(
         self, wanted: str, digest: Digest | None, size: int = _MAX_MANIFEST
     ) -> tuple[Index | Manifest, Digest]:
-        """Return an index or a manifest by tag or digest, and its digest."""
         body = self.document(f"manifests/{wanted}", digest, min(size, _MAX_MANIFEST))
         return read_document(body, str(self._reference)), Digest(f"sha256:{hashlib.sha256(body).hexdigest()}")
 
@@ -106,12 +105,7 @@ class Registry:
         return configuration
 
     def document(self, path: str, digest: Digest | None = None, limit: int = _MAX_MANIFEST) -> bytes:
-        """Return the bytes of a document of the repository (`manifests/…`, `blobs/…`), at most `limit`.
-
-        Raises:
-            NotFoundError: there is none.
-            ImageError: access is denied, or the document is too large or does not have this digest.
-        """
+        """Return a document (`manifests/…`, `blobs/…`) of at most `limit` bytes; NotFoundError if there is none."""
         headers = {"Accept": ", ".join(_MEDIA_TYPES)} if path.startswith("manifests/") else {}
 
         def fetch() -> bytes:
@@ -124,10 +118,7 @@ class Registry:
         return data
 
     def send(self, method: str, address: str, content: bytes, media_type: str) -> Mapping[str, str]:
-        """Write to the repository and return the response's headers, by names in any case.
-
-        `address` is a path in the repository, or an address that the registry gave for an upload.
-        """
+        """Write to a path or an upload's address, and return the response's headers, by names in any case."""
         return retry(
             lambda: self._connection.send(method, address, content, media_type),
             self._report, f"writing to {self._reference.host}", self._waits,
@@ -187,10 +178,7 @@ def entry_for_this_machine(index: Index, reference: RegistryImage) -> Descriptor
 
 
 def _starts_at(response: requests.Response, start: int) -> bool:
-    """Tell whether a response starts at byte `start`, by its Content-Range.
-
-    Without one, a partial response is assumed to start there, and any other one at 0.
-    """
+    """Without a Content-Range, a partial response is assumed to start at `start`, and any other one at 0."""
     content_range = re.match(r"bytes (\d{1,18})-", response.headers.get("Content-Range", ""))
     if response.status_code != _PARTIAL:
         return start == 0

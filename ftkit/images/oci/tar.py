@@ -40,6 +40,10 @@ _PLAIN_FILES = (b"0", b"\0", b"7")
 _LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL = b"L", b"K", b"x", b"g"
 
 
+END: Final = _ZEROS * 2
+"""The end marker of a stream."""
+
+
 class Readable(Protocol):
     """A stream to read from; an empty result is its end."""
 
@@ -77,7 +81,6 @@ class TarReader:
             for _ in self.content():  # that was not read
                 pass
             self._exactly(self._padding)
-            self._padding = 0
             header = self._exactly(BLOCK)
             if header == _ZEROS:
                 while self._source.read(CHUNK):  # to the end, so that the writer does not get SIGPIPE
@@ -90,9 +93,8 @@ class TarReader:
             if kind in (_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL):
                 if length > _MAX_EXTENDED_HEADER:
                     raise _damaged(f"an extended header of {length} bytes")
-                extension = self._exactly(length)
-                self._exactly(-length % BLOCK)
-                records = _extended(kind, extension)
+                records = _extended(kind, self._exactly(length))
+                self._padding = -length % BLOCK
                 path = records.get(b"path", path)
                 target = records.get(b"linkpath", target)
                 size = _decimal(records[b"size"]) if b"size" in records else size
@@ -132,8 +134,7 @@ def write_member(sink: BufferedIOBase, member: Member) -> None:
     if member.size >= _MAX_OCTAL_SIZE:
         records += _pax_record(b"size", b"%d" % member.size)
     if records:
-        sink.write(_header(Member(b"pax", _PAX, 0o644, 0, len(records))))
-        sink.write(records)
+        sink.write(_header(Member(b"pax", _PAX, 0o644, 0, len(records))) + records)
         write_padding(sink, len(records))
     sink.write(_header(member))
 
@@ -142,11 +143,6 @@ def write_padding(sink: BufferedIOBase, size: int) -> None:
     """Fill the last block of content of `size` bytes with zeros."""
     if size % BLOCK:
         sink.write(_ZEROS[: -size % BLOCK])
-
-
-def write_end(sink: BufferedIOBase) -> None:
-    """Write the end marker of the stream."""
-    sink.write(_ZEROS * 2)
 
 
 def _header(member: Member) -> bytes:
@@ -172,8 +168,7 @@ def _member(header: bytes, path: bytes, target: bytes, size: int) -> Member:
         size = 0
     is_link = kind in (LINK, SYMLINK)
     target = (target or _text(header[157:257])) if is_link else b""
-    if kind == LINK:
-        target = _clean(target)
+    target = _clean(target) if kind == LINK else target
     if is_link and (not target or b"\0" in target or len(target) >= _MAX_PATH):  # no system can create such a link
         raise _damaged(f"a link leads to '{shortened(target)}'")
     mode = _number(header[100:108]) & 0o7777
@@ -213,13 +208,10 @@ def _decimal(text: bytes) -> int:
 
 
 def _extended(kind: bytes, data: bytes) -> dict[bytes, bytes]:
-    """Return what an extended header sets, by pax's keys; those for all members don't concern images."""
     if kind in (_LONG_NAME, _LONG_LINK):
         return {b"path" if kind == _LONG_NAME else b"linkpath": data.rstrip(b"\0")}
     records: dict[bytes, bytes] = {}
-    if kind == _PAX_GLOBAL:
-        return records
-    while data:
+    while data and kind != _PAX_GLOBAL:
         length, separator, _ = data.partition(b" ")
         end = _decimal(length)
         if not separator or not len(length) < end <= len(data) or data[end - 1 : end] != b"\n":
@@ -233,11 +225,9 @@ def _extended(kind: bytes, data: bytes) -> dict[bytes, bytes]:
 
 
 def _pax_record(key: bytes, value: bytes) -> bytes:
-    rest = b" " + key + b"=" + value + b"\n"
-    length = len(rest)
-    while len(b"%d" % length) + len(rest) != length:
-        length = len(b"%d" % length) + len(rest)
-    return b"%d%s" % (length, rest)
+    rest = b" %s=%s\n" % (key, value)
+    digits = next(count for count in range(1, 9) if len(b"%d" % (len(rest) + count)) == count)
+    return b"%d%s" % (len(rest) + digits, rest)
 
 
 def _damaged(how: str) -> ImageError:
@@ -312,7 +302,6 @@ def flatten(layers: Sequence[Layer]) -> Iterator[Entry]:
 
 
 def _visible(reader: TarReader, layer: Layer, above: _Above) -> Iterator[Entry]:
-    """Yield the visible members of a layer, and add the layer to those above."""
     seen, here = set[bytes](), _Above()
     origins: dict[bytes, bytes] = {}  # for each hard link, its file
     hidden = set[bytes]()
@@ -345,18 +334,14 @@ def _visible(reader: TarReader, layer: Layer, above: _Above) -> Iterator[Entry]:
 
 
 def _origin(link: Member, origins: dict[bytes, bytes]) -> bytes:
-    """Return the file that a hard link leads to, through other links if need be."""
-    origin = origins.get(link.target, link.target)
+    origin = origins.get(link.target, link.target)  # through other links if need be
     if origin == link.path:
         raise untrusted(f"a layer of the image is damaged: {shortened(origin)} is a hard link to itself")
     return origin
 
 
 def _with_content(orphans: dict[bytes, list[Member]], layer: Layer) -> Iterator[Entry]:
-    """Yield the links to files that a layer above hides: the first one becomes the file, the others link to it.
-
-    The layer is read once more for all of them.
-    """
+    """The layer is read again: the first link to each hidden file becomes the file, the others link to it."""
     with _opened(layer.blob) as stream:
         reader = TarReader(stream)
         for member in reader:
@@ -371,15 +356,12 @@ def _with_content(orphans: dict[bytes, list[Member]], layer: Layer) -> Iterator[
 
 
 class _LayerStream:
-    """The tar stream of a layer; its digest is computed while it is read."""
-
     def __init__(self, stream: Readable, read_errors: tuple[type[Exception], ...]) -> None:
         self._stream = stream
         self._read_errors = read_errors
         self._running = hashlib.sha256()
 
     def read(self, size: int, /) -> bytes:
-        """Read at most `size` bytes."""
         try:
             data = self._stream.read(size)
         except self._read_errors as error:
@@ -388,7 +370,6 @@ class _LayerStream:
         return data
 
     def require(self, diff_id: Digest) -> None:
-        """Compare the digest of what was read with the configuration's."""
         found = self._running.hexdigest()
         if found != diff_id.hex:
             what = f"it unpacks to sha256:{found}, not to {diff_id}"
@@ -397,7 +378,6 @@ class _LayerStream:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[_LayerStream]:
-    """Open a layer as a tar stream, with any supported compression."""
     with path.open("rb") as file:
         magic = file.read(4)
         file.seek(0)
@@ -405,18 +385,16 @@ def _opened(path: Path) -> Iterator[_LayerStream]:
             with gzip.open(file, "rb") as stream:
                 yield _LayerStream(stream, (EOFError, zlib.error, gzip.BadGzipFile))
         elif magic == _ZSTD_MAGIC:
-            library = _zstd()
+            library = _import_zstd()
             with library.open(file, "rb") as unpacked:
                 yield _LayerStream(unpacked, (EOFError, library.ZstdError))
         else:
             yield _LayerStream(file, ())
 
 
-def _zstd() -> ModuleType:
+def _import_zstd() -> ModuleType:
     for name in ("compression.zstd", "backports.zstd"):  # the first one from Python 3.14 on
         with suppress(ImportError):
             return importlib.import_module(name)
-    raise PrerequisiteError(
-        "the image's layers are compressed with zstd, which this Python can't read",
-        fix="pip install backports.zstd, or import it with enroot or through docker",
-    )
+    what = "the image's layers are compressed with zstd, which this Python can't read"
+    raise PrerequisiteError(what, fix="pip install backports.zstd, or import it with enroot or through docker")

@@ -17,7 +17,7 @@ from ftkit.cli import groups as groups_of_commands
 from ftkit.cli.main import _SECTIONS, RENAMED, cli
 from ftkit.cli.output import OUTPUT_OPTIONS
 from ftkit.config.request import Settings
-from ftkit.errors import EXIT_CODES, FtkitError, PrerequisiteError
+from ftkit.errors import EXIT_CODES, FtkitError, NotFoundError, PrerequisiteError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -356,8 +356,8 @@ def test_settings_that_can_not_be_read_are_an_error_and_links_to_nowhere_are_not
     settings.unlink()
     os.mkfifo(settings)
     result = ftkit("runs")
-    assert result.code == 4
-    assert "ftkit.yaml: it" in result.err
+    assert result.code == NotFoundError.exit_code
+    assert str(settings.absolute()) in result.err
 
 
 def test_a_copy_that_needs_a_missing_package_says_what_to_install(
@@ -373,7 +373,8 @@ def test_a_copy_that_needs_a_missing_package_says_what_to_install(
 def test_a_removed_current_folder_is_an_error_with_a_fix(ftkit: Callable[..., Result]) -> None:
     Path.cwd().rmdir()
     result = ftkit("config", "recipes")
-    assert (result.code, result.err.startswith("error: ")) == (4, True)
+    assert (result.code, result.out) == (NotFoundError.exit_code, "")
+    assert re.search(r"^  cd ", result.err, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftkit.data.prepared_data import PreparedData
-from ftkit.data.readers import read_lines
+from ftkit.data.readers import READERS, read_lines
 from ftkit.data.rows import Row
 from ftkit.data.source_files import count_rows, find_files, read_file
 from ftkit.errors import DataError, NotFoundError, PrerequisiteError
@@ -333,6 +333,19 @@ def test_a_first_line_without_an_end_is_refused_without_reading_on(
         first.parse()
     with path.open("rb") as file, pytest.raises(DataError, match=f"{path}:1: "):
         list(read_lines(file, str(path)))
+
+
+@pytest.mark.parametrize("start", ["text\n", 'text\n"', ""])
+def test_a_csv_line_without_an_end_is_refused_without_reading_on(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftkit.data.readers.MAX_LINE", 64)
+    path = tmp_path / "a.csv"
+    path.write_text(start + "x" * 1_000_000)
+    with path.open("rb") as file:
+        with pytest.raises(DataError, match=f"{path}:{start.count(chr(10)) + 1}: "):
+            list(READERS[".csv"][1](file, str(path)))
+        assert file.tell() < 100_000
 
 
 def test_an_integer_of_thousands_of_digits_in_a_list_of_rows_is_refused(tmp_path: Path) -> None:

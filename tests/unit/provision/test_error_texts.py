@@ -30,11 +30,14 @@ def test_golden_error_texts(tmp_path: Path) -> None:
     def repeat_with_other_settings() -> None:
         begin_or_continue(tmp_path / "stuck", ProvisionState("gcp-vm-l4", {**state.settings, "disk_gib": 500}))
 
+    (tmp_path / "all" / "newer").mkdir(parents=True)
+    (tmp_path / "all" / "newer" / "state.json").write_text('{"version": 3}', encoding="utf-8")
     failures: dict[str, Callable[[], object]] = {
         "missing settings": lambda: read_spec("gcp-vm-l4", None, ()),
         "wrong settings": lambda: read_spec("gcp-vm-l4", None, ("project=my-project", "zone=nowhere")),
         "a name for no provider": lambda: plan_provision("train-1", "gcp-vm-l4", spec),
         "unknown cluster": lambda: read_state(tmp_path / "nothing"),
+        "a state of another version": lambda: read_state(tmp_path / "all" / "newer"),
         "failed check": lambda: create(other, state, tmp_path / "other", lambda _: None),
         "failed step": lambda: create(stuck, state, tmp_path / "stuck", lambda _: None),
         "other settings": repeat_with_other_settings,

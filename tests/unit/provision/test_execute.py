@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from ftkit.cli.groups import cluster_command as cluster
-from ftkit.errors import ConfigError, NotFoundError, ProvisionError
+from ftkit.errors import ConfigError, NotFoundError, ProvisionError, UnusableFileError
+from ftkit.provision.steps import Step, users_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -120,3 +122,32 @@ def test_resources_of_an_unresponsive_provider_are_recorded(made: Path) -> None:
     (made / "fail").unlink()
     assert run("destroy", "small", "--yes").exit_code == 0
     assert things(made) == set()
+
+
+@pytest.mark.parametrize("version", [None, 1, 3, "damaged"])
+def test_a_state_file_of_another_version_is_refused_and_nothing_is_removed(
+    version: int | str | None, made: Path, tmp_path: Path
+) -> None:
+    run("create", "small", "--kind", "gcp-vm-l4", *WORDS, "--yes")
+    state = tmp_path / "state/ftkit/clusters/small/state.json"
+    values = json.loads(state.read_bytes())
+    values.pop("version")
+    text = "{" if version == "damaged" else json.dumps(values if version is None else {**values, "version": version})
+    state.write_text(text, encoding="utf-8")
+    before = things(made)
+    for words in (("destroy", "small", "--yes"), ("create", "small", "--kind", "gcp-vm-l4", *WORDS, "--yes")):
+        refused = run(*words).exception
+        assert isinstance(refused, UnusableFileError)
+        assert "small" in str(refused)
+        assert str(state) in str(refused)
+    assert things(made) == before
+    assert state.read_text(encoding="utf-8") == text
+
+
+def test_resources_are_not_removed_if_another_clusters_state_is_unknown(tmp_path: Path) -> None:
+    folder = tmp_path / "state/ftkit/clusters/other"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text('{"version": 3}', encoding="utf-8")
+    step = Step("bucket", "the bucket", "true", undo=("true",), users=("true",))
+    with pytest.raises(UnusableFileError, match="other"):
+        users_of(step, folder.with_name("small"), {})

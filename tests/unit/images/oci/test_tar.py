@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from ftkit.errors import ImageError
 from ftkit.images.oci.tar import (
+    END,
     FILE,
     FOLDER,
     LINK,
     SYMLINK,
     Member,
     TarReader,
-    write_end,
     write_member,
     write_padding,
 )
@@ -59,7 +59,7 @@ def test_tarfile_reads_the_written_members(members: list[tuple[str, bytes, str, 
         write_member(stream, Member(path.encode(), kind, 0o751, 1_234_567, len(content), link))
         stream.write(content)
         write_padding(stream, len(content))
-    write_end(stream)
+    stream.write(END)
     stream.seek(0)
     with tarfile.open(fileobj=stream) as tar:
         for entry, (path, kind, target, data) in zip(tar, members, strict=True):
