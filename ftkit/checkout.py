@@ -12,17 +12,15 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import ftkit
 from ftkit import process
 from ftkit.errors import FtkitError, PrerequisiteError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 _SETTINGS: Final = "autocrlf|eol|excludesfile|filemode|ignorecase|precomposeunicode|symlinks"
 """Settings in `core` that say how files are compared and which are ignored; they name no programs."""

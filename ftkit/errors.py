@@ -10,12 +10,9 @@ import errno
 import os
 import re
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
+from typing import ClassVar, Final
 
 _MAX_ONE_LINE = 200
 

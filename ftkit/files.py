@@ -10,6 +10,7 @@ import secrets
 import shutil
 import stat
 import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
@@ -17,7 +18,6 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 from ftkit.errors import PrerequisiteError, UnusableFileError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from io import BufferedReader
 
     from pydantic import TypeAdapter, ValidationError

@@ -11,17 +11,14 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import TextIOWrapper
-from typing import IO, TYPE_CHECKING, Final, NoReturn, cast
+from io import BufferedReader, TextIOWrapper
+from pathlib import Path
+from typing import IO, Final, NoReturn, cast
 
 from ftkit.errors import FtkitError, NoAnswerError, PrerequisiteError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from io import BufferedReader
-    from pathlib import Path
 
 log = logging.getLogger(__name__)
 

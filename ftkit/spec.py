@@ -6,21 +6,18 @@ import ast
 import inspect
 import re
 import textwrap
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Literal, Self, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticKnownError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticKnownError
 
 from ftkit.paths import is_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from pydantic import GetJsonSchemaHandler
     from pydantic.json_schema import JsonSchemaValue
-    from pydantic_core import CoreSchema
 
 
 class Spec(BaseModel):

@@ -7,7 +7,9 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypedDict, Unpack
 
 import click
@@ -29,9 +31,6 @@ from ftkit.launch.side_jobs import ServeArgs, plan_serving, submit, tunnel, wait
 from ftkit.planning.layout import Workspace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from ftkit.evaluate.vllm import EngineName
     from ftkit.launch.render import SideJob
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import click
 
@@ -33,9 +33,6 @@ from ftkit.provision.steps import (
 )
 from ftkit.remote.ssh import install, login_of
 from ftkit.wheel import code_identity
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @command("list", "ftkit cluster list", "ftkit cluster list --json")

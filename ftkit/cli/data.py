@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 import click
@@ -19,9 +21,6 @@ from ftkit.launch.resolve import RunArgs, read_settings, resolve, resolve_recipe
 from ftkit.planning.plan import read_plan_to_use
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
     from ftkit.cli.arguments import RunOptions
     from ftkit.data.inspection import DataInspector, DataStats, Sample
 

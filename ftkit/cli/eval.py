@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -21,8 +22,6 @@ from ftkit.launch.side_jobs import plan_evaluation, submit
 from ftkit.planning.plan import read_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ftkit.evaluate.results import Example, Result
     from ftkit.evaluate.scoring import Measurements
     from ftkit.evaluate.source import Target

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -22,8 +23,6 @@ from ftkit.runs.metrics_file import RecordTail
 from ftkit.runs.records import EndRecord, MemoryRecord, Record, ScriptStepRecord, StageRecord, StartRecord, StepRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ftkit.cli.terminal.console import Terminal
     from ftkit.planning.layout import RunLayout
 

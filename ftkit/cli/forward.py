@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from base64 import b64encode
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -31,8 +32,6 @@ from ftkit.remote.sending import digest_of, list_sent, pack_run, project_files, 
 from ftkit.wheel import code_identity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence  # noqa: TC004 - no pydantic reads these dataclasses
-
     from ftkit.config.context import Context
 
 SUBMITTING: Final = ("run", "resume", "rerun")

@@ -6,6 +6,7 @@ Nearly every command calls this, and most profiles have no `login`: the modules 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,8 +21,6 @@ from ftkit.config.context import Context, read_settings_layers, search_folders
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ftkit.remote.ssh import Login
 
 SERVED: Final = "FTKIT_FORWARDED"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ftkit import __version__
 from ftkit.cli.arguments import image_store, registry_of
@@ -22,9 +23,6 @@ from ftkit.images.inside import python_packages
 from ftkit.images.verify import manifest_if_intact
 from ftkit.launch.code import DEV_CODE
 from ftkit.planning.plan import JobPlan, RunPlan
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 def missing_image(plan: JobPlan) -> NotFoundError | None:

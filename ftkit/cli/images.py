@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +31,6 @@ from ftkit.images.signatures import sign_file
 from ftkit.images.transfer import push, sign_pushed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ftkit.config.image import ImageSpec
     from ftkit.images.image_store import ImageStore
 

@@ -15,9 +15,10 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ftkit import process
 from ftkit.cli.forwarded import SERVED
@@ -26,9 +27,6 @@ from ftkit.files import copy_new, write_file
 from ftkit.launch.code import unpack_copies
 from ftkit.remote.ssh import CODE_FOLDER, LOGIN_SIDE, NEEDS_PROJECT, OTHER_CODE, Request, read_request
 from ftkit.wheel import code_identity
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _CHILD: Final = "--child"
 _POLL_SECONDS: Final = 0.1

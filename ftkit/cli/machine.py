@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 from ruamel.yaml import YAML
@@ -33,10 +33,6 @@ from ftkit.launch.side_jobs import NodeResult, check_nodes, checks_folder, idle_
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import PlacementPlan
 from ftkit.planning.planner import container_image
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
 
 _MARK = "Written by 'ftkit init'."
 _HEAD = f"{_MARK} 'ftkit config' shows all settings; keys of a profile: docs/reference/cluster-profile.md"

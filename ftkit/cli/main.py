@@ -12,9 +12,10 @@ import sys
 import textwrap
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.exceptions import NoArgsIsHelpError
@@ -25,9 +26,6 @@ from ftkit.cli.output import in_color, open_standard_streams, styled
 from ftkit.cli.terminal.format import printable
 from ftkit.config.context import Context, load_dotenv, set_home
 from ftkit.errors import EXIT_CODES, ConfigError, FtkitError, PrerequisiteError, as_user_error, redact, redact_command
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PROGRAM = "ftkit"
 COMPLETE_VARIABLE = "_FTKIT_COMPLETE"

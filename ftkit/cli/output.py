@@ -7,11 +7,12 @@ import io
 import logging
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TextIO, cast
+from typing import IO, Any, TextIO, cast
 
 import click
 from click.core import ParameterSource
@@ -20,10 +21,6 @@ from ftkit import __version__
 from ftkit.cli.terminal.format import printable
 from ftkit.errors import redact
 from ftkit.process import without_colors
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
 
 _KEY = "ftkit.output"
 """Key of a context's `meta`, which the contexts of a command line share."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Sequence
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,8 +29,6 @@ from ftkit.runs.metrics_file import find_damage, read_last_record
 from ftkit.runs.records import EndRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from ftkit.runs.find import RunFolder
 
 _REFRESH_SECONDS = 15

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -34,9 +34,6 @@ from ftkit.runs.metrics_file import RecordTail
 from ftkit.runs.repeat import Original, judge, original_to_json, read_original
 from ftkit.runs.signing import verify_beside
 from ftkit.runs.sync import fetch_run
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 
 @forwarded_command(

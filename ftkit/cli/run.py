@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
@@ -33,13 +34,10 @@ from ftkit.launch.resolve import RunArgs, resolve
 from ftkit.launch.submission import NewJob, submit
 from ftkit.launch.sweep import expand, find_other_documents, plan_sweep
 from ftkit.launch.user_script import ScriptArgs
-from ftkit.planning.plan import RunPlan, plan_to_json
+from ftkit.planning.plan import RunPlan, StopSignal, plan_to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from ftkit.cli.arguments import RunOptions
-    from ftkit.planning.plan import StopSignal
     from ftkit.runs.job import SubmittedRun
 
 _script_options = arguments.together(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -35,8 +36,6 @@ from ftkit.runs.signing import sign
 from ftkit.runs.sync import RunCopy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from ftkit.planning.layout import RunLayout, Workspace
 
 

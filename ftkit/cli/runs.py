@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -30,8 +31,6 @@ from ftkit.runs.job import RunState, SubmittedRun
 from ftkit.runs.listing import read_entry
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ftkit.planning.layout import RunLayout
 
 _REFRESH_SECONDS: Final = 2.0

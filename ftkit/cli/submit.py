@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ftkit.cli.commands import current_context
@@ -24,8 +25,6 @@ from ftkit.planning.plan import RunPlan, ScriptPlan
 from ftkit.runs.manifest import build_manifest, uncommitted_changes
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ftkit.runs.job import SubmittedRun
     from ftkit.runs.metrics_file import RecordTail
 

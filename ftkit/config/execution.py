@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -9,8 +10,6 @@ from ftkit.models.adapters import count_adapter_parameters, whole_adapter_size
 from ftkit.models.parameters import count_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ftkit.config.training import Quantization, TrainingSpec
     from ftkit.models.architecture import ArchitectureSpec, ExpertMatrix
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final, Literal, Self
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -12,10 +14,6 @@ from ftkit.errors import ConfigError, Problem
 from ftkit.files import read_small
 from ftkit.models.architecture import ModelType
 from ftkit.spec import Name, OneLine, Spec, VariableName
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 
 class BaseImageSpec(Spec):

@@ -9,16 +9,13 @@ import re
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, Self
+from typing import Final, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic_core import core_schema
+from pydantic_core import CoreSchema, core_schema
 
 from ftkit.errors import ConfigError, Problem
 from ftkit.paths import absolute_path, is_path
-
-if TYPE_CHECKING:
-    from pydantic_core import CoreSchema
 
 DIGEST_PATTERN: Final = r"sha256:[0-9a-f]{64}"
 _DIGEST: Final = re.compile(DIGEST_PATTERN)

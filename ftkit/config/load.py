@@ -5,19 +5,20 @@ from __future__ import annotations
 import copy
 import difflib
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
 
 from ftkit import assets
 from ftkit.config.cluster import ClusterProfile
-from ftkit.config.context import list_images, list_names, search_folders
+from ftkit.config.context import Context, list_images, list_names, search_folders
 from ftkit.config.data_sources import GeneratedSource, expand_source, is_inline_template
 from ftkit.config.image import BASE_LOCK_NAME, ImageSpec, read_base_lock
 from ftkit.config.image_reference import parse_image, parse_reference
-from ftkit.config.layers import Layers
+from ftkit.config.layers import KeyPath, Layers
 from ftkit.config.problems import validate
 from ftkit.config.recipe import RecipeSpec
 from ftkit.config.yaml_files import parse_override, read_yaml
@@ -26,12 +27,6 @@ from ftkit.files import read_small
 from ftkit.models.config_json import read_shape
 from ftkit.paths import absolute_path, is_address, is_file, is_path, path_problem
 from ftkit.spec import RUN
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from ftkit.config.context import Context
-    from ftkit.config.layers import KeyPath
 
 SpecT = TypeVar("SpecT", bound=BaseModel)
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeVar, Union
 
 from pydantic import BaseModel, ValidationError
 
-from ftkit.config.layers import COMMAND_LINE
+from ftkit.config.layers import COMMAND_LINE, KeyPath, Layers
 from ftkit.errors import ConfigError, Problem, plural
 from ftkit.spec import attribute_docstrings
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-    from ftkit.config.layers import KeyPath, Layers
 
 SpecT = TypeVar("SpecT", bound=BaseModel)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.config.cluster import ClusterProfile
-from ftkit.config.context import read_settings_layers, settings_files, workspace_folder
+from ftkit.config.context import Context, read_settings_layers, settings_files, workspace_folder
 from ftkit.config.image_reference import AnyImage
 from ftkit.config.layers import Layers
 from ftkit.config.problems import validate
@@ -17,7 +17,6 @@ from ftkit.models.architecture import ModelPlan
 from ftkit.spec import Name, Spec
 
 if TYPE_CHECKING:
-    from ftkit.config.context import Context
     from ftkit.errors import Problem
 
 

@@ -10,7 +10,8 @@ import logging
 import re
 from functools import lru_cache
 from io import StringIO
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from ruamel.yaml import YAML
 from ruamel.yaml.composer import Composer
@@ -19,14 +20,9 @@ from ruamel.yaml.events import AliasEvent, ScalarEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
-from ftkit.config.layers import COMMAND_LINE, Layers
+from ftkit.config.layers import COMMAND_LINE, KeyPath, Layers
 from ftkit.errors import ConfigError, NotFoundError, Problem, one_line
 from ftkit.files import open_regular
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ftkit.config.layers import KeyPath
 
 log = logging.getLogger(__name__)
 

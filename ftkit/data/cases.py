@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ftkit.config.data import AutoFormat, DataSpec, Format, JinjaFormat, PromptCompletionFormat
-from ftkit.data.conversations import Conversation, Message, is_turn, read_tools, read_turns, trained_turns
+from ftkit.data.conversations import Conversation, JsonObject, Message, is_turn, read_tools, read_turns, trained_turns
 from ftkit.data.encoding import RowEncoder
 from ftkit.data.limits import TemplateLimitError, run_in_fork
 from ftkit.data.packing import IGNORED, Document
@@ -20,12 +22,8 @@ from ftkit.data.rows import Columns, Row, errors_at
 from ftkit.errors import DataError, one_line, plural
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from ftkit.data.conversations import JsonObject
     from ftkit.data.prepared_data import PreparedData
 
 _TURNS = ("assistant", "last", "completion")
@@ -262,7 +260,7 @@ def _conversation_of(columns: Columns, form: Format | None) -> Conversation:
                 end = max((number for number, each in enumerate(messages, 1) if each.role != "assistant"), default=0)
                 if not end:
                     raise DataError("all turns are the assistant's", fix="add the user's turn before them")
-                tools = [tool for name in _TOOL_COLUMNS if columns.get(name) for tool in read_tools(value)]
+                tools = [tool for name in _TOOL_COLUMNS if columns.get(name) for tool in read_tools(columns[name])]
                 return Conversation(messages[:end], tuple(tools))
     for name in _TEXT_COLUMNS:
         if isinstance(columns.get(name), str):

@@ -8,16 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ftkit.config.data import Role
 from ftkit.errors import DataError
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
 
 JsonObject = Mapping[str, Any]
 _MAX_SHOWN = 80

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Final
@@ -19,16 +20,13 @@ from ftkit.data.limits import TemplateLimitError, run_in_fork
 from ftkit.data.packing import IGNORED, Document
 from ftkit.data.rendering import ChatRenderer, Rendering, special_tokens_of, token_pattern
 from ftkit.data.row_formats import check_split, read_example
-from ftkit.data.rows import errors_at
+from ftkit.data.rows import Row, errors_at
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
-
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
-    from ftkit.data.rows import Row
 
 MAX_CHARACTERS = 8 << 20
 """Maximum length of a rendering: about two million tokens, longer than any context. `tokenizers` takes 100 bytes for

@@ -6,19 +6,16 @@ import hashlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from types import ModuleType
+from typing import cast
 
 from ftkit.errors import PrerequisiteError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import ModuleType
-
 
 UNUSED = ("librosa", "scipy", "sklearn", "soundfile", "torchaudio")
 """Packages that transformers imports wherever they are installed, for models and a way of generation that ftkit does

@@ -6,7 +6,7 @@ import time
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice, pairwise
 from operator import itemgetter
@@ -18,24 +18,19 @@ from ftkit.config.data import describe_format
 from ftkit.config.recipe import RecipePlan
 from ftkit.data.conversations import Conversation
 from ftkit.data.limits import run_in_fork
-from ftkit.data.packing import IGNORED, Packer, shorten
-from ftkit.data.prepared_data import SourceStats
+from ftkit.data.packing import IGNORED, Document, Packer, shorten
+from ftkit.data.prepared_data import PreparedData, SourceStats
 from ftkit.data.row_formats import read_example
 from ftkit.data.selection import read_rows
 from ftkit.data.tokenizers import load_saved_tokenizer
-from ftkit.data.workers import BatchEncoder, Totals, check_skipped, encode_rows
+from ftkit.data.workers import BatchEncoder, EncodedBatch, Totals, check_skipped, encode_rows
 from ftkit.errors import DataError, one_line, plural
 from ftkit.process import num_usable_cpus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from ftkit.data.encoding import RowEncoder
-    from ftkit.data.packing import Document
-    from ftkit.data.prepared_data import PreparedData
     from ftkit.data.rendering import ChatRenderer
     from ftkit.data.rows import Row
-    from ftkit.data.workers import EncodedBatch
 
 _REPORT_SECONDS = 10.0
 

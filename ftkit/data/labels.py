@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ftkit.data.conversations import Conversation, Message
     from ftkit.data.rendering import ChatRenderer
 

@@ -16,6 +16,7 @@ import resource
 import signal
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,6 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from ftkit.errors import DataError, MemoryExhaustedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
 
 T = TypeVar("T")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
 
 IGNORED = -100
 """The label of a token that does not count in the loss: PyTorch's default `ignore_index`."""

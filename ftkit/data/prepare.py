@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ftkit.config.data import describe_format
+from ftkit.config.data import DataSpec, Format, describe_format
 from ftkit.config.data_sources import GeneratedSource
 from ftkit.data.conversations import PlainText
 from ftkit.data.encoding import MAX_CHARACTERS, RowEncoder
-from ftkit.data.packing import Packer, count_row_tokens
+from ftkit.data.packing import DocumentBatch, Packer, count_row_tokens
 from ftkit.data.prepared_data import DataManifest, PackWriter, PreparedData, new_prepared_data
 from ftkit.data.row_formats import DETECTION_ROWS, read_example, resolve_format
 from ftkit.data.selection import first_rows, read_rows, split_of
@@ -18,18 +19,13 @@ from ftkit.data.template_probes import find_unread
 from ftkit.data.tokenizers import add_tokens, check_size, find_model_end_tokens, learn_tokenizer, load_tokenizer
 from ftkit.data.workers import BatchEncoder, Totals, encode_rows
 from ftkit.errors import DataError, one_line, plural
-from ftkit.planning.plan import PREPARATION_VERSION
+from ftkit.planning.plan import PREPARATION_VERSION, RunPlan
 from ftkit.process import num_usable_cpus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from transformers import PreTrainedTokenizerBase
 
-    from ftkit.config.data import DataSpec, Format
     from ftkit.config.recipe import RecipePlan
-    from ftkit.data.packing import DocumentBatch
-    from ftkit.planning.plan import RunPlan
 
 
 def prepare(plan: RunPlan, report: Callable[[str], None], num_workers: int | None = None) -> PreparedData:

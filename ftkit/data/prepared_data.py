@@ -7,25 +7,23 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ftkit.data.packing import IGNORED, TRAINED
+from ftkit.data.packing import IGNORED, TRAINED, DocumentBatch
 from ftkit.data.readers import read_json_lines
 from ftkit.errors import DataError
 from ftkit.files import DamagedFileError, publish, read_json, remove, write_json
 from ftkit.planning.layout import DataLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
     from numpy.typing import NDArray
 
-    from ftkit.data.packing import DocumentBatch
     from ftkit.data.rows import Row
 
 _LEFTOVER_SECONDS = 24 * 3600

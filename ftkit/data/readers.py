@@ -8,6 +8,7 @@ import io
 import json
 import re
 import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,6 @@ from ftkit.data.rows import NUL_BYTES, Columns, RawRow, Row
 from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
     from pyarrow import RecordBatch
 
 COMPRESSIONS: Final = (".gz", ".bz2", ".xz", ".zst")

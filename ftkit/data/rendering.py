@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -27,8 +27,6 @@ from ftkit.data.template_probes import (
 from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-
     from transformers import PreTrainedTokenizerBase
 
     from ftkit.config.data import DataSpec

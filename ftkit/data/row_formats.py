@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING
 from ftkit.config.data import (
     AlpacaFormat,
     AutoFormat,
+    DataSpec,
     DollyFormat,
+    Format,
     JinjaFormat,
     MessagesFormat,
     PromptCompletionFormat,
@@ -36,11 +39,8 @@ from ftkit.data.tasks import read_pair
 from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
     import jinja2
 
-    from ftkit.config.data import DataSpec, Format
     from ftkit.data.rows import Columns, Row
 
 DETECTION_ROWS = 100

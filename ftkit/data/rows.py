@@ -7,14 +7,12 @@ import json
 import re
 import shlex
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ftkit.errors import DataError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 Columns = dict[str, Any]
 """A row's values by column, as JSON has them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from heapq import merge
@@ -12,22 +13,18 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ftkit.config.data_sources import FilesSource, GeneratedSource, HubSource, MixtureSource
+from ftkit.config.data_sources import FilesSource, GeneratedSource, HubSource, MixtureSource, ValidationSpec
 from ftkit.data.readers import without_nulls
-from ftkit.data.rows import RawRow
+from ftkit.data.rows import Columns, RawRow, Row
 from ftkit.data.source_files import count_rows, find_files, read_file
 from ftkit.data.tasks import generate_rows
 from ftkit.errors import DataError, one_line, plural
 from ftkit.paths import is_address
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from datasets import Dataset
 
     from ftkit.config.data import DataSpec
-    from ftkit.config.data_sources import ValidationSpec
-    from ftkit.data.rows import Columns, Row
 
 Split = Literal["train", "validation"]
 

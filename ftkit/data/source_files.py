@@ -10,6 +10,7 @@ import os
 import re
 import stat
 import zlib
+from collections.abc import Iterator
 from contextlib import contextmanager
 from glob import glob, has_magic
 from pathlib import Path
@@ -21,8 +22,6 @@ from ftkit.paths import is_address, is_pattern
 from ftkit.runs.storage import ADVICE, is_unreachable, open_driver
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from fsspec import AbstractFileSystem
 
     from ftkit.data.rows import RawRow

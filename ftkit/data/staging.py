@@ -12,6 +12,7 @@ import shutil
 import socket
 import sys
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,8 +31,6 @@ from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.runs.checkpoints import MARKER, SavedFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from ftkit.models.architecture import TrainedWeights
     from ftkit.planning.plan import RunPlan
 

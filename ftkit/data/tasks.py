@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
@@ -13,8 +14,6 @@ from typing import TYPE_CHECKING
 from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ftkit.config.data import DataSpec, TaskFile
     from ftkit.config.data_sources import GeneratedSource
     from ftkit.data.rows import Columns

@@ -6,6 +6,7 @@ The end of an assistant turn is the last trained token, at which generation stop
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Final
@@ -19,8 +20,6 @@ from ftkit.data.private_apis import compile_chat_template
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
-
     from ftkit.data.rendering import ChatRenderer
 
 PROBE: Final = "ftkitprobe"

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from ftkit.errors import DataError, one_line
 from ftkit.files import MAX_JSON_BYTES, load_json, read_small
 from ftkit.hub.client import TOKENIZER_FILE
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-    from pathlib import Path
 
 JsonFile = dict[str, Any]
 _CONFIG = "tokenizer_config.json"

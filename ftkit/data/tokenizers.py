@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,8 +28,6 @@ from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.paths import is_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from transformers import PreTrainedTokenizerBase
 
     from ftkit.models.architecture import ModelSpec

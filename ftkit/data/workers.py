@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import os
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
@@ -16,19 +16,15 @@ from typing import TYPE_CHECKING
 from ftkit.config.recipe import RecipePlan
 from ftkit.data.encoding import RowEncoder
 from ftkit.data.limits import begin_fork, explain_death
-from ftkit.data.packing import DocumentBatch, shorten
+from ftkit.data.packing import Document, DocumentBatch, shorten
 from ftkit.data.prepared_data import SourceStats
 from ftkit.data.row_formats import unused_columns
 from ftkit.data.rows import Row
-from ftkit.data.selection import split_of
+from ftkit.data.selection import SelectedRow, Split, split_of
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
     from ftkit.config.data import DataSpec
-    from ftkit.data.packing import Document
-    from ftkit.data.selection import SelectedRow, Split
 
 _BATCH_ROWS = 64
 _BATCH_BYTES = 1 << 18

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +24,6 @@ from ftkit.train.components.generation import Generation
 from ftkit.train.memory.usage import available_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ftkit.planning.layout import RunLayout
 
 

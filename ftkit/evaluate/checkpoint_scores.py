@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ftkit.errors import FtkitError, one_line
-from ftkit.evaluate.loaded_model import available_devices, load_model
+from ftkit.evaluate.loaded_model import LoadedModel, available_devices, load_model
 from ftkit.evaluate.results import to_record
 from ftkit.evaluate.scoring import MeasureSettings, Ranks, evaluation_set, joined_ranks, measure
 from ftkit.evaluate.source import TrainedStep
 from ftkit.files import parse_json
-from ftkit.planning.plan import read_plan
+from ftkit.planning.plan import RunPlan, read_plan
 from ftkit.runs.history import read_history
 from ftkit.runs.metrics_file import append_record, read_job_evaluations, read_records
 from ftkit.runs.records import EvaluationRecord
 from ftkit.train.components.recorder import open_trackers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ftkit.data.cases import EvaluationSet
     from ftkit.data.completion_metrics import Metric
-    from ftkit.evaluate.loaded_model import LoadedModel
     from ftkit.planning.layout import RunLayout
-    from ftkit.planning.plan import RunPlan
 
 POLL_SECONDS = 5.0
 

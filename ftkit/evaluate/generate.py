@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import TextStreamer
+from transformers import GenerationConfig, TextStreamer
 
 from ftkit.data.cases import encode_prompts, encode_text, renderer_of
 from ftkit.data.conversations import Conversation, JsonObject, Message
@@ -21,10 +21,6 @@ from ftkit.evaluate.loaded_model import GeneratingModel
 from ftkit.files import load_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from transformers import GenerationConfig
-
     from ftkit.config.data import Format
 
 _FILE_ENDINGS = (".jsonl", ".json", ".ndjson")

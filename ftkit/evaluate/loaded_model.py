@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,14 +16,14 @@ import accelerate
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from ftkit.data.cases import ModelInput
-from ftkit.data.packing import IGNORED
+from ftkit.data.packing import IGNORED, Document
 from ftkit.data.prepared_data import PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import DataError, NotFoundError, PrerequisiteError, TrainingError, one_line
-from ftkit.evaluate.source import ModelFolder, TrainedStep, fetch_model, find_base
+from ftkit.evaluate.source import ModelFolder, ModelSource, TrainedStep, fetch_model, find_base
 from ftkit.files import read_json
 from ftkit.models.folder import ADAPTER_CONFIG, check_folder, read_generation_config
 from ftkit.train.checkpoint.loading import describe_damage, read_state, saved_sizes
@@ -43,13 +43,8 @@ from ftkit.train.private_apis.libraries import import_peft
 from ftkit.train.world import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from numpy.typing import NDArray
-    from transformers import GenerationConfig, TextStreamer
 
-    from ftkit.data.packing import Document
-    from ftkit.evaluate.source import ModelSource
     from ftkit.planning.plan import RunPlan
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,9 +18,6 @@ from ftkit.errors import DataError, NotFoundError, PrerequisiteError, one_line
 from ftkit.runs.records import EvaluationRecord, SourceLoss
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
     from transformers import PreTrainedTokenizerBase
 
     from ftkit.data.cases import EvaluationSet

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,6 @@ from ftkit.errors import PrerequisiteError, plural
 from ftkit.process import num_usable_cpus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from ftkit.data.packing import Document
     from ftkit.evaluate.loaded_model import GeneratingModel
     from ftkit.evaluate.source import ModelSource, Target

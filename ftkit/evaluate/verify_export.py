@@ -7,13 +7,15 @@ import math
 import os
 import tempfile
 import warnings
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, TrainingError, one_line, plural
 from ftkit.evaluate.source import fetch_model
@@ -24,12 +26,6 @@ from ftkit.train.components.export_record import ExportRecord, Logits, render, s
 from ftkit.train.memory.usage import available_bytes
 from ftkit.train.model.hf_model import load_pretrained
 from ftkit.train.private_apis.libraries import free_offloaded, import_peft, load_offloaded
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from transformers import PreTrainedModel
 
 TOLERANCE = 1e-4
 """Largest error of logits: the root-mean-square difference from the record's, relative to their standard deviation.

@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -21,27 +22,22 @@ from typing import IO, TYPE_CHECKING, ClassVar, Literal, cast
 
 import numpy as np
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig, TextStreamer
 
 from ftkit.data.cases import ModelInput
-from ftkit.data.packing import IGNORED
+from ftkit.data.packing import IGNORED, Document
 from ftkit.errors import PrerequisiteError, TrainingError, one_line, plural
 from ftkit.evaluate.loaded_model import GeneratingModel, find_generation, tokenizer_of
-from ftkit.evaluate.source import ModelFolder, find_base
+from ftkit.evaluate.source import ModelFolder, ModelSource, find_base
 from ftkit.evaluate.verify_export import CLOSER_THAN_BASE, Check, base_of, distance
 from ftkit.models.folder import ADAPTER_CONFIG, VLLM_LORA_RANKS
 from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.train.components.generation import Generation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from transformers import GenerationConfig, TextStreamer
     from vllm import LLM, RequestOutput, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    from ftkit.data.packing import Document
-    from ftkit.evaluate.source import ModelSource
     from ftkit.train.components.export_record import ExportRecord, Logits
 
 EngineName = Literal["auto", "transformers", "vllm"]

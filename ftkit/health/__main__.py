@@ -14,10 +14,11 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import Any, Final, get_args
 
 from ftkit.config.cluster import GpuModel
 from ftkit.errors import UnfitMachineError, one_line
@@ -37,9 +38,6 @@ from ftkit.health.rates import (
     pair_rounds,
 )
 from ftkit.planning.training_setup import GPUS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 _GROUP_SECONDS: Final = 40.0
 _PAIR_ROUNDS: Final = 3

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, TypeVar
 
 ResultT = TypeVar("ResultT")
 Status = Literal["ok", "warning", "failed", "unknown"]

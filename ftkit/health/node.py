@@ -11,17 +11,15 @@ import re
 import secrets
 import shutil
 import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
 
 from ftkit.errors import one_line
 from ftkit.health.findings import Finding
 from ftkit.runs.gpu_samples import GpuSample
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
-    from types import ModuleType
 
 _GIB: Final = 2**30
 _MIB: Final = 2**20

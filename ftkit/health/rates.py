@@ -11,6 +11,7 @@ import re
 import tempfile
 import time
 import timeit
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +23,6 @@ from ftkit.health.findings import Finding
 from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
     from multiprocessing.connection import Connection
     from multiprocessing.context import SpawnProcess
 

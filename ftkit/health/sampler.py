@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,8 +25,6 @@ from ftkit.health.node import open_nvml
 from ftkit.runs.gpu_samples import NodeSample, to_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from ftkit.planning.layout import RunLayout
 
 _PR_SET_PDEATHSIG: Final = 1

@@ -9,18 +9,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from ftkit import process
 from ftkit.config.cluster import parse_time_limit
 from ftkit.errors import FtkitError
 from ftkit.health.findings import run_all
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 _LIST_PARTITIONS: Final = ("sinfo", "--local", "--noheader", "--format=%P|%a|%D|%c|%G|%l|%m")
 """Without the partitions of other clusters in a federation, where this cluster's jobs can't name them."""

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, get_args
 
-from ftkit.config.cluster import GpuModel, format_time_limit, recognize_gpu
+from ftkit.config.cluster import ClusterProfile, GpuModel, format_time_limit, recognize_gpu
 from ftkit.errors import FtkitError, plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from ftkit.config.cluster import ClusterProfile
     from ftkit.health.site import Partition, Site
 
 _ANY_SLURM: Final = "slurm"

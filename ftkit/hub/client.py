@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,6 @@ from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.paths import is_path
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ftkit.models.architecture import ModelSpec
 
 log = logging.getLogger(__name__)

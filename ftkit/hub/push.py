@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import PrerequisiteError, one_line
 from ftkit.hub.client import endpoint_of, read_token
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
     from huggingface_hub import HfApi
 
 _PATHS_PER_REQUEST = 100

@@ -6,10 +6,11 @@ This is checked twice: where the job is submitted, and by the job's first stage.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftkit.config.data_sources import HubSource
+from ftkit.config.data_sources import HubSource, Source
 from ftkit.errors import ConfigError, NotFoundError, Problem, one_line
 from ftkit.hub.client import (
     MODEL_CACHE,
@@ -29,9 +30,6 @@ from ftkit.models.weight_files import CONFIG_FILE, UNREADABLE, WEIGHTS_FILE, WEI
 from ftkit.paths import is_path
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ftkit.config.data_sources import Source
     from ftkit.models.architecture import ModelSpec
 
 JsonFile = dict[str, Any]

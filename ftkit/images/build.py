@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -14,7 +15,7 @@ from ftkit.config.image_reference import Digest, NamedImage, RegistryImage, pars
 from ftkit.errors import ConfigError, FtkitError, ImageError, NotFoundError, Problem
 from ftkit.files import write_file
 from ftkit.images import docker_engine
-from ftkit.images.build_context import assemble
+from ftkit.images.build_context import BuildContext, assemble
 from ftkit.images.docker_engine import DockerImage
 from ftkit.images.events import ProgressEvent, Report, ignore_progress
 from ftkit.images.inside import PASSED
@@ -24,12 +25,9 @@ from ftkit.images.transfer import pull
 from ftkit.process import without_colors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from docker import APIClient
 
     from ftkit.config.load import ImageDefinition
-    from ftkit.images.build_context import BuildContext
 
 SELF_CHECK = ("python3", "-m", "ftkit.images.inside")
 

@@ -5,28 +5,26 @@ from __future__ import annotations
 import io
 import os
 import socket
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
 from pydantic import ValidationError
 
 import ftkit
-from ftkit.checkout import own_checkout, read_commit
+from ftkit.checkout import Commit, own_checkout, read_commit
 from ftkit.config.image_reference import Digest
 from ftkit.errors import ImageError, NotFoundError, PrerequisiteError, missing_package_error, one_line
 from ftkit.images.oci.documents import RunConfig, invalid_document
 from ftkit.images.squashfs import ImageConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import ModuleType
-
     from docker import APIClient
 
-    from ftkit.checkout import Commit
     from ftkit.config.image import ImageSpec
 
 _TIMEOUT_SECONDS = 600

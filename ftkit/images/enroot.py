@@ -8,25 +8,22 @@ import secrets
 import shlex
 import shutil
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ftkit import process
-from ftkit.config.image_reference import Digest
+from ftkit.config.image_reference import Digest, ImageFormat, RegistryImage
 from ftkit.errors import ImageError
 from ftkit.images import squashfs
-from ftkit.images.events import ProgressEvent
+from ftkit.images.events import ProgressEvent, Report
 from ftkit.images.oci.documents import untrusted
 from ftkit.images.squashfs import SBOM_PATH, MadeFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
     from ftkit.config.cluster import ClusterProfile
-    from ftkit.config.image_reference import ImageFormat, RegistryImage
-    from ftkit.images.events import Report
     from ftkit.images.import_image import DockerSource, RegistrySource
 
 _TIMEOUT_SECONDS: Final = 4 * 3600

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ftkit.errors import ImageError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ResultT = TypeVar("ResultT")
 RETRY_SECONDS = (1.0, 3.0, 9.0)

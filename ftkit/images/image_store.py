@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import secrets
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
@@ -16,9 +17,6 @@ from ftkit.config.image_reference import Digest, ImageFormat, NamedImage
 from ftkit.errors import PrerequisiteError, one_line
 from ftkit.files import file_lock, mode_of_new_files, publish, read_json_if_valid, remove, sync, write_file, write_json
 from ftkit.images.squashfs import disk_full
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 _MANIFEST_VERSION = 2
 """Version of ftkit's conversion. It is part of a file's name, so that no new file replaces one that a job has open."""

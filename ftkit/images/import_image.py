@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,28 +17,21 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from ftkit import __version__
 from ftkit.config.cluster import ClusterProfile
-from ftkit.config.image_reference import DockerdImage, ImageFormat, ImportableImage, NamedImage, RegistryImage
+from ftkit.config.image_reference import Digest, DockerdImage, ImageFormat, ImportableImage, NamedImage, RegistryImage
 from ftkit.errors import ConfigError, ImageError, NotFoundError, PrerequisiteError, Problem, missing_package_error
 from ftkit.images import docker_engine, enroot, squashfs
 from ftkit.images.events import ByteCounter, ProgressEvent, Report, ignore_progress
-from ftkit.images.image_store import ImportManifest, sbom_file
-from ftkit.images.oci.credentials import find_credentials
+from ftkit.images.image_store import ImageStore, ImportManifest, sbom_file
+from ftkit.images.oci.credentials import Credentials, find_credentials
 from ftkit.images.oci.documents import RunConfig
 from ftkit.images.oci.registry import Registry
-from ftkit.images.oci.tar import Layer, TarReader, flatten
+from ftkit.images.oci.tar import Entry, Layer, TarReader, flatten
 from ftkit.images.signatures import require_in_registry
-from ftkit.images.squashfs import MadeFile, build_squashfs, disk_full
+from ftkit.images.squashfs import ImageConfig, MadeFile, build_squashfs, disk_full
 from ftkit.images.verify import BLOCK_SIZE, digest_file, manifest_if_intact
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ftkit.config.image_reference import Digest
     from ftkit.images.docker_engine import DockerImage
-    from ftkit.images.image_store import ImageStore
-    from ftkit.images.oci.credentials import Credentials
-    from ftkit.images.oci.tar import Entry
-    from ftkit.images.squashfs import ImageConfig
 
 
 _MAX_PARALLEL_DOWNLOADS: Final = 3

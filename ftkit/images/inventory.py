@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from ftkit.config.image_reference import ImageFormat, NamedImage
 from ftkit.errors import PrerequisiteError
 from ftkit.files import remove
 from ftkit.images import docker_engine
 from ftkit.images.docker_engine import DockerImage
-from ftkit.images.image_store import ImportManifest, manifest_file, read_manifest, sbom_file
+from ftkit.images.image_store import ImageStore, ImportManifest, manifest_file, read_manifest, sbom_file
 from ftkit.images.verify import manifest_if_intact
 from ftkit.runs.signing import signature_file
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from ftkit.images.image_store import ImageStore
 
 
 @dataclass(frozen=True)

@@ -11,22 +11,20 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypedDict
 from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict
 
-from ftkit.config.image_reference import Digest
+from ftkit.config.image_reference import Digest, NamedImage
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images.image_store import manifest_file
 from ftkit.images.oci.documents import INDEX_TYPE, MANIFEST_TYPE, Descriptor, DocumentKind, Index, Manifest, parse_json
 from ftkit.runs.signing import Purpose, SignatureError, sign, verify, verify_beside
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ftkit.config.image_reference import NamedImage
     from ftkit.images.oci.registry import Registry
 
 SIGNED_AS: Final[Purpose] = "ftkit-image"

@@ -14,22 +14,16 @@ import re
 import shlex
 import shutil
 import struct
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import IO, TYPE_CHECKING, Final
+from pathlib import Path
+from typing import IO, Final
 
 from ftkit import process
 from ftkit.errors import ImageError, PrerequisiteError
 from ftkit.files import open_regular
-from ftkit.images.events import ByteCounter
-from ftkit.images.oci.tar import END, FILE, FOLDER, LINK, SYMLINK, Member, write_member, write_padding
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
-
-    from ftkit.images.events import Report
-    from ftkit.images.oci.tar import Entry
-
+from ftkit.images.events import ByteCounter, Report
+from ftkit.images.oci.tar import END, FILE, FOLDER, LINK, SYMLINK, Entry, Member, write_member, write_padding
 
 ENROOT_OPTIONS: Final = "-comp zstd -Xcompression-level 3 -b 1M -exit-on-error"
 """Options for enroot, whose defaults take six times as long and write a larger file.

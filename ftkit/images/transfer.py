@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images import docker_engine
 from ftkit.images.events import ProgressEvent, Report, TransientError, ignore_progress, retry
-from ftkit.images.oci.credentials import access_denied, explain_tls, find_credentials
+from ftkit.images.oci.credentials import Credentials, access_denied, explain_tls, find_credentials
 from ftkit.images.oci.registry import Registry
 from ftkit.images.signatures import sign_in_registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from pathlib import Path
-
     from docker import APIClient
 
     from ftkit.config.image_reference import Digest, NamedImage, RegistryImage
-    from ftkit.images.oci.credentials import Credentials
 
 
 def push(

@@ -7,10 +7,11 @@ import os
 import shlex
 import shutil
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ftkit import process
 from ftkit.errors import FtkitError, ImageError, NotFoundError, PrerequisiteError, plural
@@ -20,10 +21,6 @@ from ftkit.images.build import SELF_CHECK
 from ftkit.images.events import ByteCounter, ProgressEvent, Report, ignore_progress
 from ftkit.images.image_store import ImportManifest, manifest_file, read_manifest
 from ftkit.images.inside import PASSED
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 _MAX_SHOWN_RANGES = 5
 

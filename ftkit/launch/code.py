@@ -10,21 +10,18 @@ import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import ftkit
 from ftkit.checkout import list_files, read_commit
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, Problem
 from ftkit.files import atomic_folder
 from ftkit.planning.plan import CodePlan
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 _LIMIT_BYTES: Final = 64 * 2**20
 _MAX_FILES: Final = 20_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -12,7 +13,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftkit.config.data import AutoFormat, describe_format
+from ftkit.config.data import AutoFormat, DataSpec, Format, describe_format
 from ftkit.config.data_sources import HubSource
 from ftkit.data.row_formats import DETECTION_ROWS, resolve_format
 from ftkit.data.selection import first_rows, peek_rows
@@ -25,16 +26,13 @@ from ftkit.models.folder import read_end_tokens
 from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.paths import fixed_folder, is_address, is_path, is_pattern
 from ftkit.planning.layout import Workspace
-from ftkit.planning.plan import DocumentFit
+from ftkit.planning.plan import DocumentFit, RunPlan
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from ftkit.config.data import DataSpec, Format
     from ftkit.config.recipe import RecipeSpec
     from ftkit.data.rows import Row
-    from ftkit.planning.plan import RunPlan
 
 
 def needs_preparation(plan: RunPlan, environment: Mapping[str, str]) -> bool:

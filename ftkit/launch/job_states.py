@@ -7,6 +7,7 @@ and after the scheduler has forgotten it.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -18,16 +19,13 @@ from ftkit.errors import EXIT_CODES, DiskFullError, FtkitError
 from ftkit.files import read_json_if_valid, read_small, write_json
 from ftkit.launch.scheduler import scheduler_for
 from ftkit.runs.ends import find_slurms_words
-from ftkit.runs.job import STATES, Cause, Job, RunState
+from ftkit.runs.job import STATES, Cause, Job, RunState, SchedulerName, SubmittedRun
 from ftkit.runs.lease import current_holder, last_touch
 from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.records import EndRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.job import SchedulerName, SubmittedRun
     from ftkit.runs.listing import RunEntry
 
 

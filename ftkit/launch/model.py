@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -22,7 +23,14 @@ from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, write_
 from ftkit.hub.client import TOKENIZER_FILE, find_folder
 from ftkit.hub.readiness import fetch_config, fetch_files, find_commit
 from ftkit.launch.trained_model import continue_adapters, continue_run
-from ftkit.models.architecture import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitectureSpec, ModelCounts, ModelSpec
+from ftkit.models.architecture import (
+    NO_CAUSAL_CLASS,
+    UNKNOWN_FAMILY,
+    ArchitectureSpec,
+    ModelCounts,
+    ModelPlan,
+    ModelSpec,
+)
 from ftkit.models.config_json import check_loadable, text_part
 from ftkit.models.families import FAMILIES, family_of
 from ftkit.models.folder import check_folder, holds_adapters, read_model_config
@@ -32,9 +40,6 @@ from ftkit.planning.planner import plan_model
 from ftkit.spec import RUN
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ftkit.models.architecture import ModelPlan
     from ftkit.planning.plan import RunPlan
 
 PROGRAM = ("-m", "ftkit.train", "--count")

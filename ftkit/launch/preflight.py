@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftkit.config.recipe import check_access, check_packages
+from ftkit.config.recipe import RecipePlan, RecipeSpec, check_access, check_packages
 from ftkit.data.conversations import Conversation
 from ftkit.data.row_formats import check_split, read_example
-from ftkit.data.rows import errors_at
+from ftkit.data.rows import Row, errors_at
 from ftkit.data.selection import peek_rows
 from ftkit.data.staging import weights_to_export
 from ftkit.data.tokenizer_files import check_tokenizer_folder, needs_loading, read_vocabulary
@@ -41,13 +41,9 @@ from ftkit.planning.suggestions import CERTAINLY_TOO_LARGE, check_host_memory, s
 from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.data import DataSpec, Format
-    from ftkit.config.recipe import RecipePlan, RecipeSpec
     from ftkit.data.rendering import ChatRenderer
-    from ftkit.data.rows import Row
     from ftkit.planning.plan import JobPlan, RunPlan, ScriptPlan
 
 

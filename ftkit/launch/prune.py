@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,6 @@ from ftkit.runs.lease import current_holder
 from ftkit.runs.listing import read_entry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from ftkit.planning.layout import Workspace
 
 _YOUNG_SECONDS = 24 * 3600

@@ -7,20 +7,16 @@ pyxis or bash.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ftkit.config.cluster import ClusterProfile, mounted_folders, nccl_for, site_folders
 from ftkit.config.image_reference import image_file
 from ftkit.data.staging import weights_to_export
 from ftkit.launch.templates import as_bash, fill
-from ftkit.planning.plan import PlacementPlan, RunPlan
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from ftkit.planning.plan import ScriptPlan
+from ftkit.planning.plan import PlacementPlan, RunPlan, ScriptPlan
 
 _SET_BY_SCRIPT = (
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,17 +20,14 @@ from ftkit.errors import ConfigError, Problem
 from ftkit.files import InvalidJsonError, parse_json
 from ftkit.launch.resolve import RunArgs, build_request, detect_hardware, new_request, resolve_image_link
 from ftkit.launch.resume import Change, changes_losses, image_definition, open_values
-from ftkit.planning.plan import PlanError, plan_to_json
+from ftkit.planning.plan import PlanError, RunPlan, plan_to_json
 from ftkit.planning.planner import plan_run
 from ftkit.runs.compare import ComparedRun, Difference, describe_inputs, find_differences
 from ftkit.runs.manifest import trained_data
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from ftkit.config.context import Context
     from ftkit.planning.layout import Workspace
-    from ftkit.planning.plan import RunPlan
     from ftkit.runs.repeat import Original
 
 SpecT = TypeVar("SpecT", RecipePlan, ClusterProfile)

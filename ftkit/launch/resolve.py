@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import secrets
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypedDict, TypeVar
 
 from ftkit import __version__
@@ -14,7 +16,7 @@ from ftkit.config.cluster import ClusterProfile, recognize_gpu
 from ftkit.config.image_reference import AnyImage, NamedImage, parse_image
 from ftkit.config.layers import COMMAND_LINE, Layers
 from ftkit.config.load import Loaded, load_image, read_cluster, read_recipe
-from ftkit.config.recipe import RecipePlan
+from ftkit.config.recipe import RecipePlan, RecipeSpec
 from ftkit.config.request import LoadedSettings, Origins, RunRequest, load_settings
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem, plural
 from ftkit.files import read_json_if_valid
@@ -24,19 +26,14 @@ from ftkit.launch.model import resolve_model
 from ftkit.planning.choices import least_memory
 from ftkit.planning.compatibility import find_data_problems
 from ftkit.planning.layout import DataLayout, Workspace
-from ftkit.planning.plan import CodePlan, JobPlan
+from ftkit.planning.plan import CodePlan, JobPlan, RunPlan
 from ftkit.planning.planner import fingerprint, plan_run
 from ftkit.process import num_usable_cpus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
     from ftkit.config.context import Context
     from ftkit.config.image import ImageSpec
-    from ftkit.config.recipe import RecipeSpec
     from ftkit.models.architecture import ModelPlan
-    from ftkit.planning.plan import RunPlan
 
 ResultT = TypeVar("ResultT")
 PlanT = TypeVar("PlanT", bound=JobPlan)

@@ -7,6 +7,7 @@ of processes. Another `training.seed` does not change the order.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ftkit import __version__
-from ftkit.config.image_reference import NamedImage, parse_image
+from ftkit.config.image_reference import AnyImage, NamedImage, parse_image
 from ftkit.config.layers import COMMAND_LINE, Layers
 from ftkit.config.load import load_image, override_recipe, read_cluster
 from ftkit.config.request import Origins, RunRequest
@@ -28,11 +29,8 @@ from ftkit.planning.plan import RunPlan, ScriptPlan
 from ftkit.planning.planner import plan_run
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
-
     from ftkit.config.context import Context
     from ftkit.config.image import ImageSpec
-    from ftkit.config.image_reference import AnyImage
     from ftkit.config.recipe import RecipePlan
 
 _CHANGEABLE = ("training", "evaluation", "tracking", "profile", "resources")

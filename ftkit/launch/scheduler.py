@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
 
@@ -14,14 +15,11 @@ from ftkit import process
 from ftkit.errors import FtkitError, NoAnswerError, SubmitError, one_line
 from ftkit.launch import slurm
 from ftkit.launch.slurm import clean_stderr, find_job
-from ftkit.runs.job import Job, RunState, Submission, SubmittedRun
+from ftkit.runs.job import Job, RunState, SchedulerName, Submission, SubmittedRun
 from ftkit.runs.lease import current_holder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.job import SchedulerName
 
 
 def scheduler_for(name: SchedulerName) -> LocalScheduler | SlurmScheduler:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from ftkit import process
-from ftkit.config.image_reference import ImageFile, NamedImage
+from ftkit.config.image_reference import AnyImage, ImageFile, NamedImage
 from ftkit.config.load import load_image
 from ftkit.errors import (
     ConfigError,
@@ -37,11 +38,8 @@ from ftkit.planning.training_setup import GPUS
 from ftkit.runs.job import Submission, SubmittedRun, read_submission
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.context import Context
-    from ftkit.config.image_reference import AnyImage
     from ftkit.planning.plan import RunPlan
 
 SERVING_IMAGE: Final = "vllm:0.33"

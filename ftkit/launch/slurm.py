@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit import process
 from ftkit.errors import NoAnswerError, PrerequisiteError
-from ftkit.runs.job import Job, RunState
+from ftkit.runs.job import Job, RunState, Submission, SubmittedRun
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.job import Submission, SubmittedRun
 
 _IDS_IN_A_QUERY = 400
 

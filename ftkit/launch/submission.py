@@ -6,8 +6,10 @@ import os
 import shlex
 import shutil
 import socket
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ftkit.errors import FtkitError, PrerequisiteError, SubmitError, one_line
@@ -23,7 +25,7 @@ from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import PlanError, RunPlan, ScriptPlan, plan_to_json, read_job_plan
 from ftkit.process import ProgramTimeoutError
 from ftkit.runs.ends import End, note_end
-from ftkit.runs.job import Cause, RunState, Submission, SubmittedRun, read_submission, write_submission
+from ftkit.runs.job import Cause, Job, RunState, Submission, SubmittedRun, read_submission, write_submission
 from ftkit.runs.lease import current_holder, revoke
 from ftkit.runs.listing import read_entry
 from ftkit.runs.manifest import add_submission
@@ -31,12 +33,8 @@ from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.records import EndRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence  # noqa: TC004 - no pydantic reads this dataclass
-    from pathlib import Path
-
     from ftkit.launch.resume import ResumedPlan
     from ftkit.runs.find import RunFolder
-    from ftkit.runs.job import Job
 
 
 PlanT = TypeVar("PlanT", bound=RunPlan | ScriptPlan)

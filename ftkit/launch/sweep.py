@@ -6,6 +6,7 @@ as a whole is one value: commas in lists, mappings, quotes and texts don't split
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import TYPE_CHECKING
@@ -13,13 +14,10 @@ from typing import TYPE_CHECKING
 from ftkit.config.load import read_recipe
 from ftkit.errors import ConfigError, Problem
 from ftkit.launch.resolve import RunArgs, recipe_name, resolve
-from ftkit.planning.plan import SweepPlan
+from ftkit.planning.plan import RunPlan, SweepPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ftkit.config.context import Context
-    from ftkit.planning.plan import RunPlan
 
 MAX_RUNS = 200
 """Maximum number of runs in a sweep: more are probably a mistake."""

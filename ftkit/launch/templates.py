@@ -11,9 +11,10 @@ import os
 import re
 import shlex
 import traceback
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from jinja2 import BaseLoader, Environment, StrictUndefined, TemplateNotFound
 from jinja2.exceptions import SecurityError, TemplateError
@@ -22,10 +23,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ftkit import assets
 from ftkit.errors import ConfigError, Problem, one_line
 from ftkit.files import read_small
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 OVERRIDDEN_PARTS: Final = "overridden_parts"
 """Key of a run's manifest: the parts that the project overrides in its job scripts, each with its SHA-256."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,6 @@ from ftkit.runs.find import find_run
 from ftkit.spec import RUN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from ftkit.config.recipe import RecipePlan
     from ftkit.models.adapters import LoraSpec
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,15 +30,12 @@ from ftkit.launch.resolve import (
 )
 from ftkit.planning.compatibility import check_mounts
 from ftkit.planning.layout import SCRIPT_CODE, Workspace
-from ftkit.planning.plan import CodePlan, JobPlan, Script, ScriptPlan
+from ftkit.planning.plan import CodePlan, JobPlan, PlacementPlan, Script, ScriptPlan, StopSignal
 from ftkit.planning.planner import accelerate_config, plan_script
 from ftkit.spec import Spec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from ftkit.config.context import Context
-    from ftkit.planning.plan import PlacementPlan, StopSignal  # noqa: TC004 - no pydantic reads this dataclass
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,16 @@ family's class in transformers (`ftkit.models.families`).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
 from ftkit.errors import ConfigError, Problem
-from ftkit.models.architecture import ArchitectureFields, ArchitectureSpec
+from ftkit.models.architecture import ArchitectureFields, ArchitectureSpec, ModelSpec
 from ftkit.models.families import FAMILIES, MEASURED, TEXT_MODEL_TYPES, family_of
 from ftkit.paths import is_path
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ftkit.models.architecture import ModelSpec
 
 CONFIG_KEYS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import socket
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
 
 from ftkit.errors import NotFoundError
 from ftkit.files import MAX_JSON_BYTES, load_json, read_small
@@ -19,10 +21,6 @@ from ftkit.models.weight_files import (
     tensors_of_model,
     weight_files,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 log = logging.getLogger(__name__)
 

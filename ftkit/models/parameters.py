@@ -8,19 +8,22 @@ counted (`ftkit.train.param_count`).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ftkit.models.architecture import ArchitecturePlan, AttentionLayers, ExpertMatrix, Linear, ModelCounts
+from ftkit.models.architecture import (
+    ArchitecturePlan,
+    ArchitectureSpec,
+    AttentionLayers,
+    CountSource,
+    ExpertMatrix,
+    Linear,
+    ModelCounts,
+)
 from ftkit.models.config_json import FULL, LINEAR, WINDOWED, fill_config
-from ftkit.models.families import family_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ftkit.models.architecture import ArchitectureSpec, CountSource
-    from ftkit.models.families import Family
+from ftkit.models.families import Family, family_of
 
 
 def count_model(shape: ArchitectureSpec) -> ModelCounts:

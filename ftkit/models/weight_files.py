@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import eq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ftkit.errors import NotFoundError, plural
 from ftkit.files import MAX_JSON_BYTES, load_json, open_regular, read_small
-from ftkit.models.architecture import ArchitecturePlan
+from ftkit.models.architecture import ArchitectureFields, ArchitecturePlan, Linear
 from ftkit.models.families import family_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from ftkit.models.architecture import ArchitectureFields, Linear
 
 CONFIG_FILE = "config.json"
 WEIGHTS_INDEX = "model.safetensors.index.json"

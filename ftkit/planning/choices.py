@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, get_args
 
-from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, EngineName, TrainingPlan
+from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, EngineName, TrainingPlan, TrainingSpec
 from ftkit.errors import plural
 from ftkit.models.parameters import count_model
 from ftkit.planning.fit import fit
 from ftkit.planning.step_time import predict_step_time
-from ftkit.planning.training_setup import GPUS, Setup
+from ftkit.planning.training_setup import GPUS, Gpu, Setup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from ftkit.config.cluster import GpuModel
-    from ftkit.config.training import TrainingSpec
     from ftkit.models.architecture import ArchitectureSpec
-    from ftkit.planning.training_setup import Gpu
 
 _SHARDED = {
     "full": "weights, gradients and optimizer states",

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import ceil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.config.cluster import ClusterProfile, format_time_limit, mounted_folders, parse_time_limit
 from ftkit.config.data import CHAT_TEMPLATES
 from ftkit.config.image_reference import ImageFile
 from ftkit.config.layers import COMMAND_LINE
-from ftkit.config.recipe import SCORES, SINK_PACKAGES, RecipeSpec, sinks_without_package
+from ftkit.config.recipe import SCORES, SINK_PACKAGES, RecipeSpec, ResourcesSpec, sinks_without_package
 from ftkit.errors import Problem, plural
-from ftkit.planning.training_checks import check_training, problem
+from ftkit.planning.training_checks import RunInputs, check_training, problem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
-
-    from ftkit.config.recipe import ResourcesSpec
     from ftkit.config.request import RunRequest
     from ftkit.models.architecture import ArchitecturePlan
     from ftkit.planning.plan import PlacementPlan
-    from ftkit.planning.training_checks import RunInputs
 
 
 def find_problems(run: RunInputs) -> list[Problem]:

@@ -11,14 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from ftkit.config.training import RECOMPUTES_LAYERS
+from ftkit.config.training import RECOMPUTES_LAYERS, TrainingSpec
 from ftkit.models.adapters import count_active_adapter_parameters
-from ftkit.models.architecture import AttentionLayers
+from ftkit.models.architecture import ArchitectureSpec, AttentionLayers
 from ftkit.models.parameters import count_model
 
 if TYPE_CHECKING:
-    from ftkit.config.training import TrainingSpec
-    from ftkit.models.architecture import ArchitectureSpec
     from ftkit.planning.training_setup import Gpu, Setup
 
 

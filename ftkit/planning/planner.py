@@ -3,45 +3,46 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftkit.config.cluster import site_folders
+from ftkit.config.cluster import ClusterProfile, site_folders
 from ftkit.config.execution import are_quantized, method_counts
-from ftkit.config.image_reference import ImageFile, NamedImage, RegistryImage
+from ftkit.config.image_reference import AnyImage, ImageFile, NamedImage, RegistryImage
 from ftkit.config.layers import COMMAND_LINE
-from ftkit.config.recipe import RecipePlan
+from ftkit.config.recipe import RecipePlan, RecipeSpec, ResourcesSpec
 from ftkit.errors import ConfigError, Problem, one_line, plural
 from ftkit.models.adapters import default_targets
-from ftkit.models.architecture import ArchitecturePlan, ModelPlan
+from ftkit.models.architecture import ArchitecturePlan, CountSource, ModelCounts, ModelPlan, ModelSpec
 from ftkit.models.config_json import resolve_shape
 from ftkit.models.families import MEASURED, UNPACKED
 from ftkit.models.parameters import count_by_config, count_model
 from ftkit.planning.choices import choose_engine, choose_execution, least_memory, with_sharding
 from ftkit.planning.compatibility import check_job, check_mounts, find_problems
-from ftkit.planning.fit import fit
+from ftkit.planning.fit import Fit, fit
 from ftkit.planning.flops import has_linear_attention
 from ftkit.planning.layout import Workspace
-from ftkit.planning.plan import PREPARATION_VERSION, BatchPlan, PlacementPlan, RunPlan, ScriptPlan, setup_of
+from ftkit.planning.plan import (
+    PREPARATION_VERSION,
+    BatchPlan,
+    CodePlan,
+    PlacementPlan,
+    RunPlan,
+    Script,
+    ScriptPlan,
+    setup_of,
+)
 from ftkit.planning.step_time import PADDING, predict_step_time
 from ftkit.planning.suggestions import suggest_changes, suggest_faster
 from ftkit.planning.training_checks import RunInputs, why_undivided
-from ftkit.planning.training_setup import GPUS
+from ftkit.planning.training_setup import GPUS, Setup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-    from ftkit.config.cluster import ClusterProfile
     from ftkit.config.image import ImageSpec
-    from ftkit.config.image_reference import AnyImage
-    from ftkit.config.recipe import RecipeSpec, ResourcesSpec
     from ftkit.config.request import RunRequest
     from ftkit.config.training import TrainingSpec
-    from ftkit.models.architecture import CountSource, ModelCounts, ModelSpec
-    from ftkit.planning.fit import Fit
-    from ftkit.planning.plan import CodePlan, Script
-    from ftkit.planning.training_setup import Setup
 
 
 LINEAR_KERNELS = "flash-linear-attention"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import TYPE_CHECKING
@@ -24,15 +25,11 @@ from ftkit.planning.choices import (
     predict_option,
     with_sharding,
 )
-from ftkit.planning.fit import fit
-from ftkit.planning.training_setup import Setup
+from ftkit.planning.fit import Fit, fit
+from ftkit.planning.training_setup import Gpu, Setup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    from ftkit.planning.fit import Fit
     from ftkit.planning.plan import RunPlan
-    from ftkit.planning.training_setup import Gpu
 
 NUM_SUGGESTIONS = 3
 SHORTEST = 512

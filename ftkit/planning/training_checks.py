@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,17 +13,14 @@ from ftkit.config.image import ImageSpec
 from ftkit.config.recipe import RecipeSpec
 from ftkit.config.request import RunRequest
 from ftkit.errors import Problem, plural
-from ftkit.models.architecture import ModelPlan
+from ftkit.models.architecture import ArchitecturePlan, ModelPlan
 from ftkit.models.families import MEASURED, WITHOUT_OUT_PROJ_ADAPTERS
 from ftkit.models.parameters import count_model
 from ftkit.planning.plan import PlacementPlan
 from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ftkit.config.training import TrainingSpec
-    from ftkit.models.architecture import ArchitecturePlan
 
 problem = partial(Problem, "")
 """A problem with a key of the recipe; `find_problems` adds the key's file and line."""

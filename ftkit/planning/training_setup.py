@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ftkit.config.execution import USABLE_MEMORY, is_gathered_in_fp8
-from ftkit.config.training import EngineName, TrainingPlan
+from ftkit.config.training import EngineName, Precision, TrainingPlan, TrainingSpec
 from ftkit.models.architecture import ArchitectureSpec
 from ftkit.models.parameters import count_model
 
 if TYPE_CHECKING:
     from ftkit.config.cluster import GpuModel
-    from ftkit.config.training import Precision, TrainingSpec
 
 
 @dataclass(frozen=True)

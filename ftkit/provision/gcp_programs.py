@@ -14,16 +14,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Mapping
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ruamel.yaml import YAML
 
 from ftkit import process
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 _UNUSED = "test_deployment_variable_not_used"
 _NO_OBJECT = ("matched no objects", "not found: 404")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self, get_args
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -11,10 +13,6 @@ from ftkit.config.problems import validate
 from ftkit.config.yaml_files import parse_override, read_yaml
 from ftkit.errors import ConfigError, Problem
 from ftkit.spec import OneLine, PositiveFloat, PositiveInt, Spec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from pathlib import Path
 
 GcpSlurmKind = Literal["a3-megagpu-8g", "a3-ultragpu-8g", "a4-highgpu-8g"]
 Kind = Literal["a3-megagpu-8g", "a3-ultragpu-8g", "a4-highgpu-8g", "soperator", "gcp-vm-l4"]

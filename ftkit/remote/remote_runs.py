@@ -5,16 +5,14 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ftkit.files import file_lock_if_supported, read_json_if_valid, write_file, write_json
 from ftkit.remote.ssh import Login
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 _RUN_ID: Final = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)-(\d{8}T\d{6}Z)-([0-9a-f]+)")
 _NUM_KEPT: Final = 1000

@@ -13,6 +13,7 @@ import os
 import shlex
 import tarfile
 import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import StringIO
@@ -22,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Final
 from ruamel.yaml import YAML
 
 from ftkit import assets, process
-from ftkit.config.context import PROJECT_FILE, list_names, search_folders
+from ftkit.config.context import PROJECT_FILE, Context, list_names, search_folders
 from ftkit.config.data_sources import HubSource
 from ftkit.config.load import Loaded, read_cluster, read_recipe
 from ftkit.config.yaml_files import parse_override
@@ -31,9 +32,6 @@ from ftkit.paths import absolute_path, fixed_folder, is_address, is_path
 from ftkit.remote.ssh import Login, SentFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from ftkit.config.context import Context
     from ftkit.config.recipe import RecipeSpec
 
 _OF_THIS_MACHINE: Final = ("login", "ssh_options", "login_folder", "send_limit_gib")

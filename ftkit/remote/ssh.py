@@ -11,6 +11,7 @@ import json
 import shlex
 import socket
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
@@ -20,8 +21,6 @@ from ftkit.files import parse_json, to_json
 from ftkit.wheel import WHEEL_NAME, make_wheel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from ftkit.config.cluster import ClusterProfile
 
 LOGIN_SIDE: Final = "ftkit.cli.login_side"

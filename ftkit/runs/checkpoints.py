@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from ftkit.errors import NotFoundError
@@ -15,9 +17,6 @@ from ftkit.runs.metrics_file import read_outline
 from ftkit.runs.records import EvaluationRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
     from ftkit.planning.layout import RunLayout
 
 MARKER = "COMPLETE.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,8 +16,6 @@ from ftkit.runs.history import read_history
 from ftkit.runs.manifest import DOCUMENT_NUMBERS, describe_data, mapping
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from ftkit.planning.layout import RunLayout
     from ftkit.runs.records import StartRecord
 

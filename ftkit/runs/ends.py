@@ -18,13 +18,12 @@ from ftkit.errors import MemoryExhaustedError, one_line
 from ftkit.files import open_regular, read_small, write_file
 from ftkit.process import without_colors
 from ftkit.runs.failure import first_error
-from ftkit.runs.job import CAUSES, Cause
+from ftkit.runs.job import CAUSES, Cause, Job
 from ftkit.runs.metrics_file import read_last_record, read_last_step
 from ftkit.runs.records import EndRecord
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.job import Job
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -30,14 +31,11 @@ from ftkit.errors import (
     redact,
 )
 from ftkit.files import read_json_if_valid, write_json
-from ftkit.runs.job import FAILURES, RunState
+from ftkit.runs.job import FAILURES, Job, RunState, SubmittedRun
 from ftkit.runs.records import Count, Seconds
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.job import Job, SubmittedRun
 
 _LOST_PEER = re.compile(
     r"(connection|socket) (was )?(closed|reset|refused)|broken pipe|remote process exited|communicator was aborted"

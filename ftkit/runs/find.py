@@ -5,18 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 from ftkit.errors import NotFoundError, PrerequisiteError, one_line
 from ftkit.files import PrivateFileError, load_json, read_small
-from ftkit.planning.layout import RunLayout
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ftkit.planning.layout import Workspace
+from ftkit.planning.layout import RunLayout, Workspace
 
 _ID = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)-(?P<created>\d{8}T\d{6}Z)-(?P<suffix>[0-9a-f]+)")
 _NUM_CANDIDATES_SHOWN = 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import fmean, median
@@ -12,8 +13,6 @@ from typing import TYPE_CHECKING, Final
 from ftkit.files import open_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from ftkit.planning.layout import RunLayout
 
 _MAX_GAP_SECONDS: Final = 300.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -34,8 +35,6 @@ from ftkit.runs.records import (
 from ftkit.runs.spans import Span, Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from ftkit.planning.layout import RunLayout
 
 RecordT = TypeVar("RecordT", bound=Record)

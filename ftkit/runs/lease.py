@@ -23,6 +23,7 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,8 +34,6 @@ from ftkit.errors import TrainingError
 from ftkit.files import InvalidJsonError, parse_json, to_json, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from ftkit.planning.layout import RunLayout
 
 BEAT_SECONDS = 10.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.config.image_reference import image_file
@@ -13,8 +14,6 @@ from ftkit.runs.records import Count
 from ftkit.spec import Name
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ftkit.planning.layout import Workspace
 
 

@@ -8,11 +8,11 @@ import platform
 import re
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import ftkit
 from ftkit.checkout import own_checkout, read_changes, read_commit
@@ -20,14 +20,9 @@ from ftkit.errors import TrainingError, redact_command
 from ftkit.files import read_json_if_valid, write_json
 from ftkit.paths import is_path
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
-from ftkit.planning.plan import RunPlan, plan_to_json
+from ftkit.planning.plan import RunPlan, ScriptPlan, plan_to_json
 from ftkit.runs.checkpoints import list_checkpoints
 from ftkit.runs.ends import excluded_nodes, find_end
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ftkit.planning.plan import ScriptPlan
 
 Values = dict[str, object]
 """Values of a manifest, or of an object in it."""

@@ -7,15 +7,13 @@ must not hide the others.
 from __future__ import annotations
 
 import math
-from typing import IO, TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
 
 from ftkit.errors import one_line, plural
 from ftkit.files import DamagedFileError, PrivateFileError, open_regular
 from ftkit.runs.records import EvaluationRecord, Record, StartRecord, StepRecord, from_line, is_damaged, to_line
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 MAX_LINE_BYTES = 2**23
 """Longer lines are skipped: the longest records, evaluations with samples, take a few hundred KiB."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from collections.abc import Sequence
 from io import StringIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ruamel.yaml import YAML
@@ -23,9 +25,6 @@ from ftkit.runs.metrics_file import read_outline, read_records
 from ftkit.runs.records import EvaluationRecord, StepRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from ftkit.config.recipe import RecipePlan
     from ftkit.planning.layout import RunLayout
 

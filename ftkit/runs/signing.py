@@ -5,14 +5,12 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final, Literal
+from typing import IO, Final, Literal
 
 from ftkit import process
 from ftkit.errors import NotFoundError, PrerequisiteError, UnusableFileError, one_line
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Purpose = Literal["ftkit-bundle", "ftkit-image"]
 """Namespace of a signature: a signature with another namespace is not valid."""

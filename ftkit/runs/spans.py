@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from ftkit.runs.records import CheckpointRecord, EndRecord, EvaluationRecord, StageRecord, StartRecord, StepRecord
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ftkit.runs.records import Record
+from ftkit.runs.records import (
+    CheckpointRecord,
+    EndRecord,
+    EvaluationRecord,
+    Record,
+    StageRecord,
+    StartRecord,
+    StepRecord,
+)
 
 SpanKind = Literal["start-up", "training", "repeated", "evaluation", "checkpoint", "other", "down"]
 """`repeated`: steps after the newest checkpoint of an interrupted start, which the next start repeats."""

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from importlib import import_module
@@ -21,8 +21,6 @@ from ftkit.files import atomic_file, open_regular
 from ftkit.paths import is_address
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from fsspec import AbstractFileSystem
 
 ResultT = TypeVar("ResultT")

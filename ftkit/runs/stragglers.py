@@ -8,6 +8,7 @@ depends on what else the machine does, so a slow one is no finding about it.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
@@ -16,8 +17,6 @@ from ftkit.files import read_json_if_valid
 from ftkit.runs.records import Count, Seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from ftkit.planning.layout import RunLayout
 
 MIN_STEPS = 20

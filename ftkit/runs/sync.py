@@ -18,25 +18,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, one_line, redact
 from ftkit.files import atomic_folder, read_json_if_valid, write_file, write_json
 from ftkit.models.folder import EXPORT_RECORD
 from ftkit.planning.layout import RunLayout, Workspace
-from ftkit.planning.plan import plan_to_json, read_plan
+from ftkit.planning.plan import RunPlan, plan_to_json, read_plan
 from ftkit.runs.checkpoints import MARKER, DamagedCheckpointError, find_damage, list_checkpoints, read_marker
 from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.records import EndRecord
 from ftkit.runs.storage import Store, upload_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from ftkit.planning.plan import RunPlan
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 10.0

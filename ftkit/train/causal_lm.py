@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -16,15 +17,10 @@ from ftkit.train.model.adapted_linear import TokenKeys
 from ftkit.train.model.attention import packed_masks
 from ftkit.train.model.hf_model import accepted_inputs, find_decoder, has_recurrent_layers
 from ftkit.train.model.routers import Routers
-from ftkit.train.private_apis.torch import TORCH, mark_dynamic
+from ftkit.train.private_apis.torch import TORCH, Ctx, mark_dynamic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
     from transformers import PretrainedConfig, PreTrainedModel
-
-    from ftkit.train.private_apis.torch import Ctx
 
 
 @dataclass(frozen=True)

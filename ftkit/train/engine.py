@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ftkit.config.training import ActivationCheckpointing
@@ -15,7 +16,6 @@ from ftkit.train.model.linears import QuantizedLinear
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     import torch
     from torch import nn

@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +31,7 @@ from ftkit.data.staging import STAGED, stage_weights
 from ftkit.errors import FtkitError, MemoryExhaustedError, as_user_error, one_line
 from ftkit.health.sampler import sampling
 from ftkit.planning.layout import RunLayout
-from ftkit.planning.plan import read_plan
+from ftkit.planning.plan import PlacementPlan, read_plan
 from ftkit.runs.failure import RankError, record_rank_error, write_rank_error
 from ftkit.runs.lease import FolderHeldError, held_lease, is_held_by_another_job, revoke_if_dead
 from ftkit.runs.manifest import record_start
@@ -38,11 +39,8 @@ from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.records import EndRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from ftkit.planning.plan import PlacementPlan
 
 log = logging.getLogger(__name__)
 

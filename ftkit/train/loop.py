@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
+from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 import torch
@@ -14,18 +16,14 @@ import torch
 from ftkit.errors import DataError, TrainingError
 from ftkit.planning.plan import RunPlan
 from ftkit.runs.checkpoints import BestEvaluation, TrainState
-from ftkit.runs.records import RouterStats, SourceLoss
+from ftkit.runs.records import EvaluationRecord, RouterStats, SourceLoss
 from ftkit.train.causal_lm import SourceLosses
 from ftkit.train.components.batches import BatchSchedule, StepBatch, prefetched
 from ftkit.train.components.optimizer import learning_rate_at
 from ftkit.train.model.routers import RouterSums
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from types import TracebackType
-
     from ftkit.config.recipe import BestSpec
-    from ftkit.runs.records import EvaluationRecord
     from ftkit.train.engine import Engine
     from ftkit.train.world import World
 

@@ -6,13 +6,14 @@ import json
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from pydantic import TypeAdapter
 from torch import nn
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from ftkit.config.execution import ParameterCounts, are_quantized, is_quantized
 from ftkit.errors import TrainingError
@@ -25,10 +26,6 @@ from ftkit.train.model.hf_model import find_decoder_layers, make_config, shape_f
 from ftkit.train.model.linears import linear_sizes, linears_in_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from transformers import PreTrainedModel
-
     from ftkit.config.training import TrainingPlan
 
 

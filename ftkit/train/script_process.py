@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +29,6 @@ from ftkit.runs.records import EndRecord, Record, ScriptStepRecord, ShardingReco
 from ftkit.train.launcher import RunRank, end_with_launcher
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import nn
 
 Sharding = Literal["fsdp2", "fsdp1", "zero3", "ddp", "none"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -23,10 +23,7 @@ from ftkit.train.distributed.verification import run_probe, verify_isolation, ve
 from ftkit.train.model.attention import choose_kernel, register_kernel
 from ftkit.train.model.hf_model import build_empty, make_config
 from ftkit.train.model.pretrained import init_weights
-from ftkit.train.world import init_world
-
-if TYPE_CHECKING:
-    from ftkit.train.world import World
+from ftkit.train.world import World, init_world
 
 _VOCABULARY, _LENGTH = 320, 256
 

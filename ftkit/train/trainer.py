@@ -6,6 +6,7 @@ import logging
 import platform
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import accelerate
 import torch
 import transformers
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ftkit.config.execution import ParameterCounts, method_counts
 from ftkit.data.prepared_data import PackStore, PreparedData
@@ -53,10 +54,7 @@ from ftkit.train.param_count import count_method, count_modules
 from ftkit.train.world import World, with_tensor_parallel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import nn
-    from transformers import PretrainedConfig, PreTrainedModel
 
     from ftkit.config.training import TrainingPlan
     from ftkit.planning.choices import EnginePlan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -17,8 +18,6 @@ from ftkit.errors import TrainingError, plural
 from ftkit.process import num_usable_cpus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from ftkit.config.training import Precision
     from ftkit.planning.plan import PlacementPlan
 

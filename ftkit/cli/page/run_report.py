@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -13,18 +14,15 @@ from ftkit.cli.page.charts import Chart, Line, bar_chart, bars_height, draw_line
 from ftkit.cli.terminal.format import count, duration, energy, gib
 from ftkit.errors import FtkitError, plural
 from ftkit.files import read_json_if_valid
-from ftkit.planning.plan import RunPlan, read_plan_to_use
+from ftkit.planning.plan import RunPlan, ScriptPlan, read_plan_to_use
 from ftkit.planning.training_setup import GPUS
 from ftkit.runs.facts import read_facts
 from ftkit.runs.gpu_samples import GpuSummary, NodeSample, gpu_curve
 from ftkit.runs.spans import merge_spans
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from ftkit.data.inspection import Sample as TrainedSample
     from ftkit.planning.layout import RunLayout
-    from ftkit.planning.plan import ScriptPlan
     from ftkit.runs.history import History
     from ftkit.runs.records import Sample
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,8 +21,6 @@ from ftkit.runs.gpu_samples import gpu_curve, read_samples
 from ftkit.runs.history import read_history
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ftkit.planning.layout import RunLayout
 
 _FOLDER = Path(__file__).parent

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import count, duration, energy, gib
 from ftkit.errors import plural
 from ftkit.runs.compare import ComparedRun, align_losses, compare_curves, find_differences, have_same_documents
 from ftkit.runs.manifest import DOCUMENT_NUMBERS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
 
 _RESULTS: dict[str, tuple[str, Callable[[float], str]]] = {
     "step": ("step", str),

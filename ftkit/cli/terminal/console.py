@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import click
 from rich.cells import cell_len, set_cell_size
@@ -22,10 +23,6 @@ from rich.text import Text
 from ftkit.cli.output import current_output, in_color, styled
 from ftkit.cli.terminal.format import finite, printable
 from ftkit.errors import redact
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
 
 _UNLIMITED = 10_000
 _ROOMY = 110

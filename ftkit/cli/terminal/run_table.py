@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal.console import Cell, Styled, Terminal
@@ -12,8 +13,6 @@ from ftkit.launch.job_states import observe_all
 from ftkit.runs.metrics_file import find_damage, read_last_step
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ftkit.runs.job import Job
     from ftkit.runs.listing import RunEntry
     from ftkit.runs.records import StepRecord

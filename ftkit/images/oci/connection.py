@@ -11,25 +11,22 @@ import base64
 import logging
 import re
 import threading
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from http.client import responses
 from typing import TYPE_CHECKING, Final, TypeVar
 from urllib.parse import SplitResult, urljoin, urlsplit
 
-from ftkit.config.image_reference import is_loopback, shortened
+from ftkit.config.image_reference import RegistryImage, is_loopback, shortened
 from ftkit.errors import ImageError, NotFoundError, PrerequisiteError, missing_package_error, one_line
 from ftkit.images.events import TransientError
-from ftkit.images.oci.credentials import access_denied, explain_tls, trusting_adapter
+from ftkit.images.oci.credentials import Credentials, access_denied, explain_tls, trusting_adapter
 from ftkit.images.oci.documents import TokenResponse, parse_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
     import requests
 
-    from ftkit.config.image_reference import RegistryImage
-    from ftkit.images.oci.credentials import Credentials
 
 log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")

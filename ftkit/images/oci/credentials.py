@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ftkit.config.image_reference import DOCKER_HUB, shortened
+from ftkit.config.image_reference import DOCKER_HUB, RegistryImage, shortened
 from ftkit.errors import ImageError, PrerequisiteError, one_line
 from ftkit.images.docker_engine import docker_sdk
 
 if TYPE_CHECKING:
     from requests.adapters import HTTPAdapter
 
-    from ftkit.config.image_reference import RegistryImage
 
 _NGC_HOST = "nvcr.io"
 _NGC_USER = "$oauthtoken"

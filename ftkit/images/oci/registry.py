@@ -9,22 +9,19 @@ from __future__ import annotations
 import hashlib
 import platform
 import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-from ftkit.config.image_reference import Digest
+from ftkit.config.image_reference import Digest, RegistryImage
 from ftkit.errors import NotFoundError, plural
-from ftkit.images.events import retry
+from ftkit.images.events import Report, retry
 from ftkit.images.oci.connection import Connection
 from ftkit.images.oci.documents import Configuration, Descriptor, Index, Manifest, parse_json, read_document, untrusted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
     import requests
 
-    from ftkit.config.image_reference import RegistryImage
-    from ftkit.images.events import Report
     from ftkit.images.oci.credentials import Credentials
 
 

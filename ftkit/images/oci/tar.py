@@ -10,9 +10,11 @@ import gzip
 import hashlib
 import importlib
 import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Final, Protocol
 
 from ftkit.config.image_reference import Digest, shortened
@@ -20,9 +22,7 @@ from ftkit.errors import ImageError, PrerequisiteError
 from ftkit.images.oci.documents import untrusted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
     from io import BufferedIOBase
-    from types import ModuleType
 
 
 BLOCK: Final = 512

@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, log2
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ftkit.config.execution import FP32, GIB
 from ftkit.models.parameters import count_model
-from ftkit.planning.fit.memory import CPU_LIBRARIES_GIB, tensors_of
+from ftkit.planning.fit.memory import CPU_LIBRARIES_GIB, MemoryPlan, tensors_of
 from ftkit.planning.training_setup import Setup
-
-if TYPE_CHECKING:
-    from ftkit.planning.fit.memory import MemoryPlan
 
 PROCESS_GIB: Final = 4.0
 """Host memory of a process without offloaded tensors: torch, CUDA and NCCL. Assumed."""

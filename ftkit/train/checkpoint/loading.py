@@ -11,8 +11,10 @@ import logging
 import pathlib
 import pickle
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -24,20 +26,17 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ftkit.errors import TrainingError, one_line
-from ftkit.runs.checkpoints import MARKER, DamagedCheckpointError, Marker, find_damage, read_marker
+from ftkit.runs.checkpoints import MARKER, DamagedCheckpointError, Marker, TrainState, find_damage, read_marker
 from ftkit.train.model.weight_conversion import LazyTensors
 from ftkit.train.private_apis.torch import checkpoint_index_names
 
 if TYPE_CHECKING:
     import io
-    from collections.abc import Mapping
-    from pathlib import Path
 
     from torch import nn
     from torch.distributed.checkpoint.planner import ReadItem
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.checkpoints import TrainState
     from ftkit.train.engine import Engine, State
     from ftkit.train.world import World
 

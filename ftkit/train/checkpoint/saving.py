@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 import torch
@@ -25,23 +28,17 @@ from ftkit.config.execution import GIB
 from ftkit.errors import TrainingError
 from ftkit.files import publish, remove, write_json
 from ftkit.runs.checkpoints import FORMAT_VERSION, MARKER, Marker, SavedFile, TrainState
-from ftkit.runs.records import CheckpointRecord, FailedCheckpointRecord
+from ftkit.runs.records import CheckpointRecord, FailedCheckpointRecord, Record
 from ftkit.train.checkpoint.loading import INDEX, reason_of
 from ftkit.train.memory.usage import available_bytes, empty_pinned_like
 from ftkit.train.model.local_shard import local_tensor
 from ftkit.train.private_apis.torch import find_tensors, map_instances
-from ftkit.train.world import COLLECTIVE_TIMEOUT
+from ftkit.train.world import COLLECTIVE_TIMEOUT, World
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-    from types import TracebackType
-
     from ftkit.planning.layout import RunLayout
     from ftkit.planning.plan import RunPlan
-    from ftkit.runs.records import Record
     from ftkit.train.engine import Engine, State
-    from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,10 +21,6 @@ from ftkit.runs.checkpoints import TrainState
 from ftkit.train.causal_lm import MicroBatch
 from ftkit.train.model.adapted_linear import token_keys
 from ftkit.train.world import ContextGroup
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ftkit.data.cases import ModelInput, make_evaluation_set, take_rows
-from ftkit.data.completion_metrics import choose_metrics
+from ftkit.data.cases import Case, EvaluationSet, ModelInput, make_evaluation_set, take_rows
+from ftkit.data.completion_metrics import Completion, choose_metrics
 from ftkit.data.prepared_data import PreparedData
 from ftkit.planning.plan import RunPlan
 from ftkit.runs.records import EvaluationRecord, Sample, SourceLoss
@@ -24,10 +25,6 @@ from ftkit.train.model.attention import generation_attention
 from ftkit.train.world import World
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ftkit.data.cases import Case, EvaluationSet
-    from ftkit.data.completion_metrics import Completion
     from ftkit.train.engine import Engine
 
 log = logging.getLogger(__name__)

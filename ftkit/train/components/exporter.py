@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 from collections import ChainMap, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,15 +49,12 @@ from ftkit.train.model.lora import (
 )
 from ftkit.train.model.pretrained import PretrainedTensors
 from ftkit.train.model.weight_conversion import LazyTensors, converts_layout, split_as_stored
-from ftkit.train.world import DTYPES
+from ftkit.train.world import DTYPES, World
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-
     from ftkit.config.training import Precision
     from ftkit.planning.layout import RunLayout
     from ftkit.train.engine import Engine
-    from ftkit.train.world import World
 
     Tensors = Mapping[str, torch.Tensor]
 

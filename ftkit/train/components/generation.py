@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -12,10 +13,6 @@ from ftkit.data.completion_metrics import Completion
 from ftkit.data.encoding import find_end_tokens
 from ftkit.files import write_json
 from ftkit.models.folder import GENERATION_FILE, read_end_tokens, read_generation_config
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
 
 
 def end_token_setting(end_tokens: Sequence[int]) -> int | list[int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,8 +18,6 @@ from ftkit.train.private_apis.libraries import import_bitsandbytes
 from ftkit.train.private_apis.torch import add_to_all
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim.optimizer import ParamsT

@@ -12,24 +12,21 @@ import re
 import textwrap
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from ftkit.config.recipe import check_access, check_packages
+from ftkit.config.recipe import SinkName, check_access, check_packages
 from ftkit.errors import one_line
 from ftkit.runs.metrics_file import RecordTail, append_record, read_job_evaluations
-from ftkit.runs.records import EndRecord, EvaluationRecord, StartRecord, StepRecord
+from ftkit.runs.records import EndRecord, EvaluationRecord, Record, StartRecord, StepRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
-
-    from ftkit.config.recipe import SinkName
     from ftkit.planning.layout import RunLayout
     from ftkit.planning.plan import RunPlan
-    from ftkit.runs.records import Record
     from ftkit.train.world import World
 
 log = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,15 +19,12 @@ import torch.distributed as dist
 from ftkit.errors import TrainingError, one_line
 from ftkit.train.gpu_kernels import average_rows
 from ftkit.train.private_apis.torch import CUSTOM_COLLECTIVES, set_collectives, symmetric_memory
-from ftkit.train.world import DTYPES
+from ftkit.train.world import DTYPES, World
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from torch.distributed.fsdp import FSDPModule
 
     from ftkit.config.training import TrainingPlan
-    from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -24,7 +26,7 @@ from ftkit.train.checkpoint.loading import check_model, read_state, saved_sizes
 from ftkit.train.components.optimizer import AdamW8bit, FusedAdamW, HostStateAdamW, parameter_groups
 from ftkit.train.distributed.collectives import choose_collectives
 from ftkit.train.distributed.pack_parallel import divide_layers
-from ftkit.train.engine import collect_sharding_stats
+from ftkit.train.engine import InitWeights, ShardingStats, State, collect_sharding_stats
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing, offloads_of_layers
 from ftkit.train.memory.compile import compiles
 from ftkit.train.model.float8 import GatheredScales
@@ -34,18 +36,13 @@ from ftkit.train.model.lora import saved_parameters
 from ftkit.train.model.pretrained import materialize
 from ftkit.train.model.routers import Routers
 from ftkit.train.private_apis.torch import FSDP2_ON_CPUS, TORCH, complete_cpu_streams, divide_gradients, skip_step
-from ftkit.train.world import DTYPES
+from ftkit.train.world import DTYPES, World
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from torch import nn
     from transformers import PreTrainedModel
 
     from ftkit.config.training import TrainingPlan
-    from ftkit.train.engine import InitWeights, ShardingStats, State
-    from ftkit.train.world import World
 
 _DEFAULT = EnginePlan("fsdp2", "")
 _NORM_EPSILON = 1e-6

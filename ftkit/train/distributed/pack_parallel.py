@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,26 +35,19 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 
 from ftkit.config.execution import indivisible_sizes
 from ftkit.errors import TrainingError
-from ftkit.models.adapters import ROWWISE
+from ftkit.models.adapters import ROWWISE, LoraSpec
 from ftkit.models.families import MEASURED
-from ftkit.train.model.adapted_linear import AdaptedLinear, merged_squares
-from ftkit.train.model.attention import masked_attention, refuse_changed_scores, varlen_attention
-from ftkit.train.private_apis.torch import FSDP2_SETS_DIVISORS, process_group
+from ftkit.train.model.adapted_linear import AdaptedLinear, Draw, Dropout, merged_squares
+from ftkit.train.model.attention import Kernel, masked_attention, refuse_changed_scores, varlen_attention
+from ftkit.train.private_apis.torch import FSDP2_SETS_DIVISORS, Ctx, process_group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.distributed.device_mesh import DeviceMesh
-    from transformers import PretrainedConfig
 
-    from ftkit.models.adapters import LoraSpec
-    from ftkit.train.model.adapted_linear import Draw, Dropout
-    from ftkit.train.model.attention import Kernel
-    from ftkit.train.private_apis.torch import Ctx
     from ftkit.train.world import ContextGroup
 
 _NAME = "ftkit_whole_packs"  # transformers' name of attention that finds documents by `cu_seqlens`

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +17,7 @@ from ftkit.errors import TrainingError
 from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
 from ftkit.train.checkpoint.loading import check_model, read_state
 from ftkit.train.components.optimizer import parameter_groups
-from ftkit.train.engine import collect_sharding_stats
+from ftkit.train.engine import InitWeights, ShardingStats, State, collect_sharding_stats
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing, offloads_of_layers
 from ftkit.train.model.expert_adapters import experts_in_layers
 from ftkit.train.model.hf_model import find_decoder_layers
@@ -29,17 +31,12 @@ from ftkit.train.private_apis.deepspeed import (
     import_deepspeed,
     zero3_partition,
 )
-from ftkit.train.world import DTYPES
+from ftkit.train.world import DTYPES, World
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from transformers import PreTrainedModel
 
     from ftkit.config.training import TrainingPlan
-    from ftkit.train.engine import InitWeights, ShardingStats, State
-    from ftkit.train.world import World
 
 _STATES = ("exp_avg", "exp_avg_sq")
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ftkit.train.memory.compile import CompiledForward, tag_with_sources
+from ftkit.train.memory.compile import CompiledForward, Forward, tag_with_sources
 from ftkit.train.memory.usage import empty_pinned_like
 from ftkit.train.private_apis.torch import (
     GROUPED_MM,
@@ -42,13 +43,11 @@ from ftkit.train.private_apis.torch import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch._ops import OpOverload
 
     from ftkit.config.training import ActivationCheckpointing
-    from ftkit.train.memory.compile import Forward
 
     Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 

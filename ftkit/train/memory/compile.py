@@ -6,7 +6,7 @@ import gc
 import hashlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from operator import getitem
@@ -27,8 +27,6 @@ from ftkit.train.private_apis.torch import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ftkit.config.training import TrainingPlan
 
 log = logging.getLogger(__name__)

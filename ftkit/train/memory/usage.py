@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from itertools import pairwise
@@ -21,8 +22,6 @@ from ftkit.planning.suggestions import check_host_memory, suggest_changes
 from ftkit.runs.records import FirstStepRecord, MemoryRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
     from ftkit.planning.plan import RunPlan
     from ftkit.train.world import World
 

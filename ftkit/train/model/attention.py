@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.nn import functional
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from ftkit.errors import PrerequisiteError, TrainingError, one_line
@@ -16,10 +17,6 @@ from ftkit.train.private_apis.libraries import flash_attention
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS, attention_backends, attention_implementation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from transformers import PretrainedConfig, PreTrainedModel
-
     from ftkit.config.training import TrainingPlan
     from ftkit.train.private_apis.torch import Ctx
     from ftkit.train.world import World

@@ -8,6 +8,7 @@ forward pass. The parts of a joined parameter, such as gate and up, share an ada
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -29,8 +30,6 @@ from ftkit.train.private_apis.transformers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
-
     from transformers import PretrainedConfig, PreTrainedModel
 
     from ftkit.models.adapters import LoraSpec

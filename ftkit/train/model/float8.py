@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
@@ -28,8 +29,6 @@ from ftkit.train.private_apis import torch as torch_apis
 from ftkit.train.private_apis.transformers import grouped_mm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from torch._ops import OpOverload
     from torch.distributed.device_mesh import DeviceMesh
 

@@ -5,13 +5,21 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ftkit.errors import TrainingError, one_line
 from ftkit.models.architecture import ArchitectureSpec
@@ -19,12 +27,6 @@ from ftkit.models.config_json import CONFIG_KEYS, find_contradictions, text_part
 from ftkit.models.families import family_of
 from ftkit.models.folder import read_model_config, read_model_type
 from ftkit.models.weight_files import CONFIG_FILE
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from transformers import PreTrainedModel
-
 
 _BF16_IN_16_BYTES = 8
 _PASSED_ON = set(ArchitectureSpec.model_fields) - {"family", "sliding_window", "full_attention_every", "rope_scaling"}

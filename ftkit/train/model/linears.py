@@ -6,6 +6,7 @@ A quantized matrix is one flat parameter. Engines shard it like any other, so ea
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
@@ -21,8 +22,6 @@ from ftkit.train.model.hf_model import find_decoder_layers
 from ftkit.train.private_apis.libraries import import_bitsandbytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
     from ftkit.train.private_apis.torch import Ctx
 
 

@@ -7,9 +7,11 @@ import logging
 import math
 import re
 import warnings
+from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,23 +31,19 @@ from ftkit.train.model.expert_adapters import (
 )
 from ftkit.train.model.float8 import Fp8Layout, check_fp8, convert_linears
 from ftkit.train.model.hf_model import auto_class_of, find_decoder, find_decoder_layers
-from ftkit.train.model.linears import Nf4Layout, linears_in_layers, quantize_linears, transposed_weights
+from ftkit.train.model.linears import Nf4Layout, WeightLayout, linears_in_layers, quantize_linears, transposed_weights
 from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.weight_conversion import LazyTensors, name_for_peft
 from ftkit.train.private_apis.libraries import adapts_experts, import_peft
 from ftkit.train.world import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
-    from pathlib import Path
-
     from peft import LoraConfig
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
     from ftkit.config.training import Quantization, TrainingPlan
     from ftkit.models.adapters import LoraSpec
-    from ftkit.train.model.linears import WeightLayout
 
 log = logging.getLogger(__name__)
 

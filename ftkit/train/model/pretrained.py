@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import zlib
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +34,6 @@ from ftkit.train.model.weight_conversion import LazyTensors, MappedTensor, Tenso
 from ftkit.train.private_apis.transformers import ignored_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
-
     from transformers import PreTrainedModel
 
     from ftkit.models.architecture import ArchitectureSpec, ModelSpec

@@ -16,6 +16,7 @@ gradient of P. The backward pass of the whole loss runs before those of the laye
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,8 +31,6 @@ from ftkit.train.model.lora import is_adapter
 from ftkit.train.private_apis.transformers import router_classes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from transformers import PreTrainedModel
 
     from ftkit.config.training import TrainingSpec

@@ -26,7 +26,7 @@ import logging
 import math
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,8 +36,6 @@ from ftkit.train.model.packed_mixers import chunk_gated_delta_rule, convolve_doc
 from ftkit.train.private_apis.transformers import KernelFunction, kernel_functions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from transformers import PreTrainedModel
 
     from ftkit.train.private_apis.torch import Ctx

@@ -10,11 +10,11 @@ from __future__ import annotations
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -22,10 +22,6 @@ from transformers import PreTrainedModel
 from ftkit.errors import TrainingError
 from ftkit.models.weight_files import text_name
 from ftkit.train.private_apis.transformers import WeightConversions, revert_weight_conversion
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
 
 _MXFP4_BLOCKS, _MXFP4_SCALES = "_blocks", "_scales"
 """Suffixes of a tensor that is stored in MXFP4, such as gpt-oss's experts."""

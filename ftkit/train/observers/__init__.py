@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,12 +24,10 @@ from ftkit.errors import TrainingError, plural
 from ftkit.files import atomic_file, read_json_if_valid, write_file, write_json
 from ftkit.runs.failure import record_rank_error
 from ftkit.runs.stragglers import MIN_STEPS, RankTiming, find_stragglers, read_timings
-from ftkit.train.loop import Observer
+from ftkit.train.loop import Observer, Phase, Progress, StepResult
 from ftkit.train.private_apis.torch import dump_collectives, dump_memory_snapshot, record_memory_history
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from torch import nn
 
     from ftkit.config.recipe import ProfileSpec
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from ftkit.train.components.evaluate import Evaluator
     from ftkit.train.components.recorder import Recorder
     from ftkit.train.engine import Engine
-    from ftkit.train.loop import Phase, Progress, StepResult
     from ftkit.train.memory.usage import MemoryTrace
     from ftkit.train.world import World
 

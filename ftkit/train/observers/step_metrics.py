@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Literal
@@ -22,21 +23,17 @@ from ftkit.planning.training_setup import gpu_of_device
 from ftkit.runs.records import AnomalyRecord, StepRecord
 from ftkit.train.components.batches import StepBatch
 from ftkit.train.components.evaluate import mean_losses
-from ftkit.train.loop import Observer, StepResult, StepTiming
-from ftkit.train.memory.usage import empty_pinned_like
+from ftkit.train.loop import Observer, Progress, StepOutcome, StepResult, StepTiming
+from ftkit.train.memory.usage import MemoryTrace, empty_pinned_like
 from ftkit.train.model.routers import router_stats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from numpy.typing import NDArray
 
     from ftkit.config.recipe import RecipePlan
     from ftkit.config.training import OnNonfinite, TrainingSpec
     from ftkit.models.architecture import ArchitectureSpec
     from ftkit.train.components.recorder import Recorder
-    from ftkit.train.loop import Progress, StepOutcome
-    from ftkit.train.memory.usage import MemoryTrace
     from ftkit.train.world import World
 
 log = logging.getLogger(__name__)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit.data.imports import is_broken, without_packages
 from ftkit.errors import PrerequisiteError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
     from peft import LoraConfig
     from torch import nn
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -14,11 +17,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-    from types import ModuleType
-
     import torch._dynamo.config  # noqa: TC004 - at run time, torch loads its compiler at the first access
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 import transformers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel

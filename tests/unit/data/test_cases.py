@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit.data.cases import encode_prompts
+from ftkit.data.rows import Row
+
+if TYPE_CHECKING:
+    from ftkit.data.conversations import Conversation
+
+
+class Renderer(SimpleNamespace):
+    def render(self, conversation: Conversation, *, open_turn: bool) -> str:
+        assert open_turn
+        return ",".join(tool["function"]["name"] for tool in conversation.tools)
+
+
+@pytest.mark.parametrize("column", ["tools", "functions"])
+def test_a_prompt_has_the_tools_of_its_row(column: str) -> None:
+    columns = {"messages": [{"role": "user", "content": "hi"}], column: [{"name": "f"}, {"name": "g"}]}
+    tokenizer: Any = lambda text, **_: {"input_ids": [*map(ord, text)]}  # noqa: E731
+    renderer: Any = Renderer(name="template", source=column)
+    (tokens,) = encode_prompts(tokenizer, renderer, [Row(columns, "a.jsonl:1")], None)
+    assert "".join(map(chr, tokens if isinstance(tokens, list) else [])) == "f,g"
