@@ -259,6 +259,7 @@ def write_data(plan: RunPlan, lengths: list[int]) -> None:
         with PackWriter(folder.train) as writer, PackWriter(folder.validation):
             writer.write(documents, [len(lengths)] * num_packs)
         folder.validation_rows.write_text("")
+        folder.validation_sources.write_text("")
         sizes = (num_documents, num_packs, tokens.size, tokens.size - num_documents)
         folder.write_manifest(DataManifest(plan.fingerprint, length, *sizes, 0, 0, 0, max(lengths)))
 

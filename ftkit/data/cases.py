@@ -260,7 +260,7 @@ def _conversation_of(columns: Columns, form: Format | None) -> Conversation:
                 end = max((number for number, each in enumerate(messages, 1) if each.role != "assistant"), default=0)
                 if not end:
                     raise DataError("all turns are the assistant's", fix="add the user's turn before them")
-                tools = [tool for name in _TOOL_COLUMNS if columns.get(name) for tool in read_tools(value)]
+                tools = [tool for key in _TOOL_COLUMNS if columns.get(key) for tool in read_tools(columns[key])]
                 return Conversation(messages[:end], tuple(tools))
     for name in _TEXT_COLUMNS:
         if isinstance(columns.get(name), str):

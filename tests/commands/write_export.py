@@ -29,4 +29,5 @@ data = PreparedData(folder / "data")
 data.root.mkdir()
 row = {"sql_context": "CREATE TABLE pets (name TEXT)", "sql_prompt": "How many pets are there?", "sql": "SELECT 1"}
 data.validation_rows.write_text(f"{json.dumps(row)}\n" * 4, encoding="utf-8")
+data.validation_sources.write_text("0\n" * 4, encoding="ascii")
 data.write_manifest(DataManifest("untrained", 256, 0, 0, 0, 0, 4, 1, 0, 256))
