@@ -43,6 +43,16 @@ def parameter_groups(model: nn.Module, training: TrainingPlan) -> list[Group]:
     return [{"params": parameters, "weight_decay": decay} for (decay, _), parameters in groups.items()]
 
 
+def make_optimizer(model: nn.Module, training: TrainingPlan) -> FusedAdamW:
+    """Create the optimizer that the recipe names, for engine fsdp2; each step sets the learning rate."""
+    kind: type[FusedAdamW] = FusedAdamW
+    if training.optimizer == "adamw8bit":
+        kind = AdamW8bit
+    elif training.offload == "optimizer":
+        kind = HostStateAdamW
+    return kind(parameter_groups(model, training), 0.0, training.betas)
+
+
 class FusedAdamW(torch.optim.AdamW):
     """AdamW in one kernel for each large parameter on a GPU, and in torch's fused kernel for the others.
 

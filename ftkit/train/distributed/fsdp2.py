@@ -23,7 +23,7 @@ from ftkit.errors import TrainingError
 from ftkit.planning.choices import EnginePlan
 from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
 from ftkit.train.checkpoint.loading import check_model, read_state, saved_sizes
-from ftkit.train.components.optimizer import AdamW8bit, FusedAdamW, HostStateAdamW, parameter_groups
+from ftkit.train.components.optimizer import HostStateAdamW, make_optimizer
 from ftkit.train.distributed.collectives import choose_collectives
 from ftkit.train.distributed.pack_parallel import divide_layers
 from ftkit.train.engine import InitWeights, ShardingStats, State, collect_sharding_stats
@@ -83,11 +83,7 @@ class Fsdp2Engine:
             init_weights(hf_model)
         self._shards = list(hf_model.parameters())
         """The sharded parameters; during forward and backward, the model has unsharded ones in their place."""
-        optimizer: type[FusedAdamW] = HostStateAdamW if training.offload == "optimizer" else FusedAdamW
-        if training.optimizer == "adamw8bit":
-            optimizer = AdamW8bit
-        # Each step sets the learning rate.
-        self.optimizer = optimizer(parameter_groups(hf_model, training), 0.0, training.betas)
+        self.optimizer = make_optimizer(hf_model, training)
         self._update_scales()
 
     def sharding_stats(self) -> ShardingStats:
