@@ -6,27 +6,24 @@
 from __future__ import annotations
 
 import json
-import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from error_texts import check_error_texts
 
 from ftkit.config.context import Context, read_dotenv
 from ftkit.config.image_reference import parse_image, parse_importable, parse_name, parse_reference
 from ftkit.config.load import load_cluster, load_image, load_recipe
 from ftkit.config.request import load_settings
 from ftkit.config.yaml_files import parse_override, parse_yaml
-from ftkit.errors import FtkitError
 from ftkit.models.architecture import ModelSpec
 from ftkit.models.config_json import check_loadable, resolve_shape
 from ftkit.models.folder import check_adapters, check_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-GOLDEN = Path(__file__).parents[2] / "golden" / "errors"
 
 OVERRIDES = {
     "unknown key": "training.learning_rat=1",
@@ -102,14 +99,4 @@ def test_golden_error_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("ftkit.models.folder.socket.gethostname", lambda: "login1")
-    texts = []
-    for name, fail in failures(tmp_path):
-        with pytest.raises(FtkitError) as caught:
-            fail()
-        text = str(caught.value).replace(str(tmp_path), "/project")
-        texts.append(f"## {name}\n{type(caught.value).__name__}: {text}\n")
-    golden = GOLDEN / f"{failures.__name__.removeprefix('failures_of_')}.txt"
-    if os.environ.get("FTKIT_UPDATE_GOLDEN"):
-        golden.parent.mkdir(exist_ok=True)
-        golden.write_text("\n".join(texts), encoding="utf-8")
-    assert "\n".join(texts) == golden.read_text(encoding="utf-8")
+    check_error_texts(failures.__name__.removeprefix("failures_of_"), failures(tmp_path), tmp_path)

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import gzip
-import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from error_texts import check_error_texts
 
 from ftkit.config.data import DataSpec
 from ftkit.data.row_formats import read_example, resolve_format
@@ -19,7 +19,6 @@ from ftkit.data.rows import Row, errors_at
 from ftkit.data.selection import read_rows
 from ftkit.data.source_files import find_files, read_file
 from ftkit.data.tokenizer_files import check_tokenizer_folder
-from ftkit.errors import FtkitError
 from ftkit.hub.client import read_token
 from ftkit.hub.push import check_hub_access
 from ftkit.hub.readiness import check_data, check_weights
@@ -28,7 +27,6 @@ from ftkit.models.architecture import ModelSpec
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "errors"
 ASK, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 
 FILES = {
@@ -99,14 +97,4 @@ def test_golden_error_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    texts = []
-    for name, fail in failures(tmp_path):
-        with pytest.raises(FtkitError) as caught:
-            fail()
-        text = str(caught.value).replace(str(tmp_path), "/project")
-        texts.append(f"## {name}\n{type(caught.value).__name__}: {text}\n")
-    golden = GOLDEN / f"{failures.__name__.removeprefix('failures_of_')}.txt"
-    if os.environ.get("FTKIT_UPDATE_GOLDEN"):
-        golden.parent.mkdir(exist_ok=True)
-        golden.write_text("\n".join(texts), encoding="utf-8")
-    assert "\n".join(texts) == golden.read_text(encoding="utf-8")
+    check_error_texts(failures.__name__.removeprefix("failures_of_"), failures(tmp_path), tmp_path)
