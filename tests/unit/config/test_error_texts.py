@@ -99,4 +99,4 @@ def test_golden_error_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("ftkit.models.folder.socket.gethostname", lambda: "login1")
-    check_error_texts(failures.__name__.removeprefix("failures_of_"), failures(tmp_path), tmp_path)
+    check_error_texts(failures.__name__.removeprefix("failures_of_"), failures(tmp_path), {str(tmp_path): "/project"})

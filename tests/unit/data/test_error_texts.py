@@ -97,4 +97,4 @@ def test_golden_error_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    check_error_texts(failures.__name__.removeprefix("failures_of_"), failures(tmp_path), tmp_path)
+    check_error_texts(failures.__name__.removeprefix("failures_of_"), failures(tmp_path), {str(tmp_path): "/project"})

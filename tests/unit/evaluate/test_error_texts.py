@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 pytest.importorskip("torch", reason="needs the extra train")
+from error_texts import check_error_texts
+
 from ftkit.data.rows import Row
-from ftkit.errors import FtkitError
 from ftkit.evaluate.checkpoint_export import ExportRequest, export_run
 from ftkit.evaluate.export_formats import check_format, find_converter
 from ftkit.evaluate.generate import count_done
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from conftest import RunMaker
-
-GOLDEN = Path(__file__).parents[2] / "golden" / "errors" / "evaluate.txt"
 
 
 def failures(make_run: RunMaker, folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -51,14 +49,6 @@ def test_error_texts(make_run: RunMaker, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("FTKIT_GGUF_CONVERTER", raising=False)
     monkeypatch.setattr("ftkit.evaluate.vllm.find_spec", lambda _: None)
-    texts = []
     folder = tmp_path / "here"
     folder.mkdir()
-    for name, fail in failures(make_run, folder):
-        with pytest.raises(FtkitError) as caught:
-            fail()
-        texts.append(f"# {name}: {type(caught.value).__name__}\n{caught.value}\n")
-    found = "\n".join(texts).replace(str(folder), "/here")
-    if os.environ.get("FTKIT_UPDATE_GOLDEN"):
-        GOLDEN.write_text(found, encoding="utf-8")
-    assert found == GOLDEN.read_text(encoding="utf-8")
+    check_error_texts("evaluate", failures(make_run, folder), {str(folder): "/here"})

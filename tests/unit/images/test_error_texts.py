@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from error_texts import check_error_texts
+
 from ftkit.config.context import Context
 from ftkit.config.image_reference import parse_importable, parse_reference
 from ftkit.config.load import find_image, load_cluster
-from ftkit.errors import FtkitError
 from ftkit.images.build import BuildFollower
 from ftkit.images.events import ignore_progress
 from ftkit.images.import_image import ImportRequest, select_source
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     import pytest
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "errors" / "images.txt"
 WANTED = parse_reference("registry.example.com/team/olmo3:25.02")
 ALICE = Credentials("alice", "correct-horse")
 
@@ -68,14 +67,4 @@ def test_golden_error_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "truncated file": lambda: check_squashfs(Path("x.sqsh")),
         "file of another program": lambda: verify(Path("x.sqsh")),
     }
-    texts = []
-    for name, function in failures.items():
-        try:
-            function()
-        except FtkitError as error:
-            shown = str(error).replace(str(tmp_path), "FOLDER")
-            texts.append(f"--- {name}: {type(error).__name__}, exit code {error.exit_code}\n{shown}\n")
-    assert len(texts) == len(failures)
-    if os.environ.get("FTKIT_UPDATE_GOLDEN"):
-        GOLDEN.write_text("\n".join(texts), encoding="utf-8")
-    assert "\n".join(texts) == GOLDEN.read_text(encoding="utf-8")
+    check_error_texts("images", failures.items(), {str(tmp_path): "FOLDER"})

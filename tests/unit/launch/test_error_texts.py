@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from error_texts import check_error_texts
 
 import ftkit
 from ftkit.config.context import Context
-from ftkit.errors import FtkitError
 from ftkit.launch.code import copy_code
 from ftkit.launch.resolve import RunArgs, resolve
 from ftkit.launch.scheduler import explain_refusal
@@ -27,8 +26,9 @@ from ftkit.planning.plan import plan_from_json
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from ftkit.errors import FtkitError
+
 PACKAGE = Path(ftkit.__file__).parent
-GOLDEN = Path(__file__).parents[2] / "golden" / "errors"
 
 REFUSALS = {
     "limit": "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit)",
@@ -86,14 +86,5 @@ def _raise(error: FtkitError) -> None:
 def test_golden_error_texts(
     failures: Callable[[Path], Iterator[tuple[str, Callable[[], object]]]], tmp_path: Path
 ) -> None:
-    texts = []
-    for name, fail in failures(tmp_path):
-        with pytest.raises(FtkitError) as caught:
-            fail()
-        text = str(caught.value).replace(str(tmp_path), "/project").replace(str(PACKAGE), "ftkit")
-        texts.append(f"## {name}\n{type(caught.value).__name__}: {text}\n")
-    golden = GOLDEN / f"{failures.__name__.removeprefix('failures_of_')}.txt"
-    if os.environ.get("FTKIT_UPDATE_GOLDEN"):
-        golden.parent.mkdir(exist_ok=True)
-        golden.write_text("\n".join(texts), encoding="utf-8")
-    assert "\n".join(texts) == golden.read_text(encoding="utf-8")
+    shown = {str(tmp_path): "/project", str(PACKAGE): "ftkit"}
+    check_error_texts(failures.__name__.removeprefix("failures_of_"), failures(tmp_path), shown)

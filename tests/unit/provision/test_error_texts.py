@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftkit.errors import FtkitError
+from error_texts import check_error_texts
+
 from ftkit.provision.providers import plan_provision
 from ftkit.provision.settings import read_spec
 from ftkit.provision.steps import Check, ProvisionState, Step, begin_or_continue, create, is_there, read_state
@@ -14,7 +14,6 @@ from ftkit.provision.steps import Check, ProvisionState, Step, begin_or_continue
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "errors" / "provision.txt"
 VM = ("project=my-project", "zone=us-central1-a")
 
 
@@ -43,14 +42,4 @@ def test_golden_error_texts(tmp_path: Path) -> None:
         "other settings": repeat_with_other_settings,
         "silent provider": lambda: is_there(Step("vm", "the VM", "", existing="false"), tmp_path),
     }
-    texts = []
-    for name, function in failures.items():
-        try:
-            function()
-        except FtkitError as error:
-            shown = str(error).replace(str(tmp_path), "FOLDER")
-            texts.append(f"--- {name}: {type(error).__name__}, exit code {error.exit_code}\n{shown}\n")
-    assert len(texts) == len(failures)
-    if os.environ.get("FTKIT_UPDATE_GOLDEN"):
-        GOLDEN.write_text("\n".join(texts), encoding="utf-8")
-    assert "\n".join(texts) == GOLDEN.read_text(encoding="utf-8")
+    check_error_texts("provision", failures.items(), {str(tmp_path): "FOLDER"})

@@ -8,9 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
+from error_texts import check_error_texts
 
-from ftkit.errors import FtkitError
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import read_plan
 from ftkit.runs.bundle import unpack, write_bundle
@@ -24,9 +23,8 @@ from ftkit.runs.signing import require_signing_key, verify_beside
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    import pytest
     from conftest import RunMaker
-
-GOLDEN = Path(__file__).parents[2] / "golden" / "errors" / "runs.txt"
 
 
 def failures(make_run: RunMaker, folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -73,14 +71,6 @@ def start(layout: RunLayout, manifest: dict[str, object], data: dict[str, str], 
 
 def test_error_texts(make_run: RunMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FTKIT_CONTAINER_IMAGE", "/images/olmo3.sqsh")
-    texts = []
     folder = tmp_path / "here"
     folder.mkdir()
-    for name, fail in failures(make_run, folder):
-        with pytest.raises(FtkitError) as caught:
-            fail()
-        texts.append(f"# {name}: {type(caught.value).__name__}\n{caught.value}\n")
-    found = "\n".join(texts).replace(str(folder), "/here").replace(str(os.getpid()), "PID")
-    if os.environ.get("FTKIT_UPDATE_GOLDEN"):
-        GOLDEN.write_text(found, encoding="utf-8")
-    assert found == GOLDEN.read_text(encoding="utf-8")
+    check_error_texts("runs", failures(make_run, folder), {str(folder): "/here", str(os.getpid()): "PID"})
