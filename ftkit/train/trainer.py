@@ -35,6 +35,7 @@ from ftkit.train.distributed import verification
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.pack_parallel import check_context_parallel, check_tensor_parallel, whole_pack_attention
 from ftkit.train.loop import Observers, Progress, check_is_measured, train
+from ftkit.train.memory.compile import compiles
 from ftkit.train.memory.usage import MemoryTrace, check_free_host_memory, out_of_memory_explained
 from ftkit.train.model.attention import choose_kernel, register_kernel
 from ftkit.train.model.hf_model import (
@@ -51,6 +52,7 @@ from ftkit.train.model.token_mixers import choose_token_mixers
 from ftkit.train.observers import Evaluation, FirstStep, Profiler, RankTimes, Saving, Watchdog, check_profile
 from ftkit.train.observers.step_metrics import AnomalyWatch, StepMetrics, Stopwatch
 from ftkit.train.param_count import count_method, count_modules
+from ftkit.train.private_apis.torch import start_compile_workers
 from ftkit.train.world import World, with_tensor_parallel
 
 if TYPE_CHECKING:
@@ -65,6 +67,8 @@ log = logging.getLogger(__name__)
 
 def run_training(plan: RunPlan, world: World, begun: Mapping[str, float] | None = None) -> None:
     """Execute a plan in this process; `begun` has the times when earlier stages began."""
+    if world.device.type == "cuda" and compiles(plan.recipe.training, world.device):
+        start_compile_workers()
     world = with_tensor_parallel(world, plan.recipe.training.tensor_parallel)
     data = PreparedData(plan.data_directory)
     data.read_manifest()

@@ -22,6 +22,7 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     MixtralModel,
+    masking_utils,
 )
 from transformers.utils import chat_template_utils
 from waiting import PATIENCE_SECONDS
@@ -44,6 +45,7 @@ from ftkit.train.private_apis.torch import (
     scaled_mm,
     set_collectives,
     skip_step,
+    start_compile_workers,
     symmetric_memory,
     tag_compile_caches,
 )
@@ -55,6 +57,7 @@ from ftkit.train.private_apis.transformers import (
     computes_experts_one_by_one,
     grouped_mm,
     ignored_tensors,
+    mask_documents_always,
     revert_weight_conversion,
     router_classes,
 )
@@ -343,3 +346,22 @@ def test_a_chat_template_is_compiled_as_apply_chat_template_does() -> None:
     turns = [{"role": "user", "content": "é <b>"}]
     (expected,), _ = chat_template_utils.render_jinja_template([turns], chat_template=template)
     assert compile_chat_template(template).render(messages=turns) == expected
+
+
+def test_masks_of_packs_tell_documents_apart_also_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = torch.tensor([[0, 1, 2, 0, 1, 0]])
+    expected = masking_utils.find_packed_sequence_indices(several)
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", masking_utils.find_packed_sequence_indices)
+    mask_documents_always()
+    assert torch.equal(masking_utils.find_packed_sequence_indices(several), expected)
+    assert masking_utils.find_packed_sequence_indices(torch.arange(6)[None]).tolist() == [[0] * 6]
+
+
+def test_processes_that_compile_are_started_before_the_first_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.async_compile import AsyncCompile
+
+    started: list[str] = []
+    for name in ("warm_pool", "wakeup"):
+        monkeypatch.setattr(AsyncCompile, name, lambda name=name: started.append(name))
+    start_compile_workers()
+    assert started == ["warm_pool", "wakeup"]

@@ -14,7 +14,12 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from ftkit.errors import PrerequisiteError, TrainingError, one_line
 from ftkit.train.private_apis.libraries import flash_attention
-from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS, attention_backends, attention_implementation
+from ftkit.train.private_apis.transformers import (
+    CONVERTS_WEIGHTS,
+    attention_backends,
+    attention_implementation,
+    mask_documents_always,
+)
 
 if TYPE_CHECKING:
     from ftkit.config.training import TrainingPlan
@@ -307,4 +312,7 @@ def register_kernel(kernel: Kernel) -> str:
     if kernel == "flash4":
         AttentionInterface.register(_FLASH4, _flash4)
         return _FLASH4
-    return "flex_attention" if kernel == "flex" else kernel
+    if kernel == "flex":
+        mask_documents_always()
+        return "flex_attention"
+    return kernel

@@ -102,6 +102,15 @@ def cache_autograd_functions() -> AbstractContextManager[None]:
     return functorch_config.patch({name: True}) if hasattr(functorch_config, name) else nullcontext()
 
 
+def start_compile_workers() -> None:
+    """Start the processes that compile kernels, which takes seconds, before the first graph needs them."""
+    from torch._inductor.async_compile import AsyncCompile  # noqa: PLC0415 - imports Triton
+
+    AsyncCompile.warm_pool()
+    if hasattr(AsyncCompile, "wakeup"):  # not in all versions
+        AsyncCompile.wakeup()
+
+
 def tag_compile_caches(tag: str) -> None:
     """Have the compiler's caches serve only what was compiled with the same tag (torch 2.7)."""
     if TORCH >= (2, 7):

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+import torch
 import transformers
+from transformers import masking_utils
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -71,6 +72,21 @@ def attention_implementation(config: PretrainedConfig) -> str:
     """Return the attention implementation that a model uses; only setting it has a public method."""
     name: str = config._attn_implementation  # noqa: SLF001
     return name
+
+
+def mask_documents_always() -> None:
+    """Have masks of packs tell documents apart, also in a pack of a single one.
+
+    transformers looks whether there are several. For that the host waits for the GPU in each micro-batch, and a mask
+    of another structure recompiles all layers.
+    """
+    masking_utils.find_packed_sequence_indices = _find_documents
+
+
+def _find_documents(position_ids: torch.Tensor) -> torch.Tensor:
+    """Return the number of each token's document in its row, int64 [B, T]: positions that don't follow begin one."""
+    begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
+    return begins.cumsum(-1)
 
 
 def attention_backends(model_class: type[nn.Module]) -> set[str]:
