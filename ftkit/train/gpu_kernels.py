@@ -167,6 +167,37 @@ def update_adamw(
     )  # fmt: skip
 
 
+def can_update_8bit(parameter: torch.Tensor) -> bool:
+    """Return whether `update_adamw8bit` runs where a parameter is."""
+    return triton is not None and parameter.is_cuda
+
+
+def update_adamw8bit(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    average: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    square: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    num_steps: torch.Tensor,
+    *,
+    group: dict[str, Any],
+    divisor: torch.Tensor,
+    is_skipped: torch.Tensor,
+) -> None:
+    """Update a parameter as `update_adamw`, with moments of one byte, and a scale for every 256 of them.
+
+    A moment has bytes, uint8 as many as the parameter's elements; scales, fp32; and the 256 values that a byte encodes,
+    bitsandbytes' dynamic map: signed for the average. bitsandbytes looks for the nearest value among all of them, and
+    takes five times as long as reading and writing (36 of 7 ms for 1.2 billion elements on an H100).
+    """
+    beta1, beta2 = group["betas"]
+    log2_beta1, log2_beta2 = (math.log2(beta) if beta else -math.inf for beta in (beta1, beta2))
+    _update_adamw8bit_kernel[(triton.cdiv(parameter.numel(), _ELEMENTS),)](
+        parameter, gradient, *average, *square, num_steps, divisor, is_skipped,
+        group["lr"], group["weight_decay"], group["eps"], 1 - beta1, 1 - beta2, log2_beta1, log2_beta2,
+        parameter.numel(), ROWS=_ELEMENTS // 256, SCALED=256,
+    )  # fmt: skip
+
+
 def _blocks_of(matrix: torch.Tensor) -> tuple[int, ...]:
     return tuple(triton.cdiv(size, _ROWS) for size in matrix.shape)
 
@@ -256,3 +287,61 @@ def _update_adamw_kernel(
     tl.store(average + index, averages, mask=inside)
     tl.store(square + index, squares, mask=inside)
     tl.store(parameter + index, values, mask=inside)
+
+
+@_jit
+def _update_adamw8bit_kernel(
+    parameter, gradient, average, average_scale, average_code, square, square_scale, square_code,
+    num_steps, divisor, is_skipped, learning_rate, weight_decay, eps, rate1, rate2, log2_beta1, log2_beta2, numel,
+    ROWS: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    index = row[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
+    end = tl.where(tl.load(is_skipped) == 0, numel, 0)
+    inside, has_scale = index < end, row * SCALED < end
+    step = tl.load(num_steps).to(tl.float64)
+    correction1 = (1 - tl.exp2(step * log2_beta1)).to(tl.float32)
+    correction2 = tl.sqrt((1 - tl.exp2(step * log2_beta2)).to(tl.float32))
+    gradients = tl.load(gradient + index, mask=inside, other=0.0).to(tl.float32) / tl.load(divisor)
+    averages = tl.load(average_code + tl.load(average + index, mask=inside, other=0).to(tl.int32))
+    averages *= tl.load(average_scale + row, mask=has_scale, other=0.0)[:, None]
+    averages = tl.where(inside, averages + rate1 * (gradients - averages), 0.0)
+    squares = tl.load(square_code + tl.load(square + index, mask=inside, other=0).to(tl.int32))
+    squares *= tl.load(square_scale + row, mask=has_scale, other=0.0)[:, None]
+    squares = tl.where(inside, squares + rate2 * (gradients * gradients - squares), 0.0)
+    values = tl.load(parameter + index, mask=inside)
+    values -= learning_rate * weight_decay * values
+    values -= learning_rate / correction1 * averages / (tl.sqrt(squares) / correction2 + eps)
+    tl.store(parameter + index, values, mask=inside)
+    largest = tl.max(tl.abs(averages), axis=1)
+    nearest = _nearest_code(tl.abs(averages) / tl.where(largest > 0, largest, 1.0)[:, None], 1)
+    nearest = tl.where(averages < 0, 127 - tl.minimum(nearest, 127), 127 + nearest)
+    tl.store(average + index, nearest.to(tl.uint8), mask=inside)
+    tl.store(average_scale + row, largest, mask=has_scale)
+    largest = tl.max(squares, axis=1)
+    nearest = _nearest_code(squares / tl.where(largest > 0, largest, 1.0)[:, None], 2)
+    tl.store(square + index, nearest.to(tl.uint8), mask=inside)
+    tl.store(square_scale + row, largest, mask=has_scale)
+
+
+@_jit
+def _nearest_code(ratios, CELLS: tl.constexpr):
+    """Return which of the values 0 = first, then ascending, of a dynamic map is nearest to ratios from 0 to 1.
+
+    The map divides each of seven decades evenly, 1e-7 to 1e-6 into `CELLS`, and each further one into twice as many as
+    the one before; its values are 0, the centers of the cells, and 1. The center of a decade's first cell is as far
+    from the point at a fifth of that cell as the last center of the decade before.
+    """
+    decade = (ratios > 1e-6).to(tl.int32)
+    decade += (ratios > 1e-5).to(tl.int32)
+    decade += (ratios > 1e-4).to(tl.int32)
+    decade += (ratios > 1e-3).to(tl.int32)
+    decade += (ratios > 1e-2).to(tl.int32)
+    decade += (ratios > 1e-1).to(tl.int32)
+    cells = CELLS << decade
+    place = (ratios * tl.exp2((6 - decade).to(tl.float32) * 3.321928094887362) - 0.1) * (cells / 0.9)  # in cells
+    cell = tl.minimum(tl.maximum(place, 0.0).to(tl.int32), cells - 1)
+    lowest = tl.where(decade == 0, 0.25 - CELLS / 18, 0.2)  # half of the first center, from 0
+    below = place < lowest
+    above = (decade == 6) & (place >= cells - 0.25)
+    return cells - CELLS + 1 + cell - below.to(tl.int32) + above.to(tl.int32)

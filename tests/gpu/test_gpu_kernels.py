@@ -131,3 +131,34 @@ def test_a_shard_is_rounded_as_a_matrix_of_a_single_process(numel: int) -> None:
     expected = (values.bfloat16().float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
     different = (rounded.float() - expected.float()).abs() > 0
     assert int(different.sum()) <= 1e-5 * numel  # ties, if the kernel's division is off by one bit
+
+
+@pytest.mark.parametrize("numel", [256, 5000, 4096 * 1100])
+def test_updates_with_8_bit_states_match_those_of_bitsandbytes(numel: int) -> None:
+    library = pytest.importorskip("bitsandbytes").functional
+    torch.manual_seed(0)
+    group = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+    found = torch.randn(numel, device="cuda")
+    expected, num_steps, divisor = found.clone(), torch.zeros((), device="cuda"), torch.full((), 4.0, device="cuda")
+    codes = [library.create_dynamic_map(signed=signed).cuda() for signed in (True, False)]
+    zeros = torch.zeros(numel, dtype=torch.uint8, device="cuda")
+    ours, theirs = (
+        [(zeros.clone(), torch.zeros(-(-numel // 256), device="cuda"), code) for code in codes] for _ in range(2)
+    )
+    for step in range(1, 9):
+        gradient = torch.randn(numel, device="cuda")
+        for is_skipped in torch.tensor([1.0, 0.0], device="cuda"):  # a skipped update changes nothing
+            num_steps += 1 - is_skipped
+            gpu_kernels.update_adamw8bit(
+                found, 4 * gradient, *ours, num_steps, group=group, divisor=divisor, is_skipped=is_skipped
+            )
+        (average, scale1, code1), (square, scale2, code2) = theirs
+        library.optimizer_update_8bit_blockwise(
+            "adam", gradient, expected, average, square, 0.9, 0.95, 0.0, 0.0, 1e-8, step, 1e-3,
+            code1, code2, scale1, scale2,
+        )  # fmt: skip
+    # bitsandbytes never rounds a negative average to zero: these few are updated by more.
+    assert ((found - expected).abs() > 4e-5).float().mean() < 0.01
+    for (one, scale, _), (other, expected_scale, _) in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(scale, expected_scale, rtol=1e-2, atol=0)
+        assert ((one.int() - other.int()).abs() > 1).float().mean() < 0.01

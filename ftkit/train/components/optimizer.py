@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.optim.adamw import adamw
 
-from ftkit.train.gpu_kernels import can_update, update_adamw
+from ftkit.train.gpu_kernels import can_update, can_update_8bit, update_adamw, update_adamw8bit
 from ftkit.train.model.local_shard import local_tensor
 from ftkit.train.private_apis.deepspeed import zero3_partition
 from ftkit.train.private_apis.libraries import import_bitsandbytes
@@ -75,9 +75,7 @@ class FusedAdamW(torch.optim.AdamW):
     def _update(self, parameters: list[torch.Tensor], group: Group) -> None:
         updates = [self._tensors(parameter) for parameter in parameters]
         if large := [each for each in updates if can_update(each[0])]:
-            device = large[0][0].device
-            is_skipped = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
-            divisor = torch.ones((), device=device) if self.grad_scale is None else self.grad_scale
+            is_skipped, divisor = self._skips(large[0][0].device)
             add_to_all([num_steps for *_, num_steps in large], 1 - is_skipped)
             for values, gradient, average, square, num_steps in large:
                 update_adamw(
@@ -92,6 +90,12 @@ class FusedAdamW(torch.optim.AdamW):
                 parameters, gradients, averages, squares, [], num_steps_of_each,
                 beta1=beta1, beta2=beta2, grad_scale=self.grad_scale, found_inf=self.found_inf, **constants,
             )  # fmt: skip
+
+    def _skips(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return whether the step is skipped, and by what gradients are divided: fp32 scalars."""
+        is_skipped = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
+        divisor = torch.ones((), device=device) if self.grad_scale is None else self.grad_scale
+        return is_skipped, divisor
 
     def _tensors(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         """Return this rank's shards of a parameter, of its gradient and of its moments, and its number of steps."""
@@ -158,7 +162,8 @@ _BYTES, _ABSMAX = "_8bit", "_absmax"
 class AdamW8bit(FusedAdamW):
     """AdamW with 8-bit states: one byte each, and a scale for every 256 of them (Dettmers et al. 2021).
 
-    One kernel of bitsandbytes per parameter updates a rank's shard in place; its own optimizers know no shards.
+    One kernel per parameter updates a rank's shard in place: ours, or bitsandbytes' on CPUs. bitsandbytes' optimizers
+    know no shards.
 
     Each rank's flattened shard has its own blocks. `state_dict` has the bytes, and the scales of runs of each row, the
     same for any sharding: training continues bit for bit if the block boundaries stay, as they do with the same
@@ -170,32 +175,43 @@ class AdamW8bit(FusedAdamW):
         super().__init__(params, lr, betas)
         self._library = import_bitsandbytes("optimizer 'adamw8bit'")
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override] # no closure is ever given
-        if self.found_inf is None or not self.found_inf:  # host sync: bitsandbytes' kernel always updates
-            super().step(closure)
-
     def _update(self, parameters: list[torch.Tensor], group: Group) -> None:
         super()._update([parameter for parameter in parameters if not _is_large(parameter)], group)
-        average, square = _MOMENTS
-        beta1, beta2 = group["betas"]
-        for parameter in filter(_is_large, parameters):
+        large = list(filter(_is_large, parameters))
+        if not large:
+            return
+        is_skipped, divisor = self._skips(local_tensor(large[0]).device)
+        states = [self._state_of(parameter) for parameter in large]
+        add_to_all([state["step"] for state in states], 1 - is_skipped)
+        for parameter, state in zip(large, states, strict=True):
             values, gradient = local_tensor(parameter), local_tensor(cast("torch.Tensor", parameter.grad))
-            state, device = self.state[parameter], values.device
-            if not state:
-                state["step"] = torch.zeros(())
-                for name in _MOMENTS:
-                    state[name + _BYTES] = torch.zeros_like(values, dtype=torch.uint8)
-                    state[name + _ABSMAX] = values.new_zeros(-(-values.numel() // BLOCK_SIZE))
-            state["step"] += 1
             if not values.numel():  # of a parameter with few rows, a rank's shard may be empty
                 continue
-            if self.grad_scale is not None:
-                gradient.div_(self.grad_scale)
-            self._library.optimizer_update_8bit_blockwise(
-                "adam", gradient, values, state[average + _BYTES], state[square + _BYTES], beta1, beta2, 0.0, 0.0,
-                group["eps"], int(state["step"]), group["lr"], _code(average, device), _code(square, device),
-                state[average + _ABSMAX], state[square + _ABSMAX], weight_decay=group["weight_decay"],
-            )  # fmt: skip
+            average, square = (
+                (state[name + _BYTES], state[name + _ABSMAX], _code(name, values.device)) for name in _MOMENTS
+            )
+            if can_update_8bit(values):
+                update_adamw8bit(
+                    values, gradient.contiguous(), average, square, state["step"],
+                    group=group, divisor=divisor, is_skipped=is_skipped,
+                )  # fmt: skip
+            elif not is_skipped:  # host sync, if a GPU has no Triton
+                self._library.optimizer_update_8bit_blockwise(
+                    "adam", gradient.div_(divisor), values, average[0], square[0], *group["betas"], 0.0, 0.0,
+                    group["eps"], int(state["step"]), group["lr"], average[2], square[2], average[1], square[1],
+                    weight_decay=group["weight_decay"],
+                )  # fmt: skip
+
+    def _state_of(self, parameter: torch.Tensor) -> States:
+        """Return the states of this rank's shard of a parameter, which are zero in the first step."""
+        state: States = self.state[parameter]
+        values = local_tensor(parameter)
+        if not state:
+            state["step"] = torch.zeros((), device=values.device)
+            for name in _MOMENTS:
+                state[name + _BYTES] = torch.zeros_like(values, dtype=torch.uint8)
+                state[name + _ABSMAX] = values.new_zeros(-(-values.numel() // BLOCK_SIZE))
+        return state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states as shards, the bytes without a copy; scales are as many per row as it has runs."""
@@ -249,7 +265,6 @@ def _from_shards(given: States, parameter: torch.Tensor) -> States:
     if not _is_large(parameter):
         return {key: value.to(device) for key, value in given.items()}
     state = {key: local_tensor(value).to(device) for key, value in given.items()}
-    state["step"] = given["step"].cpu().clone()
     for name in _MOMENTS:
         runs, per_block = state[name + _ABSMAX].flatten(), BLOCK_SIZE // run
         scales = functional.pad(runs, (0, -len(runs) % per_block)).view(-1, per_block).amax(dim=1)
