@@ -42,6 +42,9 @@ class Activations:
         size: float = layer_bytes(shape, width, compiled=self._compiled, adapters=adapters)
         if self._recomputes_inputs and self._has_fused_feed_forward:
             size -= width * _count_numbers(self._savings.recomputed_inputs, shape)
+        if adapters is not None and adapters.use_dora:  # the output of each adapted matrix, which its magnitudes scale
+            adapted = (each for each in self._counts.linears if each.name in adapters.targets)
+            size += width * sum(each.count * each.outputs for each in adapted) / shape.num_hidden_layers
         if training.context_parallel > 1:  # attention's output, before its heads are exchanged for tokens
             size += width * shape.num_attention_heads * shape.head_dim
         # All-gathered tokens of the other GPUs: inputs of attention and feed-forward layer, and an output to be summed.
