@@ -14,7 +14,7 @@ from ftkit.evaluate.scoring import MeasureSettings, Ranks, evaluation_set, joine
 from ftkit.evaluate.source import TrainedStep
 from ftkit.files import parse_json
 from ftkit.planning.plan import RunPlan, read_plan
-from ftkit.runs.history import read_history
+from ftkit.runs.history import read_summary
 from ftkit.runs.metrics_file import append_record, read_job_evaluations, read_records
 from ftkit.runs.records import EvaluationRecord
 from ftkit.train.components.recorder import open_trackers
@@ -80,7 +80,7 @@ def _load(source: TrainedStep, ranks: Ranks, report: Callable[[str], None]) -> L
 def _send_late(layout: RunLayout, plan: RunPlan) -> None:
     """Send the trackers the evaluations that the trainer did not copy before it ended."""
     late = read_job_evaluations(layout.metrics, layout.evaluations)
-    history = read_history(layout, skips_steps=True)
+    history = read_summary(layout)
     start, end = history.start, history.end
     if late and start is not None:
         # Like a run that is resumed after the last step, so that trackers keep earlier records.

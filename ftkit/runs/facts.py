@@ -1,4 +1,4 @@
-"""The facts of a run that its status and its report show, read from its folder."""
+"""The facts of a run that its status and its report show, besides its records, read from its folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from ftkit.planning.plan import PlanError, RunPlan, Script, ScriptPlan, read_job_plan
 from ftkit.runs.gpu_samples import GpuSummary, NodeSample, read_samples, summarize_samples
-from ftkit.runs.history import History, read_history
 from ftkit.runs.manifest import explain_missing_digests
 from ftkit.runs.repeat import Verdict, judge
 from ftkit.runs.stragglers import Straggler, find_stragglers, read_timings
@@ -22,7 +21,6 @@ class RunFacts:
 
     plan: RunPlan | ScriptPlan | None  # None if it can't be read: usually, another version of ftkit wrote it
     plan_problem: str
-    history: History
     stragglers: list[Straggler]
     doubts: list[str]  # why the run can't be repeated exactly
     verdict: Verdict | None  # None if it repeats no run
@@ -40,8 +38,7 @@ class RunFacts:
         return self.plan.script if isinstance(self.plan, ScriptPlan) else None
 
 
-def read_facts(layout: RunLayout, *, skips_steps: bool = False) -> RunFacts:
-    """Read the facts of a run; `skips_steps` as in `read_history`."""
+def read_facts(layout: RunLayout) -> RunFacts:
     plan, problem = None, ""
     try:
         plan = read_job_plan(layout)
@@ -51,7 +48,6 @@ def read_facts(layout: RunLayout, *, skips_steps: bool = False) -> RunFacts:
     return RunFacts(
         plan=plan,
         plan_problem=problem,
-        history=read_history(layout, skips_steps=skips_steps),
         stragglers=find_stragglers(read_timings(layout)),
         doubts=explain_missing_digests(layout),
         verdict=judge(layout),

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
@@ -59,17 +59,13 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class History:
-    """The records of a run, in the order of time; None for those that don't exist yet. A repeated step occurs once.
-
-    `training_seconds` are those between the first and the last record of each start's training.
-    """
+class RunSummary:
+    """What the records of a run say apart from its steps between the first and the last; None for what is not there."""
 
     starts: tuple[StartRecord, ...] = ()
     restarts: tuple[Restart, ...] = ()
-    steps: dict[int, StepRecord] = field(default_factory=dict)
-    steady: tuple[StepRecord, ...] = ()  # for the throughput: not the first of each start, which compiles and allocates
-    speeds: tuple[float, ...] = ()  # tokens per second of one process in these
+    first_step: StepRecord | None = None
+    last_step: StepRecord | None = None
     memory: tuple[MemoryRecord, ...] = ()  # the one with the highest peak of each stage
     checks: VerificationRecord | None = None
     start_up: FirstStepRecord | None = None  # of the last start
@@ -80,22 +76,11 @@ class History:
     end: EndRecord | None = None
     sharding: ShardingRecord | None = None  # of a script's model
     script_step: ScriptStepRecord | None = None
-    records: tuple[Record, ...] = ()  # all, in the order of the file, without evaluations by separate jobs
-    start_times: tuple[float, ...] = ()  # of the processes of each start, according to the manifest
-    training_seconds: float | None = None
     problem: str = ""  # which records can't be read, and why
 
     @property
     def start(self) -> StartRecord | None:
         return self.starts[-1] if self.starts else None
-
-    @property
-    def first_step(self) -> StepRecord | None:
-        return next(iter(self.steps.values()), None)
-
-    @property
-    def last_step(self) -> StepRecord | None:
-        return next(reversed(self.steps.values()), None)
 
     @property
     def before(self) -> EvaluationRecord | None:
@@ -109,6 +94,37 @@ class History:
     def last_evaluation(self) -> EvaluationRecord | None:
         """The evaluation after training, or of the highest step so far."""
         return max(self.evaluations, key=lambda each: (each.when == "after", each.step), default=None)
+
+    @property
+    def peak_gib(self) -> float | None:
+        """The peak of a device's memory, the largest over ranks and stages."""
+        return max((each.largest_peak_gib for each in self.memory), default=None)
+
+    def seconds_left(self, log_every_steps: int) -> float | None:
+        """Return the remaining time at the speed of the last steps, without checkpoints and evaluations.
+
+        None if unknown: the first record of a start says little, because it includes compiling.
+        """
+        last, begun_at = self.last_step, self.start.resumed_from if self.start else 0
+        first = (begun_at // log_every_steps + 1) * log_every_steps if begun_at else 1
+        if last is None or self.end or begun_at < last.step <= first:
+            return None
+        return (last.num_steps - last.step) * last.step_seconds
+
+
+@dataclass(frozen=True)
+class History(RunSummary):
+    """The records of a run, in the order of time. A repeated step occurs once.
+
+    `training_seconds` are those between the first and the last record of each start's training.
+    """
+
+    steps: dict[int, StepRecord] = field(default_factory=dict)
+    steady: tuple[StepRecord, ...] = ()  # for the throughput: not the first of each start, which compiles and allocates
+    speeds: tuple[float, ...] = ()  # tokens per second of one process in these
+    records: tuple[Record, ...] = ()  # all, in the order of the file, without evaluations by separate jobs
+    start_times: tuple[float, ...] = ()  # of the processes of each start, according to the manifest
+    training_seconds: float | None = None
 
     @property
     def speed(self) -> float | None:
@@ -125,11 +141,6 @@ class History:
     def mfu(self) -> float | None:
         found = [each.mfu for each in self.steady if each.mfu is not None]
         return median(found) if found else None
-
-    @property
-    def peak_gib(self) -> float | None:
-        """The peak of a device's memory, the largest over ranks and stages."""
-        return max((each.largest_peak_gib for each in self.memory), default=None)
 
     @cached_property
     def _timeline(self) -> Timeline:
@@ -180,28 +191,28 @@ class History:
             found.update(parts)
         return dict(found)
 
-    def seconds_left(self, log_every_steps: int) -> float | None:
-        """Return the remaining time at the speed of the last steps, without checkpoints and evaluations.
 
-        None if unknown: the first record of a start says little, because it includes compiling.
-        """
-        last, begun_at = self.last_step, self.start.resumed_from if self.start else 0
-        first = (begun_at // log_every_steps + 1) * log_every_steps if begun_at else 1
-        if last is None or self.end or begun_at < last.step <= first:
-            return None
-        return (last.num_steps - last.step) * last.step_seconds
-
-
-def read_history(layout: RunLayout, *, skips_steps: bool = False) -> History:
+def read_history(layout: RunLayout) -> History:
     """Read the history of a run from its folder, with the paths that its files have now: it may have been moved.
 
-    Missing or damaged records are skipped. With `skips_steps`, only the first step of each start and the last step are
-    read: a sixth of the time on a long run, but throughput, spans, and training time are then wrong.
+    Missing or damaged records are skipped.
     """
     found: list[Record] = []
-    problem = find_damage(layout.metrics, records=found, skips_steps=skips_steps)
-    if skips_steps and (last_step := read_last_step(layout.metrics)) and last_step not in found:
+    problem = find_damage(layout.metrics, records=found)
+    return _history_of(layout, found, problem)
+
+
+def read_summary(layout: RunLayout) -> RunSummary:
+    """Read a run's history without the steps between the first of each start and the last: six times as fast."""
+    found: list[Record] = []
+    problem = find_damage(layout.metrics, records=found, skips_steps=True)
+    if (last_step := read_last_step(layout.metrics)) and last_step not in found:
         found.append(last_step)
+    history = _history_of(layout, found, problem)
+    return RunSummary(**{each.name: getattr(history, each.name) for each in fields(RunSummary)})
+
+
+def _history_of(layout: RunLayout, found: list[Record], problem: str) -> History:
     records = tuple(each for each in found if not (isinstance(each, EvaluationRecord) and each.when == "job"))
     manifest_starts = _read_manifest_starts(layout)
     steps: dict[int, StepRecord] = {}
@@ -239,6 +250,8 @@ def read_history(layout: RunLayout, *, skips_steps: bool = False) -> History:
     return History(
         starts=starts,
         restarts=_restarts(manifest_starts, starts),
+        first_step=steps[min(steps)] if steps else None,
+        last_step=steps[max(steps)] if steps else None,
         steps=dict(sorted(steps.items())),
         steady=tuple(record for record, _ in steady),
         speeds=tuple(speed for _, speed in steady),

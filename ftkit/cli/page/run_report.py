@@ -18,6 +18,7 @@ from ftkit.planning.plan import RunPlan, ScriptPlan, read_plan_to_use
 from ftkit.planning.training_setup import GPUS
 from ftkit.runs.facts import read_facts
 from ftkit.runs.gpu_samples import GpuSummary, NodeSample, gpu_curve
+from ftkit.runs.history import read_history
 from ftkit.runs.spans import merge_spans
 
 if TYPE_CHECKING:
@@ -45,8 +46,7 @@ _Tile = tuple[str, str, str]
 
 def read_report(layout: RunLayout, state: str) -> dict[str, object]:
     """Collect the content of a run's page, by names in its template; `state` is the run's state in a word."""
-    facts = read_facts(layout)
-    history = facts.history
+    facts, history = read_facts(layout), read_history(layout)
     manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
     job, plan = facts.plan, facts.trainer
     tiles = [*_tiles(plan, history), *(_gpu_tiles(facts.gpus, history) if facts.gpus else [])]

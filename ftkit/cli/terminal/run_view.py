@@ -17,7 +17,7 @@ from ftkit.runs.checkpoints import list_checkpoints
 from ftkit.runs.ends import excluded_nodes, log_tail
 from ftkit.runs.facts import RunFacts, read_facts
 from ftkit.runs.failure import Failure, explain_failure, original_command
-from ftkit.runs.history import History, Silence, measure_silence, read_history
+from ftkit.runs.history import RunSummary, Silence, measure_silence, read_summary
 from ftkit.runs.job import FAILURES, Job, RunState, SubmittedRun
 from ftkit.runs.listing import RunEntry, read_entry
 from ftkit.runs.sync import read_status
@@ -58,6 +58,7 @@ class RunStatus:
 
     entry: RunEntry
     facts: RunFacts
+    summary: RunSummary
     seen: Job
     failure: Failure | None
     silence: Silence | None
@@ -74,17 +75,18 @@ class RunStatus:
         trainer = self.facts.trainer
         if self.seen.state is not RunState.RUNNING or trainer is None:
             return None
-        return self.facts.history.seconds_left(trainer.recipe.training.log_every_steps)
+        return self.summary.seconds_left(trainer.recipe.training.log_every_steps)
 
 
 def read_run_status(folder: RunFolder) -> RunStatus:
     """Read the files of a run, and query its scheduler."""
-    layout, entry, facts = folder.layout, read_entry(folder), read_facts(folder.layout, skips_steps=True)
+    layout, entry, facts = folder.layout, read_entry(folder), read_facts(folder.layout)
     seen = observe_all([entry.run] if entry.run else []).state_of(entry)
     interval = facts.trainer.recipe.training.log_every_steps if facts.trainer else 1
     return RunStatus(
         entry=entry,
         facts=facts,
+        summary=read_summary(layout),
         seen=seen,
         failure=explain_failure(entry.run, seen) if entry.run else None,
         silence=None if layout.is_script else measure_silence(layout, seen, interval, time.time()),
@@ -93,21 +95,21 @@ def read_run_status(folder: RunFolder) -> RunStatus:
 
 def show_run_status(status: RunStatus, terminal: Terminal) -> None:
     """Print a run: its state, progress and results, the error that ended it, and what to do next."""
-    folder, layout, history = status.entry.folder, status.entry.folder.layout, status.facts.history
+    folder, layout, summary = status.entry.folder, status.entry.folder.layout, status.summary
     facts: Facts = [
         ("run", Styled(folder.id, "bold")),
         ("state", state_cell(status.seen)),
         *_job_facts(status),
-        *([("metrics", Styled(history.problem, "yellow"))] if history.problem else []),
-        *_result_facts(history),
+        *([("metrics", Styled(summary.problem, "yellow"))] if summary.problem else []),
+        *_result_facts(summary),
         *_progress_facts(status),
         *([("GPUs", _gpu_text(status.facts.gpus))] if status.facts.gpus else []),
         *((f"excluded {host}", Styled(why, "yellow")) for host, why in excluded_nodes(layout).items()),
         *_place_facts(status),
     ]
     terminal.facts(facts, is_data=True)
-    if history.after:
-        _show_samples(history.after, terminal, is_data=True)
+    if summary.after:
+        _show_samples(summary.after, terminal, is_data=True)
     following = [
         text for text in next_commands(layout, status.seen, status.failure) if text != f"ftkit status {folder.id}"
     ]
@@ -124,7 +126,7 @@ def show_end(run: SubmittedRun, seen: Job, terminal: Terminal) -> None:
         if failure:
             _show_failure(failure, run.layout, terminal, is_data=False)
         raise failed(run, seen, failure)
-    summary = read_history(run.layout, skips_steps=True)
+    summary = read_summary(run.layout)
     results = dict(_result_facts(summary))
     if "time" in results and "progress" in results:
         results["progress"] = f"{results['progress']}, {results.pop('time')}"
@@ -186,7 +188,7 @@ def _job_facts(status: RunStatus) -> Facts:
     return facts
 
 
-def _result_facts(summary: History) -> Facts:
+def _result_facts(summary: RunSummary) -> Facts:
     facts: Facts = []
     end, sharding = summary.end, summary.sharding
     if summary.script_step:
@@ -227,7 +229,7 @@ def _step_facts(first: StepRecord, last: StepRecord) -> Facts:
     return facts
 
 
-def _saved_facts(summary: History) -> Facts:
+def _saved_facts(summary: RunSummary) -> Facts:
     facts: Facts = []
     if summary.end and summary.end.best_step is not None:
         facts.append(("best", f"step {summary.end.best_step}"))
@@ -249,7 +251,7 @@ def _progress_facts(status: RunStatus) -> Facts:
     if silence and silence.is_stalled:
         alive = "its trainer is alive" if silence.is_alive else "its trainer does not respond"
         facts.append(("stalled", Styled(f"no record for {duration(silence.seconds)}, and {alive}", "red")))
-    restarts = status.facts.history.restarts
+    restarts = status.summary.restarts
     lines = [
         f"{age(time.time() - each.time)} ago"
         + ("" if each.step is None else f", from step {each.step}")
@@ -260,7 +262,7 @@ def _progress_facts(status: RunStatus) -> Facts:
     if lines:
         facts.append(("restarts", "\n".join([f"{len(restarts)}, newest last", *lines])))
     for kind, title, what in (("nonfinite", "skipped", ", not finite"), ("spike", "spikes", "")):
-        steps = [str(each.step) for each in status.facts.history.anomalies if each.kind == kind]
+        steps = [str(each.step) for each in status.summary.anomalies if each.kind == kind]
         if steps:
             newest = ", ".join(steps[-_NUM_ANOMALIES_SHOWN:])
             facts.append((title, f"{plural(len(steps), 'step')}{what}, newest last: {newest}"))
@@ -373,7 +375,7 @@ def next_commands(layout: RunLayout, seen: Job, failure: Failure | None) -> list
 
 def run_status_as_json(status: RunStatus) -> dict[str, object]:
     """Return the values of `ftkit status --json`."""
-    folder, facts, summary, failure = status.entry.folder, status.facts, status.facts.history, status.failure
+    folder, facts, summary, failure = status.entry.folder, status.facts, status.summary, status.failure
     layout, plan, script, trainer = folder.layout, facts.plan, facts.script, facts.trainer
     submission, copy = status.entry.run.submission if status.entry.run else None, read_status(layout)
     return {

@@ -14,7 +14,7 @@ from ftkit.cli.page.run_report import read_report
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import plan_to_json, read_plan
 from ftkit.runs.compare import read_run
-from ftkit.runs.history import History, read_history
+from ftkit.runs.history import History, read_history, read_summary
 from ftkit.runs.metrics_file import find_damage
 from ftkit.runs.records import (
     CheckpointRecord,
@@ -152,12 +152,11 @@ def test_without_the_steps_between_the_first_and_the_last_the_rest_is_the_same(
                  [records.step(each, time=each * 30.0) for each in range(21, 25)], [evaluation(900.0)],
                  [start(1000.0, 0)], [records.step(1, time=1100.0), records.step(2, time=1200.0)]):  # fmt: skip
         records.write(run, *more)
-        full, brief = read_history(run.layout), read_history(run.layout, skips_steps=True)
+        full, brief = read_history(run.layout), read_summary(run.layout)
         assert [getattr(full, kind) for kind in kinds] == [getattr(brief, kind) for kind in kinds]
-        assert len(brief.steps) <= 3
     with run.layout.metrics.open("a") as file:
         file.write('{"event": "step", "ti\n')
-    assert read_history(run.layout, skips_steps=True).problem == find_damage(run.layout.metrics) != ""
+    assert read_summary(run.layout).problem == find_damage(run.layout.metrics) != ""
 
 
 kinds = st.sampled_from(["stage", "start", "step", "evaluation", "checkpoint", "end"])
