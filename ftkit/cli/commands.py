@@ -60,7 +60,7 @@ class LazyGroup(ExamplesCommand, click.Group):
 
     Attributes:
         default: the command that runs if the words name none.
-        renamed: former names of commands, and what to type now.
+        renamed: names that commands had, or have in other tools, and what to type.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class LazyGroup(ExamplesCommand, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; for a former name, say what to type now; suggest the closest one for an unknown name."""
+        """Find the command; for a known other name, say what to type; suggest the closest one for an unknown name."""
         name = args[0]
         if name not in self._by_name and not name.startswith("-") and not ctx.resilient_parsing:
             if name in self.renamed:
-                raise click.UsageError(f"'{name}' is now 'ftkit {self.renamed[name]}'", ctx)
+                raise click.UsageError(f"No such command '{name}': use 'ftkit {self.renamed[name]}'.", ctx)
             close = difflib.get_close_matches(name, self._by_name, n=1, cutoff=0.5)
             hint = f" Did you mean '{close[0]}'?" if close else ""
             raise click.UsageError(f"No such command '{name}'.{hint}", ctx)

@@ -84,7 +84,18 @@ RENAMED = {
     "sync": "runs sync",
     "top": "runs top",
     "verify-export": "verify",
+    **dict.fromkeys(("finetune", "launch", "sft", "sweep", "train", "tune"), "run"),
+    **dict.fromkeys(("list", "ls", "ps"), "runs list"),
+    **dict.fromkeys(("delete", "remove"), "rm"),
+    **dict.fromkeys(("info", "show"), "status"),
+    **dict.fromkeys(("kill", "stop"), "cancel"),
+    **dict.fromkeys(("prepare", "preprocess", "stage"), "data prepare"),
+    "evaluate": "eval",
+    "inference": "generate",
+    "merge": "export --merge",
+    "validate": "plan",
 }
+"""Former names of commands, and names in other tools, with what to type."""
 VARIABLES = {
     "FTKIT_CLUSTER": "Cluster profile, like --cluster.",
     "FTKIT_IMAGE": "Training image, like --image.",
@@ -163,10 +174,21 @@ def main(args: Sequence[str] | None = None) -> int:
     return code
 
 
+def _write_key_for(option: str) -> None:
+    """Say which key of a recipe an unknown option would be, if another tool has such an option."""
+    from ftkit.config.problems import key_here
+    from ftkit.config.recipe import RecipeSpec
+
+    if here := key_here(option.lstrip("-").replace("-", "_"), RecipeSpec):
+        _write(f"keys of a recipe are given as KEY=VALUE, without dashes: here it is {here}", indent="  ")
+
+
 def _report(error: Exception, words: list[str]) -> int:
     """Print an error and return its exit code; with FTKIT_DEBUG, raise it."""
     if isinstance(error, click.UsageError) and error.ctx and not isinstance(error, NoArgsIsHelpError):
         _write(f"error: {error.format_message()}")
+        if isinstance(error, click.NoSuchOption) and any(each.name == "words" for each in error.ctx.command.params):
+            _write_key_for(error.option_name)
         _write(error.ctx.get_usage().replace("Usage:", "usage:", 1), indent="  ")
         _write(f"see '{error.ctx.command_path} --help'", indent="  ")
         return error.exit_code

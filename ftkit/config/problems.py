@@ -44,15 +44,24 @@ _SENTENCES: Final = {
 }
 """Messages for pydantic's error types in the terms of YAML, with fixes."""
 _KEYS_OF_OTHER_TOOLS: Final = {
+    "data.chat_template": "template",
     "data.packing": "sample_packing",
-    "data.source": "dataset datasets",
+    "data.source": "dataset dataset_name dataset_path datasets train_file",
+    "data.source: {kind: files, train: FILE, num_train: N}": "max_samples max_train_samples",
     "data.train_on: all": "train_on_inputs",
     "data.validation": "val_set_size",
     "evaluation.every_steps": "eval_steps",
-    "model": "base_model model_name_or_path",
-    "training.activation_checkpointing": "gradient_checkpointing",
+    "model": "base_model model_id model_name model_name_or_path",
+    "name": "experiment_id run_name",
+    "the workspace, in ftkit.yaml or --workspace: each run gets a folder in it": "output_dir",
+    "tracking": "report_to use_wandb wandb_project",
+    "training.activation_checkpointing": "gradient_checkpointing use_gradient_checkpointing",
+    "training.attention": "attn_implementation flash_attention flash_attn",
+    "training.base_precision: fp8, or training.method: qlora for 4 bits": "load_in_8bit",
+    "training.betas": "adam_beta1 adam_beta2",
     "training.checkpoint_every_steps": "save_steps",
-    "training.global_batch_size": "batch_size",
+    "training.engine, which ftkit chooses and configures": "deepspeed ds_config fsdp fsdp_config",
+    "training.global_batch_size, in packs of training.sequence_length tokens": "batch_size",
     "training.global_batch_size, from which accumulation follows": "gradient_accumulation_steps",
     "training.keep_checkpoints": "save_total_limit",
     "training.learning_rate": "lr",
@@ -61,14 +70,17 @@ _KEYS_OF_OTHER_TOOLS: Final = {
     "training.lora.dropout": "lora_dropout",
     "training.lora.rank": "lora_r lora_rank r",
     "training.lora.targets": "lora_target lora_target_modules target_modules",
+    "training.method": "adapter finetuning_type peft_method use_peft",
     "training.method: qlora": "load_in_4bit",
-    "training.micro_batch_size": "per_device_train_batch_size",
+    "training.micro_batch_size, in packs per process": "per_device_train_batch_size",
     "training.num_epochs": "epochs num_train_epochs",
+    "training.optimizer": "optim",
+    "training.precision: bf16, the default on GPUs": "bf16 fp16",
     "training.schedule": "lr_scheduler lr_scheduler_type",
-    "training.sequence_length": "cutoff_len max_length max_seq_length sequence_len",
-    "training.warmup_ratio, a fraction of all steps": "warmup_steps",
+    "training.sequence_length": "cutoff_len max_length max_seq_length model_max_length sequence_len",
+    "training.warmup_ratio, a fraction of all steps": "num_warmup_steps warmup_steps",
 }
-"""Keys here, each with its equivalents in Axolotl, LLaMA-Factory and TRL."""
+"""Keys here, with units where they differ, each with its equivalents in Axolotl, LLaMA-Factory, TRL and torchtune."""
 _NO_REMOTE_CODE: Final = (
     "ftkit never runs code that comes with a model: choose one whose model_type is in transformers itself."
 )
@@ -97,7 +109,10 @@ def _problem(  # noqa: C901 - one case for each form of message
     kind, given, context = detail["type"], detail["input"], detail.get("ctx", {})
     match kind:
         case "extra_forbidden":
-            message, fix = "unknown key.", _fix_for_unknown_key(path[-1], list(owner.model_fields) if owner else [])
+            message, fix = (
+                "unknown key.",
+                _fix_for_unknown_key(path[-1], list(owner.model_fields) if owner else [], model),
+            )
         case "missing" if isinstance(detail["loc"][-1], int):
             key, message = key.rpartition("[")[0], f"has too few values, got {_shown(given)}."
         case "missing":
@@ -156,16 +171,29 @@ def _description(owner: type[BaseModel] | None, path: KeyPath) -> str:
     return text[: (text.find(". ") if end < 0 else end) + 1] or text
 
 
-def _fix_for_unknown_key(word: str, known: list[str]) -> str:
+def _fix_for_unknown_key(word: str, known: list[str], model: type[BaseModel]) -> str:
     if word == "trust_remote_code":
         return _NO_REMOTE_CODE
     name, colon, value = word.partition(":")
     if colon and value and name in known:
         return f"Put a space after the colon: '{name}: {value}'."
-    here = next((key for key, words in _KEYS_OF_OTHER_TOOLS.items() if word in words.split()), None)
-    if here:
+    if here := key_here(word, model):
         return f"Here it is {here}."
     return _suggestion(word, known) or (f"Known here: {', '.join(sorted(known))}." if known else "")
+
+
+def key_here(word: str, model: type[BaseModel]) -> str:
+    """Return the key of a spec that another tool calls `word`, or that is `word` in another section; or nothing."""
+    here = next((key for key, words in _KEYS_OF_OTHER_TOOLS.items() if word in words.split()), "")
+    return here or " or ".join(_paths_to(word, model))
+
+
+def _paths_to(word: str, model: type[BaseModel], prefix: str = "") -> list[str]:
+    found = [f"{prefix}{word}"] if prefix and word in model.model_fields else []
+    for name, field in model.model_fields.items():
+        if len(sections := _models(field.annotation)) == 1:
+            found += _paths_to(word, sections[0], f"{prefix}{name}.")
+    return found
 
 
 def _origin_of_check(layers: Layers, path: KeyPath, given: dict[str, object], message: str) -> str:

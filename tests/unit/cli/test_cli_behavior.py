@@ -219,11 +219,31 @@ def test_a_forwarded_command_takes_the_options_about_output_along(
 
 
 @pytest.mark.parametrize(("former", "now"), RENAMED.items())
-def test_a_former_name_answers_with_the_command_to_type(ftkit: Callable[..., Result], former: str, now: str) -> None:
+def test_a_former_name_or_that_of_another_tool_answers_with_the_command_to_type(
+    ftkit: Callable[..., Result], former: str, now: str
+) -> None:
     result = ftkit(former)
     assert (result.code, result.out) == (2, "")
     assert f"'ftkit {now}'" in result.err
     assert ftkit(*now.split(), "--help").code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("plan", "demo", "--learning_rate", "1e-4"), "training.learning_rate"),
+        (("run", "demo", "--lora-r", "8"), "training.lora.rank"),
+        (("plan", "demo", "--nonsense"), None),
+        (("runs", "list", "--learning_rate", "1e-4"), None),
+    ],
+)
+def test_an_option_of_another_tool_is_answered_with_the_key_of_a_recipe(
+    ftkit: Callable[..., Result], words: tuple[str, ...], key: str | None
+) -> None:
+    result = ftkit(*words)
+    assert result.code == 2
+    assert ("=VALUE" in result.err.partition("usage:")[0]) == (key is not None)
+    assert key is None or key in result.err
 
 
 def test_an_unknown_command_is_a_usage_error_with_a_suggestion(ftkit: Callable[..., Result]) -> None:
