@@ -36,7 +36,7 @@ from ftkit.planning.plan import (
 )
 from ftkit.planning.step_time import PADDING, predict_step_time
 from ftkit.planning.suggestions import suggest_changes, suggest_faster
-from ftkit.planning.training_checks import RunInputs, why_undivided
+from ftkit.planning.training_checks import RunInputs, notes_on_settings, why_undivided
 from ftkit.planning.training_setup import GPUS, Setup
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ def plan_run(
             *_notes_on_fit(run, predicted),
             *_notes_on_kernels(setup, trained_in, padding),
             *_notes_on_data(run),
+            *notes_on_settings(run),
             *_notes_on_model(run),
         ),
         execution=execution,

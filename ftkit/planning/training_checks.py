@@ -22,6 +22,7 @@ from ftkit.planning.training_setup import GPUS
 if TYPE_CHECKING:
     from ftkit.config.training import TrainingSpec
 
+MANY_EPOCHS = 30
 problem = partial(Problem, "")
 """A problem with a key of the recipe; `find_problems` adds the key's file and line."""
 
@@ -44,6 +45,21 @@ class RunInputs:
     @property
     def training(self) -> TrainingSpec:
         return self.recipe.training
+
+
+def notes_on_settings(run: RunInputs) -> Iterator[str]:
+    """Yield settings far from usual ones: often a slip of a digit, or of a sign."""
+    training, adapters, width = run.training, run.training.adapters, run.shape.hidden_size
+    if adapters is not None and adapters.rank > width:
+        yield f"training.lora.rank={adapters.rank:,} is more than the model's width, {width:,}: usual are 8 to 128"
+    if run.recipe.model.weights == "random":
+        return  # how fast new weights learn depends on their size
+    highest, usual = (3e-4, "1e-6 to 1e-4") if adapters is None else (3e-3, "5e-5 to 5e-4")
+    if training.learning_rate > highest:
+        how = "full fine-tuning" if adapters is None else "adapters"
+        yield f"training.learning_rate={training.learning_rate:g} is high: usual for {how} are {usual}"
+    if training.num_epochs is not None and training.num_epochs > MANY_EPOCHS:
+        yield f"training.num_epochs={training.num_epochs:,} is high: usual are 1 to 5; a pretrained model overfits"
 
 
 def check_training(run: RunInputs) -> Iterator[Problem]:

@@ -211,6 +211,23 @@ def notes_on(*overrides: str, cluster: str = "a3-megagpu-8g", image: str = "olmo
     return list(plan_run(spec, site, defined, replace(request, model=model), ftkit_version="1").notes)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (("training.learning_rate=1e-2",), ["training.learning_rate"]),
+        (("training.learning_rate=1e-3", "training.method=lora"), []),
+        (("training.learning_rate=5", "training.method=lora"), ["training.learning_rate"]),
+        (("training.method=lora", "training.lora={rank: 9000}"), ["training.lora.rank"]),
+        (("training.num_epochs=1000", "training.max_steps=null"), ["training.num_epochs"]),
+        (("training.num_epochs=3", "training.max_steps=null"), []),
+        (("training.learning_rate=1e-2", "model.weights=random", "model.tokenizer.source=org/tokens"), []),
+    ],
+)
+def test_settings_far_from_usual_ones_are_noted(overrides: tuple[str, ...], keys: list[str]) -> None:
+    noted = [note.split("=")[0] for note in notes_on(*overrides) if " usual " in note and "=" in note.split()[0]]
+    assert noted == keys
+
+
 def test_dividing_packs_is_suggested_and_the_plan_with_it_fits() -> None:
     (override,) = [note.split()[3] for note in notes_on() if "context_parallel=" in note]
     assert not any("out-of-memory" in note for note in notes_on(override))
