@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from ftkit.data.inspection import DataInspector, DataStats, Sample
 
 _BAR = 30
+_SHOWN_PLACES = 3
+_VALUES = re.compile(r"'[^']*'|\d[\d,.]*")
+"""What differs between the reasons of two rows with the same problem: quoted values and numbers."""
 
 
 def _open_data(terminal: Terminal, args: RunArgs) -> DataInspector:
@@ -166,23 +170,42 @@ def _facts(stats: DataStats, length: int) -> Facts:
     return facts
 
 
+@dataclass
+class _ProblemKind:
+    """Rows that can't be used for the same reason, apart from the values in it."""
+
+    fix: str
+    count: int = 0
+    places: list[str] = field(default_factory=list)
+    reasons: set[str] = field(default_factory=set)  # at most two
+
+    def add(self, where: str, reason: str, *, keeps: bool) -> None:
+        self.count += 1
+        if keeps or len(self.places) < _SHOWN_PLACES:
+            self.places.append(where)
+        if len(self.reasons) < 2:  # noqa: PLR2004
+            self.reasons.add(reason)
+
+
 @command("check", "ftkit data check demo", "ftkit data check demo --skip-bad 10", "ftkit data check demo --json")
 @arguments.run_options
 @arguments.number_option("--skip-bad", low=0, about="Number of bad rows to tolerate (data.skip_bad).")
+@click.option("--all", "shows_all", is_flag=True, help="Print every bad row, not three of each kind.")
 @arguments.json_option
 def check_command(
-    words: tuple[str, ...], *, skip_bad: int | None, as_json: bool, **options: Unpack[RunOptions]
+    words: tuple[str, ...], *, skip_bad: int | None, shows_all: bool, as_json: bool, **options: Unpack[RunOptions]
 ) -> None:
     """Read, render and tokenize every training row with the recipe's settings.
 
-    Prints each bad row with its file, line and reason. Fails with exit code 8 if there are more than data.skip_bad.
+    Prints each kind of problem with its number of rows, and the file and line of the first three; --json lists all.
+    Fails with exit code 8 if there are more than data.skip_bad.
     """
     terminal = Terminal()
     inspector = _open_data(terminal, arguments.run_args(words, **options))
     allowed = inspector.recipe.data.skip_bad if skip_bad is None else skip_bad
     num_rows = num_bad = num_refused = num_fit = num_too_long = 0
     listed: list[dict[str, str]] = []
-    fixes: set[str] = set()
+    kinds: dict[str, _ProblemKind] = {}
     for encoded in inspector.check():
         num_rows += encoded.num_rows.total() + len(encoded.bad)
         num_bad, num_refused = num_bad + len(encoded.bad), num_refused + len(encoded.refused)
@@ -190,20 +213,25 @@ def check_command(
         num_too_long += encoded.num_too_long.total()
         for error in (*encoded.bad, *encoded.refused):
             where, _, reason = error.what.partition(": ")
-            fixes.add(error.fix)
             if as_json:
                 listed.append({"where": where, "reason": reason, "fix": error.fix})
-                continue
-            for line in (Styled(where, "bold"), f"  {reason}", f"  {error.fix}"):
-                terminal.text(line)
+            kinds.setdefault(_VALUES.sub("…", reason), _ProblemKind(error.fix)).add(where, reason, keeps=shows_all)
     if as_json:
         terminal.json({"rows": num_rows, "bad": listed})
+    for kind, found in {} if as_json else kinds.items():
+        reason = kind if len(found.reasons) > 1 else next(iter(found.reasons))
+        terminal.text(Styled(f"{plural(found.count, 'row')}: {reason}", "bold"))
+        terminal.text(f"  {found.fix}")
+        for where in found.places:
+            terminal.text(f"  {where}")
+        if (num_hidden := found.count - len(found.places)) > 0:
+            terminal.text(f"  and {num_hidden:,} more: --all lists them")
     num_useless = num_bad + num_refused  # data.skip_bad does not allow documents longer than a pack
     if num_bad > allowed or num_refused:
         limit = f", {allowed:,} are allowed" if allowed else ""
         raise DataError(
             f"{num_useless:,} of {plural(num_rows, 'row')} can't be used{limit}",
-            fix=_fix(num_rows, num_bad, num_refused, fixes),
+            fix=_fix(num_rows, num_bad, num_refused, {each.fix for each in kinds.values()}),
         )
     long = f"{plural(num_too_long, 'document')} longer than a pack (data.too_long: {inspector.recipe.data.too_long})"
     if num_too_long and not num_fit:
@@ -218,7 +246,7 @@ def _fix(num_rows: int, num_bad: int, num_refused: int, fixes: set[str]) -> str:
     if len(fixes) == 1:
         return next(iter(fixes))
     if num_bad + num_refused < num_rows:
-        return "correct them; each row above has its reason"
+        return "correct them; the reasons are above"
     return "set data.format to match these rows; 'ftkit data show' prints how they are read"
 
 

@@ -147,13 +147,27 @@ def test_each_invalid_row_is_printed_with_its_location_and_the_exit_code_is_8(
     )
     code, out, err = call(capsys, "check", file)
     assert code == 8
-    assert f"{file}:2\n  turn 2: " in out
-    assert f"{file}:3\n  nothing to train" in out
+    assert [line.split(":")[0] for line in out.splitlines() if not line.startswith(" ")] == ["1 row", "1 row"]
+    assert {line.strip() for line in out.splitlines() if str(file) in line} == {f"{file}:2", f"{file}:3"}
     assert "error: 2 of 3 rows" in err
     code, out, _ = call(capsys, "check", file, "--skip-bad", "2", "--json")
     assert code == 0
     assert sorted(each["where"] for each in json.loads(out)["bad"]) == [f"{file}:2", f"{file}:3"]
     assert json.loads(out)["rows"] == 3
+
+
+def test_rows_with_the_same_problem_are_counted_and_three_of_them_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [[{"role": "user", "content": f"q{number}"}] for number in range(5)]
+    file = write(tmp_path / "chats.jsonl", {"messages": TALK}, *({"messages": each} for each in turns))
+    _, out, _ = call(capsys, "check", file)
+    assert out.startswith("5 rows: ")
+    assert sum(str(file) in line for line in out.splitlines()) == 3
+    _, out, _ = call(capsys, "check", file, "--all")
+    assert [line.strip() for line in out.splitlines() if str(file) in line] == [
+        f"{file}:{line}" for line in range(2, 7)
+    ]
 
 
 def test_malformed_rows_and_rows_of_another_schema_are_each_reported_or_skipped(
