@@ -131,11 +131,10 @@ class BatchEncoder:
             done.num_documents += len(lengths)
             done.num_too_long[source] += sum(each > length for each in lengths)
             if longest > length and data.too_long == "error":
-                error = DataError(
-                    f"{row.where}: {longest:,} tokens, longer than a pack of {length:,}",
-                    fix="raise training.sequence_length, or set data.too_long to drop, truncate, or (text only) split",
-                )
-                done.refused.append(error)
+                is_text = self.encoders[source].format.kind == "text"
+                shorter = "data.too_long=split" if is_text else "data.too_long=truncate, or data.too_long=drop"
+                what = f"{row.where}: {longest:,} tokens, longer than a pack of {length:,}"
+                done.refused.append(DataError(what, fix=f"raise training.sequence_length, or set {shorter}"))
             fitting = [fit for each in result for fit in shorten(each, length, data.too_long, self.end_of_turn)]
             documents[split].append(DocumentBatch.of(fitting, source))
         empty = [DocumentBatch.of([])]
