@@ -11,7 +11,6 @@ import click
 
 from ftkit.cli import arguments
 from ftkit.cli.commands import command, current_context
-from ftkit.cli.follow import follow as follow_run
 from ftkit.cli.forwarded import forwarded_command
 from ftkit.cli.image_check import missing_image
 from ftkit.cli.submit import (
@@ -236,7 +235,9 @@ def _submit_sweep(ready: Sequence[NewJob[RunPlan]], terminal: Terminal) -> None:
         submitted.append(run)
         terminal.say(Styled(f"submitted {run.id} as {run.job_id}", "bold"))
         if run.submission.scheduler == "local":
-            follow_run(run, terminal)
+            from ftkit.cli.follow import follow
+
+            follow(run, terminal)
     name = ready[0].plan.sweep.id if ready[0].plan.sweep else ""
     terminal.say(
         f"\n{plural(len(ready), 'run')}. To see and compare them:\n  ftkit runs {name}\n  ftkit compare {name}"

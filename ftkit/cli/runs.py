@@ -14,7 +14,6 @@ import click
 
 from ftkit.cli import arguments
 from ftkit.cli.commands import command
-from ftkit.cli.follow import poll_states
 from ftkit.cli.forwarded import forwarded_command
 from ftkit.cli.output import log_output
 from ftkit.cli.terminal.console import Cell, Styled, Terminal
@@ -101,6 +100,8 @@ def _print_log(layout: RunLayout, rank: int | None) -> None:
 def _follow_log(run: SubmittedRun, path: Path, offset: int) -> None:
     """Copy a log to stdout until the run ends; wait for a log that does not exist yet."""
     terminal, output, shown = Terminal(), log_output(), ""
+    from ftkit.cli.follow import poll_states
+
     for seen in poll_states(run):
         offset = copy_new(path, offset, output)
         if seen and not offset and str(seen) != shown:

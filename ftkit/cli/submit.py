@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ftkit.cli.commands import current_context
-from ftkit.cli.follow import follow
 from ftkit.cli.image_check import check_image
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.plan_view import script_facts, show_findings
@@ -104,6 +103,8 @@ def report_submission(
     if run.submission.messages:
         terminal.say(run.submission.messages)
     if does_follow:
+        from ftkit.cli.follow import follow
+
         follow(run, terminal, tail)
     else:
         terminal.data(f"{run.id}\n")
