@@ -12,31 +12,15 @@ import click
 from ftkit.cli import arguments
 from ftkit.cli.commands import command, current_context
 from ftkit.cli.forwarded import forwarded_command
-from ftkit.cli.image_check import missing_image
-from ftkit.cli.submit import (
-    SubmitRequest,
-    copy_selected_code,
-    make_ready,
-    report_submission,
-    run_script,
-    say_overridden,
-    split_script_args,
-)
-from ftkit.cli.terminal.console import Cell, Styled, Terminal
-from ftkit.cli.terminal.format import count, duration, gib
-from ftkit.cli.terminal.plan_view import plan_facts, show_findings
 from ftkit.errors import ConfigError, FtkitError, Problem, SubmitError, plural
-from ftkit.launch.inputs import count_documents
-from ftkit.launch.preflight import run_checks
-from ftkit.launch.render import render_job
-from ftkit.launch.resolve import RunArgs, resolve
-from ftkit.launch.submission import NewJob, submit
-from ftkit.launch.sweep import expand, find_other_documents, plan_sweep
-from ftkit.launch.user_script import ScriptArgs
-from ftkit.planning.plan import RunPlan, StopSignal, plan_to_json
 
 if TYPE_CHECKING:
     from ftkit.cli.arguments import RunOptions
+    from ftkit.cli.submit import SubmitRequest
+    from ftkit.cli.terminal.console import Cell, Terminal
+    from ftkit.launch.resolve import RunArgs
+    from ftkit.launch.submission import NewJob
+    from ftkit.planning.plan import RunPlan, StopSignal
     from ftkit.runs.job import SubmittedRun
 
 _script_options = arguments.together(
@@ -110,6 +94,10 @@ def run_command(  # noqa: PLR0913 - one for each option
     --script starts your own PyTorch or Hugging Face script instead of ftkit's trainer; what follows '--' are its
     arguments, in which {run} is the run's folder.
     """
+    from ftkit.cli.submit import SubmitRequest, copy_selected_code, report_submission, run_script, split_script_args
+    from ftkit.cli.terminal.console import Terminal
+    from ftkit.launch.user_script import ScriptArgs
+
     terminal = Terminal()
     copies = copy_selected_code(with_code, is_dev=is_dev, sent=sent_code)
     request = SubmitRequest(
@@ -129,6 +117,11 @@ def run_command(  # noqa: PLR0913 - one for each option
 def _run_trainer(
     args: RunArgs, request: SubmitRequest, terminal: Terminal, *, dry_run: bool, does_follow: bool
 ) -> None:
+    from ftkit.cli.submit import make_ready, report_submission, say_overridden
+    from ftkit.cli.terminal.plan_view import plan_facts
+    from ftkit.launch.render import render_job
+    from ftkit.launch.submission import submit
+
     ctx = current_context()
     plans = _plan_all(args, request.environment)
     scripts = [render_job(plan, ctx.project, prepares=request.where == "with-training") for plan in plans]
@@ -151,6 +144,10 @@ def _run_trainer(
 
 
 def _plan_all(args: RunArgs, environment: Mapping[str, str]) -> list[RunPlan]:
+    from ftkit.launch.inputs import count_documents
+    from ftkit.launch.resolve import resolve
+    from ftkit.launch.sweep import expand, plan_sweep
+
     ctx = current_context()
     trials = expand(args, ctx)
     return count_documents(plan_sweep(trials, ctx) if len(trials) > 1 else [resolve(args, ctx)], environment)
@@ -170,6 +167,12 @@ def plan_command(words: tuple[str, ...], *, as_json: bool, **options: Unpack[Run
     Takes the arguments of 'ftkit run', and fails for the same reasons: missing files, weights, data, packages or
     memory. An image that is not imported yet is only a warning.
     """
+    from ftkit.cli.image_check import missing_image
+    from ftkit.cli.terminal.console import Terminal
+    from ftkit.cli.terminal.plan_view import plan_facts, show_findings
+    from ftkit.launch.preflight import run_checks
+    from ftkit.planning.plan import plan_to_json
+
     terminal, plans = Terminal(), _plan_all(arguments.run_args(words, **options), os.environ)
     is_sweep = len(plans) > 1
     if as_json:
@@ -187,6 +190,9 @@ def plan_command(words: tuple[str, ...], *, as_json: bool, **options: Unpack[Run
 
 def _show_plans(plans: Sequence[RunPlan], terminal: Terminal, *, is_data: bool) -> None:
     """Print one row per run of a sweep with its values, then the notes of all runs."""
+    from ftkit.cli.terminal.console import Styled
+    from ftkit.launch.sweep import find_other_documents
+
     keys = list(dict.fromkeys(key for plan in plans if plan.sweep for key in plan.sweep.values))
     own = (f"{key.rpartition('.')[2].upper()}…" for key in keys)
     titles = ("RUN", *own, "#STEPS", "#DOCUMENTS THAT FIT…", "#PROCESSES", "#MEMORY", "#SPEED", "#TIME", "#COST")
@@ -203,6 +209,8 @@ def _show_plans(plans: Sequence[RunPlan], terminal: Terminal, *, is_data: bool) 
 
 
 def _cells(plan: RunPlan) -> list[Cell]:
+    from ftkit.cli.terminal.format import count, duration, gib
+
     seconds, documents = plan.training_seconds, plan.documents
     cost = None if seconds is None else plan.cost_of(seconds)
     return [
@@ -218,6 +226,10 @@ def _cells(plan: RunPlan) -> list[Cell]:
 
 def _submit_sweep(ready: Sequence[NewJob[RunPlan]], terminal: Terminal) -> None:
     """Submit the runs of a sweep, and follow those on this machine, one after another."""
+    from ftkit.cli.follow import follow
+    from ftkit.cli.terminal.console import Styled
+    from ftkit.launch.submission import submit
+
     submitted: list[SubmittedRun] = []
     for each in ready:
         try:
@@ -235,8 +247,6 @@ def _submit_sweep(ready: Sequence[NewJob[RunPlan]], terminal: Terminal) -> None:
         submitted.append(run)
         terminal.say(Styled(f"submitted {run.id} as {run.job_id}", "bold"))
         if run.submission.scheduler == "local":
-            from ftkit.cli.follow import follow
-
             follow(run, terminal)
     name = ready[0].plan.sweep.id if ready[0].plan.sweep else ""
     terminal.say(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ftkit.cli.commands import current_context
-from ftkit.cli.image_check import check_image
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.plan_view import script_facts, show_findings
 from ftkit.launch.code import CodeCopy, copy_own_package, copy_packages, files_of, read_unpacked
@@ -61,6 +60,8 @@ def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> New
 
 def _check_image(plan: PlanT, request: SubmitRequest, terminal: Terminal) -> tuple[PlanT, dict[str, object]]:
     """Check the image, or import it; return the plan with the image's file, and the run's manifest."""
+    from ftkit.cli.image_check import check_image
+
     project = current_context().project
     image_facts = check_image(plan, terminal, does_import=request.does_import)
     plan = resolve_image_link(plan)  # again, for an image that was just imported

@@ -309,7 +309,7 @@ def test_secrets_are_redacted_in_a_crash_report_and_its_message(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("https://SECRET-a@host, me:SECRET-b@host, AKIA0123456789SECRET and SECRET-c")
 
-    monkeypatch.setattr("ftkit.cli.run.resolve", fail)
+    monkeypatch.setattr("ftkit.launch.resolve.resolve", fail)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("MY_API_KEY", "SECRET-c")
     result = ftkit("plan", "demo", "model.weights=https://SECRET-d@host/x", "tracker.token=SECRET-e")
@@ -510,3 +510,9 @@ def test_the_shell_completes_names(
     with pytest.raises(SystemExit):
         ftkit()
     assert f"plain,{offered}" in capsys.readouterr().out.splitlines()
+
+
+def test_completion_and_help_of_run_import_no_library_for_specs_and_no_part_of_a_launch() -> None:
+    code = "import sys; import ftkit.cli.run; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {name for name in found if name.split(".")[0] in {"pydantic", "jinja2"} or "ftkit.launch." in name}

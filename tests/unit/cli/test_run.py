@@ -71,7 +71,7 @@ def test_a_dry_run_prints_only_the_script_and_writes_nothing(
 ) -> None:
     scripts = []
     monkeypatch.setattr(
-        "ftkit.cli.run.render_job", lambda *args, **how: scripts.append(render_job(*args, **how)) or scripts[-1]
+        "ftkit.launch.render.render_job", lambda *args, **how: scripts.append(render_job(*args, **how)) or scripts[-1]
     )
     batch = ("training.micro_batch_size=8", "training.global_batch_size=32", "training.sequence_length=256")
     result = ftkit("run", "demo", "--dry-run", *batch)
