@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _BAR = 30
 _SHOWN_PLACES = 3
-_VALUES = re.compile(r"'[^']*'|\d[\d,.]*")
+_VALUES = re.compile(r"""'[^']*'|"[^"]*"|\d[\d,.]*""")
 """What differs between the reasons of two rows with the same problem: quoted values and numbers."""
 
 
@@ -174,17 +174,26 @@ def _facts(stats: DataStats, length: int) -> Facts:
 class _ProblemKind:
     """Rows that can't be used for the same reason, apart from the values in it."""
 
-    fix: str
     count: int = 0
-    places: list[str] = field(default_factory=list)
-    reasons: set[str] = field(default_factory=set)  # at most two
+    places: list[str] = field(default_factory=list)  # of the first rows
+    reasons: set[str] = field(default_factory=set)  # two, if they differ
 
-    def add(self, where: str, reason: str, *, keeps: bool) -> None:
+    def add(self, where: str, reason: str) -> None:
         self.count += 1
-        if keeps or len(self.places) < _SHOWN_PLACES:
+        if len(self.places) < _SHOWN_PLACES:
             self.places.append(where)
-        if len(self.reasons) < 2:  # noqa: PLR2004
+        if len(self.reasons) <= 1:
             self.reasons.add(reason)
+
+
+def _show_kinds(kinds: dict[tuple[str, str], _ProblemKind], terminal: Terminal) -> None:
+    for (kind, fix), found in kinds.items():
+        reason = kind if len(found.reasons) > 1 else next(iter(found.reasons))
+        terminal.text(Styled(f"{plural(found.count, 'row')}: {reason}", "bold"))
+        for line in (fix, *found.places):
+            terminal.text(f"  {line}")
+        if (num_hidden := found.count - len(found.places)) > 0:
+            terminal.text(f"  and {num_hidden:,} more: --all lists them")
 
 
 @command("check", "ftkit data check demo", "ftkit data check demo --skip-bad 10", "ftkit data check demo --json")
@@ -205,7 +214,7 @@ def check_command(
     allowed = inspector.recipe.data.skip_bad if skip_bad is None else skip_bad
     num_rows = num_bad = num_refused = num_fit = num_too_long = 0
     listed: list[dict[str, str]] = []
-    kinds: dict[str, _ProblemKind] = {}
+    kinds: dict[tuple[str, str], _ProblemKind] = {}
     for encoded in inspector.check():
         num_rows += encoded.num_rows.total() + len(encoded.bad)
         num_bad, num_refused = num_bad + len(encoded.bad), num_refused + len(encoded.refused)
@@ -215,23 +224,20 @@ def check_command(
             where, _, reason = error.what.partition(": ")
             if as_json:
                 listed.append({"where": where, "reason": reason, "fix": error.fix})
-            kinds.setdefault(_VALUES.sub("…", reason), _ProblemKind(error.fix)).add(where, reason, keeps=shows_all)
+            elif shows_all:  # at once: there may be millions
+                for line in (Styled(where, "bold"), f"  {reason}", f"  {error.fix}"):
+                    terminal.text(line)
+            kinds.setdefault((_VALUES.sub("…", reason), error.fix), _ProblemKind()).add(where, reason)
     if as_json:
         terminal.json({"rows": num_rows, "bad": listed})
-    for kind, found in {} if as_json else kinds.items():
-        reason = kind if len(found.reasons) > 1 else next(iter(found.reasons))
-        terminal.text(Styled(f"{plural(found.count, 'row')}: {reason}", "bold"))
-        terminal.text(f"  {found.fix}")
-        for where in found.places:
-            terminal.text(f"  {where}")
-        if (num_hidden := found.count - len(found.places)) > 0:
-            terminal.text(f"  and {num_hidden:,} more: --all lists them")
+    elif not shows_all:
+        _show_kinds(kinds, terminal)
     num_useless = num_bad + num_refused  # data.skip_bad does not allow documents longer than a pack
     if num_bad > allowed or num_refused:
         limit = f", {allowed:,} are allowed" if allowed else ""
         raise DataError(
             f"{num_useless:,} of {plural(num_rows, 'row')} can't be used{limit}",
-            fix=_fix(num_rows, num_bad, num_refused, {each.fix for each in kinds.values()}),
+            fix=_fix(num_rows, num_bad, num_refused, {fix for _, fix in kinds}),
         )
     long = f"{plural(num_too_long, 'document')} longer than a pack (data.too_long: {inspector.recipe.data.too_long})"
     if num_too_long and not num_fit:

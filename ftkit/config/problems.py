@@ -189,7 +189,7 @@ def key_here(word: str, model: type[BaseModel]) -> str:
 
 
 def _paths_to(word: str, model: type[BaseModel], prefix: str = "") -> list[str]:
-    found = [f"{prefix}{word}"] if prefix and word in model.model_fields else []
+    found = [f"{prefix}{word}"] if word in model.model_fields else []
     for name, field in model.model_fields.items():
         if len(sections := _models(field.annotation)) == 1:
             found += _paths_to(word, sections[0], f"{prefix}{name}.")

@@ -22,7 +22,7 @@ from ftkit.planning.training_setup import GPUS
 if TYPE_CHECKING:
     from ftkit.config.training import TrainingSpec
 
-MANY_EPOCHS = 30
+_MANY_EPOCHS = 30
 problem = partial(Problem, "")
 """A problem with a key of the recipe; `find_problems` adds the key's file and line."""
 
@@ -58,7 +58,7 @@ def notes_on_settings(run: RunInputs) -> Iterator[str]:
     if training.learning_rate > highest:
         how = "full fine-tuning" if adapters is None else "adapters"
         yield f"training.learning_rate={training.learning_rate:g} is high: usual for {how} are {usual}"
-    if training.num_epochs is not None and training.num_epochs > MANY_EPOCHS:
+    if training.num_epochs is not None and training.num_epochs > _MANY_EPOCHS:
         yield f"training.num_epochs={training.num_epochs:,} is high: usual are 1 to 5; a pretrained model overfits"
 
 
