@@ -27,11 +27,9 @@ _LIMIT_BYTES: Final = 64 * 2**20
 _MAX_FILES: Final = 20_000
 _SKIPPED: Final = {"__pycache__", "node_modules", "wandb"}
 """Folders without code, skipped in projects without a .gitignore, as are hidden folders."""
-_NEVER_COPIED: Final = {".env", "__pycache__"}
-"""Secrets and Python's bytecode: never copied, even if git tracks them."""
+_NEVER_COPIED: Final = {".env", "__pycache__"}  # secrets and Python's bytecode: never copied, even if git tracks them
 _PLANS: Final = "code.json"
-DEV_CODE: Final = "ftkit"
-"""Name of the copy of the working tree's ftkit."""
+DEV_CODE: Final = "ftkit"  # name of the copy of the working tree's ftkit
 
 
 @dataclass(frozen=True)

@@ -169,8 +169,7 @@ def describe_detected(data: DataSpec) -> str:
     return f"{', '.join(dict.fromkeys(forms))} (detected)" if forms else "format detected once rows are read"
 
 
-MAX_CHARACTERS = 4 << 20
-"""Maximum length of the texts that are tokenized for a plan, which takes about a second."""
+MAX_CHARACTERS = 4 << 20  # maximum length of the texts that are tokenized for a plan, which takes about a second
 
 
 def count_documents(plans: Sequence[RunPlan], environment: Mapping[str, str]) -> list[RunPlan]:

@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 PROGRAM = ("-m", "ftkit.train", "--count")
 NEEDED = ("torch", "transformers", "accelerate")
 TIMEOUT_SECONDS = 120
-CACHE_VERSION = 5
-"""To be increased when the counting program returns other counts for the same configuration."""
+CACHE_VERSION = 5  # to be increased when the counting program returns other counts for the same configuration
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,7 @@ if TYPE_CHECKING:
     from ftkit.planning.plan import JobPlan, RunPlan, ScriptPlan
 
 
-Check = Callable[[], Iterable[str]]
-"""It raises an error, or returns warnings about what can't be checked from here."""
+Check = Callable[[], Iterable[str]]  # it raises an error, or returns warnings about what can't be checked from here
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from ftkit.runs.listing import read_entry
 if TYPE_CHECKING:
     from ftkit.planning.layout import Workspace
 
-_YOUNG_SECONDS = 24 * 3600
-"""Data that was prepared since then may be waiting for its run."""
+_YOUNG_SECONDS = 24 * 3600  # data that was prepared since then may be waiting for its run
 
 
 @dataclass(frozen=True)

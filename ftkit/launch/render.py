@@ -32,8 +32,7 @@ _SET_BY_SCRIPT = (
 
 _PASSED_BY_PREFIX = ("FTKIT_", "GLOO_", "HF_", "MLFLOW_", "NCCL_", "WANDB_")
 """Prefixes of variables that the script looks up at run time, because a site's script or the user may set them."""
-_PREFLIGHT_SECONDS: Final = 600
-"""Starting a container of a large image takes minutes on a slow disk."""
+_PREFLIGHT_SECONDS: Final = 600  # starting a container of a large image takes minutes on a slow disk
 _CHECK_SECONDS: Final = 300
 
 
@@ -58,25 +57,16 @@ def render_preparation(plan: RunPlan, project: Path | None = None) -> str:
 class SideJob:
     """A job that accompanies a run, on GPUs of one node: it serves its model, or evaluates its checkpoints."""
 
-    kind: str
-    """`serve` or `evaluate`: the template, and the suffix of the job's name."""
-    plan: RunPlan
-    """Plan of the run, on the job's cluster and in its image."""
-    num_gpus: int
-    """On CPUs, processes."""
-    path: Path
-    """Where the script is written."""
+    kind: str  # `serve` or `evaluate`: the template, and the suffix of the job's name
+    plan: RunPlan  # plan of the run, on the job's cluster and in its image
+    num_gpus: int  # on CPUs, processes
+    path: Path  # where the script is written
     log: Path
-    time_limit: str | None = None
-    """Slurm's time limit; the profile's if null."""
-    mounts: tuple[str, ...] = ()
-    """Folders to mount in addition to those of the run."""
-    environment: tuple[str, ...] = ()
-    """Variables of the submitting shell to pass into the container, if they are set."""
-    training_job: str | None = None
-    """The Slurm job that it ends after; None if it depends on none."""
-    script: str = ""
-    """Its script, once it is rendered."""
+    time_limit: str | None = None  # Slurm's time limit; the profile's if null
+    mounts: tuple[str, ...] = ()  # folders to mount in addition to those of the run
+    environment: tuple[str, ...] = ()  # variables of the submitting shell to pass into the container, if they are set
+    training_job: str | None = None  # the Slurm job that it ends after; None if it depends on none
+    script: str = ""  # its script, once it is rendered
 
     @property
     def address_file(self) -> Path:

@@ -39,8 +39,7 @@ _FIXED = tuple(f"training.{key}" for key in ("method", "lora*", "sequence_length
 _GLOBAL_BATCH = "training.global_batch_size"
 """The place in the data is the step times this: with another value, packs would be trained twice, or skipped."""
 _SEED, _DATA_SEED = "training.seed", "training.data_seed"
-_CODE = "code"
-"""What `--allow` accepts besides keys of the recipe: other code than the run's copies."""
+_CODE = "code"  # what `--allow` accepts besides keys of the recipe: other code than the run's copies
 _LENGTHS = ("training.max_steps", "training.num_epochs")
 _HARMLESS_TRAINING = (
     "activation_checkpointing", "activation_offload", "checkpoint_every_steps", "checkpointed_layers", "collectives",
@@ -65,10 +64,8 @@ class ResumeArgs:
     num_nodes: int | None = None
     gpus_per_node: int | None = None
     cluster: str | None = None
-    overrides: tuple[str, ...] = ()
-    """`key.path=value`, the time limit among them."""
-    allowed: tuple[str, ...] = ()
-    """Keys that may change although they affect the result."""
+    overrides: tuple[str, ...] = ()  # `key.path=value`, the time limit among them
+    allowed: tuple[str, ...] = ()  # keys that may change although they affect the result
 
     @property
     def asks_for_changes(self) -> bool:
@@ -108,8 +105,7 @@ class ResumedPlan(Generic[PlanT]):
     plan: PlanT
     changes: tuple[Change, ...] = ()
     warnings: tuple[str, ...] = ()
-    copies: tuple[CodeCopy, ...] = ()
-    """New copies of the run's code."""
+    copies: tuple[CodeCopy, ...] = ()  # new copies of the run's code
 
 
 def renew_code(resumed: ResumedPlan[PlanT]) -> ResumedPlan[PlanT]:

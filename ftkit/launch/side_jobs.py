@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan
 
 SERVING_IMAGE: Final = "vllm:0.33"
-_MAX_WEIGHTS = 0.5
-"""Maximum fraction of a GPU's memory for weights; the rest is for the KV cache."""
+_MAX_WEIGHTS = 0.5  # maximum fraction of a GPU's memory for weights; the rest is for the KV cache
 _POLL_SECONDS = 3.0
 
 

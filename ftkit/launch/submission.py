@@ -46,12 +46,9 @@ class NewJob(Generic[PlanT]):
 
     plan: PlanT
     script: str
-    manifest: dict[str, Any]
-    """Content of the run's manifest.json."""
-    environment: Mapping[str, str]
-    """Environment variables of the jobs."""
-    preparation: str | None = None
-    """Script of a job that prepares the run, on which the training job depends."""
+    manifest: dict[str, Any]  # content of the run's manifest.json
+    environment: Mapping[str, str]  # environment variables of the jobs
+    preparation: str | None = None  # script of a job that prepares the run, on which the training job depends
     files: Mapping[str, str | bytes] = field(default_factory=dict)
     """More files of the run's folder, by their path in it."""
 

@@ -19,8 +19,7 @@ from ftkit.planning.plan import RunPlan, SweepPlan
 if TYPE_CHECKING:
     from ftkit.config.context import Context
 
-MAX_RUNS = 200
-"""Maximum number of runs in a sweep: more are probably a mistake."""
+MAX_RUNS = 200  # maximum number of runs in a sweep: more are probably a mistake
 _BEFORE_QUOTE = ("", "[", "{", ",", ":")
 """Characters before an opening quotation mark; elsewhere it is an ordinary character."""
 _CHOOSE_DOCUMENTS = ("data.source", "data.validation")

@@ -42,14 +42,10 @@ _INIT_KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mini_ca
 class Continued:
     """The model of a recipe that continues from a trained one."""
 
-    model: ModelSpec
-    """The model to load, in the form of a recipe's `model`."""
-    adapter: str | None = None
-    """Folder of the adapters on it."""
-    trained: TrainedWeights | None = None
-    """Run and step of the trained weights."""
-    plan: ModelPlan | None = None
-    """The model in the plan of an earlier run, if its checkpoint is not exported yet."""
+    model: ModelSpec  # the model to load, in the form of a recipe's `model`
+    adapter: str | None = None  # folder of the adapters on it
+    trained: TrainedWeights | None = None  # run and step of the trained weights
+    plan: ModelPlan | None = None  # the model in the plan of an earlier run, if its checkpoint is not exported yet
 
 
 def continue_run(model: ModelSpec, workspace: Workspace) -> Continued:

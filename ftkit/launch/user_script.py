@@ -43,12 +43,10 @@ class ScriptArgs:
     """The arguments of `ftkit run` for a script."""
 
     path: Path
-    args: tuple[str, ...] = ()
-    """Arguments of the script, which follow `--`."""
+    args: tuple[str, ...] = ()  # arguments of the script, which follow `--`
     accelerate_config: Path | None = None
     stop_signal: StopSignal = "TERM"
-    can_restart: bool = False
-    """Whether it continues from its own checkpoint when it is restarted."""
+    can_restart: bool = False  # whether it continues from its own checkpoint when it is restarted
 
 
 class _OnlyResources(Spec):

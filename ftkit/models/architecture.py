@@ -20,8 +20,7 @@ from ftkit.spec import (
     Weights,
 )
 
-ModelType = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
-"""Hugging Face's name of an architecture."""
+ModelType = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]  # Hugging Face's name of an architecture
 
 
 class RopeScalingSpec(Spec):
@@ -197,17 +196,14 @@ class AttentionLayers:
     """Decoder layers whose attention costs the same."""
 
     count: int
-    width: int
-    """Total width of the query heads; for linear attention, of the value heads."""
+    width: int  # total width of the query heads; for linear attention, of the value heads
     is_windowed: bool = False
-    state: int = 0
-    """For linear attention, the width of a head's keys; 0 for softmax attention."""
+    state: int = 0  # for linear attention, the width of a head's keys; 0 for softmax attention
 
 
 NO_CAUSAL_CLASS = 9
 """Exit code of the program that counts parameters if transformers has no causal language model of a family."""
-UNKNOWN_FAMILY = 10
-"""Its exit code if transformers does not have the family."""
+UNKNOWN_FAMILY = 10  # its exit code if transformers does not have the family
 
 
 @dataclass(frozen=True)
@@ -217,23 +213,16 @@ class ModelCounts:
     source: CountSource
     """By the formula of a known family; on the model class, without weights; from config.json; or from the family's
     usual values."""
-    layers: int
-    """Parameters of all decoder layers."""
+    layers: int  # parameters of all decoder layers
     largest_layer: int
-    around: int
-    """Parameters outside the decoder layers; shared ones count once."""
+    around: int  # parameters outside the decoder layers; shared ones count once
     active: int
     """Weights of the decoder layers' matrices that are active per token; of experts, those that it is routed to."""
-    feed_forward: int
-    """Total width of the feed-forward layers that are active per token in a decoder layer."""
-    experts_per_token: int
-    """0 without experts."""
-    linears: tuple[Linear, ...]
-    """Those in the decoder layers, without experts that are stacked in one tensor."""
-    attention: tuple[AttentionLayers, ...] = ()
-    """The attention of all decoder layers; empty: derived from the shape."""
-    expert_matrices: tuple[ExpertMatrix, ...] = ()
-    """Those of routed experts that can get adapters."""
+    feed_forward: int  # total width of the feed-forward layers that are active per token in a decoder layer
+    experts_per_token: int  # 0 without experts
+    linears: tuple[Linear, ...]  # those in the decoder layers, without experts that are stacked in one tensor
+    attention: tuple[AttentionLayers, ...] = ()  # the attention of all decoder layers; empty: derived from the shape
+    expert_matrices: tuple[ExpertMatrix, ...] = ()  # those of routed experts that can get adapters
 
     @property
     def total(self) -> int:
@@ -267,8 +256,7 @@ class TokenizerSpec(Spec):
         return self
 
 
-AddedToken = Annotated[str, Field(pattern=r"^\S{2,}$")]
-"""A special token that a recipe adds."""
+AddedToken = Annotated[str, Field(pattern=r"^\S{2,}$")]  # a special token that a recipe adds
 
 
 class ModelSpec(Spec):

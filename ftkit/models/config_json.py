@@ -31,12 +31,10 @@ _EQUAL = (
 )  # fmt: skip
 _PER_LAYER = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 """Sizes that some configurations list for each layer, as Gemma 3n's; the shape has the largest."""
-FULL, WINDOWED, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-"""Types of layers."""
+FULL, WINDOWED, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # types of layers
 
 
-DEQUANTIZED_METHODS = ("mxfp4", "fp8")
-"""Quantized weights that are dequantized while they are loaded."""
+DEQUANTIZED_METHODS = ("mxfp4", "fp8")  # quantized weights that are dequantized while they are loaded
 
 
 def why_not_dequantizable(config: Mapping[str, Any]) -> str | None:

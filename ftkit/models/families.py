@@ -38,12 +38,9 @@ class LayerSavings:
     recomputed_inputs: SavedTensors = SavedTensors(2, 0, 0, 1)
     """Those of `compiled` that are not saved with adapters, or if trained matrices multiply in FP8. A matmul in bf16
     saves its input; otherwise the compiler recomputes what element-wise operations made."""
-    eager: SavedTensors = SavedTensors(4, 2, 2, 4)
-    """Without torch.compile."""
-    eager_fp32: SavedTensors = SavedTensors(2, 0, 0)
-    """Inputs of norms that are saved in fp32, without torch.compile."""
-    norms_follow: bool = False
-    """Whether the outputs into the residual stream are normalized."""
+    eager: SavedTensors = SavedTensors(4, 2, 2, 4)  # without torch.compile
+    eager_fp32: SavedTensors = SavedTensors(2, 0, 0)  # inputs of norms that are saved in fp32, without torch.compile
+    norms_follow: bool = False  # whether the outputs into the residual stream are normalized
 
 
 _PLAIN = LayerSavings()
@@ -63,37 +60,28 @@ class UsualExperts:
 
     num: int
     per_token: int
-    narrower: int
-    """`intermediate_size` divided by the width of an expert."""
+    narrower: int  # `intermediate_size` divided by the width of an expert
 
 
 @dataclass(frozen=True)
 class Family:
     """Facts about a family."""
 
-    has_formula: bool = True
-    """Whether `ftkit.models.parameters` counts its parameters exactly."""
+    has_formula: bool = True  # whether `ftkit.models.parameters` counts its parameters exactly
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Defaults of its configuration class in transformers, for keys that config.json lacks."""
     full_attention_every: int = 0
     """Interval of layers with full attention if config.json has no `layer_types`; 0 if all have it."""
     other_layers: Literal["sliding_attention", "linear_attention"] = "sliding_attention"
-    last_is_full: bool = False
-    """Whether the last layer always has full attention."""
-    window_switch: str | None = None
-    """The key without which a window in config.json has no effect."""
+    last_is_full: bool = False  # whether the last layer always has full attention
+    window_switch: str | None = None  # the key without which a window in config.json has no effect
     qk_norm: Literal["none", "head", "heads"] = "none"
     """Parameters of the norms of queries and keys: one head's width each, all heads' widths, or none."""
-    num_norms: int = 2
-    """Norms as wide as the residual stream in a decoder layer."""
-    bias: tuple[str, ...] = ()
-    """Projections that have a bias, unless `attention_bias` says otherwise."""
-    has_sinks: bool = False
-    """Whether each query head has a learned attention sink."""
-    has_output_gate: bool = False
-    """Whether `q_proj` also computes a gate for the attention's output."""
-    expert_bias: bool = False
-    """Whether router and experts have biases."""
+    num_norms: int = 2  # norms as wide as the residual stream in a decoder layer
+    bias: tuple[str, ...] = ()  # projections that have a bias, unless `attention_bias` says otherwise
+    has_sinks: bool = False  # whether each query head has a learned attention sink
+    has_output_gate: bool = False  # whether `q_proj` also computes a gate for the attention's output
+    expert_bias: bool = False  # whether router and experts have biases
     expert_parts: tuple[tuple[str, ...], tuple[str, ...]] = (("gate_proj", "up_proj"), ("down_proj",))
     """Names of an expert's matrices in files: those that transformers 5 joins to `gate_up_proj`, and that of
     `down_proj`; none where files have them joined."""

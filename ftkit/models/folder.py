@@ -27,18 +27,13 @@ log = logging.getLogger(__name__)
 GENERATION_FILE = "generation_config.json"
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 """Patterns of a model's other files: configurations, chat templates, and vocabularies in all forms."""
-ADAPTER_CONFIG = "adapter_config.json"
-"""File of peft in a folder of adapters."""
-ADAPTER_FILE = "adapter_model.safetensors"
-"""File of peft's weights in it."""
-SENTENCEPIECE_FILE = "tokenizer.model"
-"""A SentencePiece model, from which `tokenizer.json` was made."""
-ADDED_TOKENS_FILE = "added_tokens.json"
-"""Tokens with their ids that are not in a SentencePiece model."""
+ADAPTER_CONFIG = "adapter_config.json"  # file of peft in a folder of adapters
+ADAPTER_FILE = "adapter_model.safetensors"  # file of peft's weights in it
+SENTENCEPIECE_FILE = "tokenizer.model"  # a SentencePiece model, from which `tokenizer.json` was made
+ADDED_TOKENS_FILE = "added_tokens.json"  # tokens with their ids that are not in a SentencePiece model
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's `max_lora_rank`, which reserves memory for adapters of that rank."""
-EXPORT_RECORD = "ftkit-export.json"
-"""File of ftkit in an export, with the digests of its weights."""
+EXPORT_RECORD = "ftkit-export.json"  # file of ftkit in an export, with the digests of its weights
 _TIED = "tie_word_embeddings"
 _MAX_SHOWN: Final = 3
 

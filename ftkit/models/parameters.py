@@ -120,15 +120,11 @@ class _Layer:
 
     linears: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Numbers of inputs and outputs of its linear layers, by name."""
-    others: int = 0
-    """Parameters of other matrices that are active for every token: routers and convolutions."""
+    others: int = 0  # parameters of other matrices that are active for every token: routers and convolutions
     experts: tuple[ExpertMatrix, ...] = ()
-    active_experts: int = 0
-    """Parameters of the matrices of the experts that a token is routed to."""
-    vectors: int = 0
-    """Parameters of norms, biases, scales and sinks."""
-    feed_forward: int = 0
-    """Width of the feed-forward layer that a token passes through."""
+    active_experts: int = 0  # parameters of the matrices of the experts that a token is routed to
+    vectors: int = 0  # parameters of norms, biases, scales and sinks
+    feed_forward: int = 0  # width of the feed-forward layer that a token passes through
 
     def __add__(self, other: _Layer) -> _Layer:
         return _Layer(
@@ -246,8 +242,7 @@ def _feed_forward(config: Mapping[str, Any], index: int) -> _Layer:
     return _Layer(linears, vectors=2 * width + hidden if config.get("mlp_bias") else 0, feed_forward=width)
 
 
-_MATRICES_OF_AN_EXPERT = 3
-"""Gate, up and down projection. Experts with only two have fewer parameters than planned."""
+_MATRICES_OF_AN_EXPERT = 3  # gate, up and down projection. Experts with only two have fewer parameters than planned.
 
 
 def _experts(config: Mapping[str, Any], family: Family, experts: Experts) -> _Layer:

@@ -19,14 +19,10 @@ from ftkit.models.families import family_of
 CONFIG_FILE = "config.json"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
-LENGTH_BYTES = 8
-"""Bytes of the little-endian length before the header of a safetensors file."""
-_MAX_HEADER_BYTES = 100_000_000
-"""Limit of the format."""
-_MAX_NAME = 255
-"""Longest name of a file, in bytes."""
-WRAPPED = "model.language_model."
-"""Prefix of the text model in most multimodal models' classes."""
+LENGTH_BYTES = 8  # bytes of the little-endian length before the header of a safetensors file
+_MAX_HEADER_BYTES = 100_000_000  # limit of the format
+_MAX_NAME = 255  # longest name of a file, in bytes
+WRAPPED = "model.language_model."  # prefix of the text model in most multimodal models' classes
 
 _TEXT_PREFIXES = {
     "language_model.model.": "model.",  # in files on the hub

@@ -138,18 +138,12 @@ def _shardings(setup: Setup) -> Iterator[Setup]:
         yield replace(whole, num_shards=shards, num_replicas=num, keeps_weights=kept, defers_sync=deferred)
 
 
-WORTHWHILE = 1.1
-"""Minimum speed-up of a suggestion, about the error of predictions."""
-LEAST_DIFFERENCE = 1.02
-"""Minimum speed-up for a larger micro-batch, and for a way to shard that takes more memory."""
-ROOM = 0.85
-"""Fraction of a GPU's usable memory for `auto`: predictions were off by up to a tenth."""
-ROOM_IF_ESTIMATED = 0.5
-"""The same for a model with estimated parameters."""
-MOST_TOKENS = 2**17
-"""Maximum tokens of a micro-batch for `auto`: larger ones were not measured."""
-CPU_TOKENS = 2**11
-"""The same without GPUs, where memory and speed are not predicted."""
+WORTHWHILE = 1.1  # minimum speed-up of a suggestion, about the error of predictions
+LEAST_DIFFERENCE = 1.02  # minimum speed-up for a larger micro-batch, and for a way to shard that takes more memory
+ROOM = 0.85  # fraction of a GPU's usable memory for `auto`: predictions were off by up to a tenth
+ROOM_IF_ESTIMATED = 0.5  # the same for a model with estimated parameters
+MOST_TOKENS = 2**17  # maximum tokens of a micro-batch for `auto`: larger ones were not measured
+CPU_TOKENS = 2**11  # the same without GPUs, where memory and speed are not predicted
 MODES: tuple[ActivationCheckpointing, ...] = get_args(ActivationCheckpointing)
 """All modes of activation checkpointing, each with less memory than the one before."""
 TRIED: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full", "except_attention")
@@ -158,8 +152,7 @@ TRIED: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full", "exce
 HOST_ROOM = 0.5
 """Fraction of a node's memory up to which `auto` offloads activations; if it is unknown, of its GPUs' memory: few nodes
 have less."""
-OFFLOAD_STEPS = 16
-"""Numbers of offloaded layers that `auto` tries."""
+OFFLOAD_STEPS = 16  # numbers of offloaded layers that `auto` tries
 
 OPEN = ("micro_batch_size", "activation_checkpointing")
 """Settings of `training` that change only speed and memory, not the result."""

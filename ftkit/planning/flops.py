@@ -77,8 +77,7 @@ def document_flops(shape: ArchitectureSpec, training: TrainingSpec, length: int)
 # `ftkit.train.model.packed_mixers` computes chunks of tokens by matmuls in fp32; a test counts its operations. Its
 # backward pass computes the forward pass again.
 
-CHUNK: Final = 64
-"""Tokens of a chunk."""
+CHUNK: Final = 64  # tokens of a chunk
 EFFICIENCY: Final = 0.55
 """Fraction of the GPU's fp32 FLOP/s and memory bandwidth that the operations reach, one after the other: one layer of
 Qwen 3.5 9B took 10.4 ms forward and 17.5 ms backward for 8,192 tokens (one H200)."""

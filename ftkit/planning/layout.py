@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from ftkit.config.image_reference import ImageFormat, NamedImage
 
 
-SCRIPT_CODE: Final = "script"
-"""Name of the copy of a script's folder, in the run's `code`."""
+SCRIPT_CODE: Final = "script"  # name of the copy of a script's folder, in the run's `code`
 
 
 class FilePath:
@@ -57,12 +56,9 @@ class Workspace:
     root: Path
 
     runs = FilePath("runs")
-    data = FilePath("data")
-    """Tokenized and packed data, one folder for each fingerprint."""
-    images = FilePath("images")
-    """Imported images, named by digest, with readable links."""
-    hub_home = FilePath("huggingface")
-    """Jobs' downloads from the Hugging Face hub, unless HF_HOME is set."""
+    data = FilePath("data")  # tokenized and packed data, one folder for each fingerprint
+    images = FilePath("images")  # imported images, named by digest, with readable links
+    hub_home = FilePath("huggingface")  # jobs' downloads from the Hugging Face hub, unless HF_HOME is set
 
     def image_file(self, image: NamedImage, image_format: ImageFormat) -> Path:
         """Return the path of an imported image's file, or of the link to it."""
@@ -80,19 +76,14 @@ class RunLayout:
     preparation_script = FilePath("prepare.sbatch")
     """The script of the job that prepares data and weights, if one was needed."""
     submission = FilePath("submission.json")
-    manifest = FilePath("manifest.json")
-    """The inputs of the run, with which it can be repeated elsewhere."""
+    manifest = FilePath("manifest.json")  # the inputs of the run, with which it can be repeated elsewhere
     code_changes = FilePath("code.diff")
     """The diff of ftkit's code from its commit, for `git apply`; missing if there is none."""
-    code = FilePath("code")
-    """The run's copies of the user's code: a folder for each."""
-    accelerate_config = FilePath("accelerate.json")
-    """The script's configuration for accelerate, if it has one."""
-    original = FilePath("original.json")
-    """The data of the run that this one repeats, as far as a comparison needs it."""
+    code = FilePath("code")  # the run's copies of the user's code: a folder for each
+    accelerate_config = FilePath("accelerate.json")  # the script's configuration for accelerate, if it has one
+    original = FilePath("original.json")  # the data of the run that this one repeats, as far as a comparison needs it
     logs = FilePath("logs")
-    job_log = FilePath("logs/job.log")
-    """The output of the job script and of its processes."""
+    job_log = FilePath("logs/job.log")  # the output of the job script and of its processes
     rank_log = NumberedPath("logs/rank-{:05d}.log")
     rank_error = NumberedPath("logs/error-{:05d}.json")
     rank_timing = NumberedPath("logs/timing-{:05d}.json")
@@ -108,8 +99,7 @@ class RunLayout:
     serving_script = FilePath("serve.sbatch")
     preflight = FilePath("preflight")
     """The results of the checks before training: a folder for each start of a job, with files for each node."""
-    gpu_samples = FilePath("gpus")
-    """Samples of the GPUs' load: a file for each node."""
+    gpu_samples = FilePath("gpus")  # samples of the GPUs' load: a file for each node
     excluded_nodes = FilePath("excluded-nodes.tsv")
     """The excluded nodes, one per line: time, job, node and reason, separated by tabs."""
     stragglers = FilePath("stragglers.tsv")
@@ -119,29 +109,22 @@ class RunLayout:
     memory_snapshot = NumberedPath("profile/rank-{}.memory.pickle")
     checkpoints = FilePath("checkpoints")
     checkpoint = NumberedPath("checkpoints/step-{:06d}")
-    export = FilePath("export")
-    """The trained model in Hugging Face's layout."""
-    exports = FilePath("exports")
-    """The exports of `ftkit export`: a folder for each checkpoint and format."""
+    export = FilePath("export")  # the trained model in Hugging Face's layout
+    exports = FilePath("exports")  # the exports of `ftkit export`: a folder for each checkpoint and format
     stop_request = FilePath("stop-requested")
     """A file whose existence asks the trainer to write a checkpoint and stop."""
     job_stop_request = NumberedPath("stop-requested-{}")
     """Stop request for the trainer of one job (a Slurm job or a process)."""
-    no_restart = FilePath("no-restart")
-    """Prefix of the name of a file that a rank writes if its failure would repeat."""
+    no_restart = FilePath("no-restart")  # prefix of the name of a file that a rank writes if its failure would repeat
     job_no_restart = NumberedPath("no-restart-{}")
     """The file that a rank of one job (a Slurm job or a process) writes if its failure would repeat."""
-    job_exit_code = NumberedPath("exit-code-{}")
-    """The exit code of the script of one job (a Slurm job or a process)."""
-    leases = FilePath("leases")
-    """The lease of the process that trains here: `ftkit.runs.lease`."""
+    job_exit_code = NumberedPath("exit-code-{}")  # the exit code of the script of one job (a Slurm job or a process)
+    leases = FilePath("leases")  # the lease of the process that trains here: `ftkit.runs.lease`
     disk_full = FilePath("disk-full")
     """An empty file that marks a run that ended on a full disk, where nothing else can be written."""
-    sync = FilePath("sync.json")
-    """The progress of the run's copy at its `sync` destination: `ftkit.runs.sync`."""
+    sync = FilePath("sync.json")  # the progress of the run's copy at its `sync` destination: `ftkit.runs.sync`
     sync_log = FilePath("logs/sync.log")
-    state = FilePath("state.json")
-    """The final state of the run, written by the first command that observed it."""
+    state = FilePath("state.json")  # the final state of the run, written by the first command that observed it
     canceled = FilePath("canceled")
     end_reason = FilePath("end-reason")
     """A text file with why the last start ended, if its ranks could not tell; the next start records it."""

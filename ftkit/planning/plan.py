@@ -30,10 +30,8 @@ if TYPE_CHECKING:
 PREPARATION_VERSION = 8
 """Part of the data's fingerprint, and of the data's identity in checkpoints: increase it when the same spec would be
 prepared into other packs."""
-StopSignal = Literal["TERM", "USR1", "none"]
-"""Signal for a script's processes when the run is asked to stop."""
-RUN_FOLDER: Final = "{run}"
-"""Placeholder for the run's folder in a script's arguments."""
+StopSignal = Literal["TERM", "USR1", "none"]  # signal for a script's processes when the run is asked to stop
+RUN_FOLDER: Final = "{run}"  # placeholder for the run's folder in a script's arguments
 
 
 @dataclass(frozen=True)
@@ -54,16 +52,11 @@ class PlacementPlan:
 class CodePlan:
     """A copy of a folder of code in the run's folder, first on PYTHONPATH."""
 
-    name: str
-    """Name of the copy, in the run's `code`."""
-    source: str
-    """Folder that it was copied from."""
-    import_from: str
-    """Folder within the copy that is on PYTHONPATH."""
-    sha256: str
-    """Digest of the names and contents of its files."""
-    commit: str | None
-    """Commit of the git checkout that contains the folder; null if there is none."""
+    name: str  # name of the copy, in the run's `code`
+    source: str  # folder that it was copied from
+    import_from: str  # folder within the copy that is on PYTHONPATH
+    sha256: str  # digest of the names and contents of its files
+    commit: str | None  # commit of the git checkout that contains the folder; null if there is none
     has_uncommitted_changes: bool
 
 
@@ -71,8 +64,7 @@ class CodePlan:
 class JobPlan(ABC):
     """The plan of a run for scheduler, runtime and run folder. Frozen, and written to plan.json unchanged."""
 
-    version: Literal[2]
-    """Of the plan's fields and their meaning; a plan with another version is refused."""
+    version: Literal[2]  # of the plan's fields and their meaning; a plan with another version is refused
     ftkit_version: str
     id: str
     name: str
@@ -139,8 +131,7 @@ class DocumentFit:
     num_read: int
     num_fitting: int
     longest: int
-    is_complete: bool
-    """Whether these are all documents, rather than those of the first rows."""
+    is_complete: bool  # whether these are all documents, rather than those of the first rows
 
 
 @dataclass(frozen=True)
@@ -165,18 +156,12 @@ class RunPlan(JobPlan):
     num_parameters: int
     num_trained: int
     num_steps: int | None
-    fill_ratio: float | None
-    """Fraction of the packs that is not padding; None before the data is prepared."""
-    num_tokens: int | None
-    """Tokens of the documents of all steps, without padding; None before the data is prepared."""
-    documents: DocumentFit | None = None
-    """None if it is not known."""
-    execution: ExecutionPlan = field(default_factory=ExecutionPlan)
-    """What the planner chose."""
-    host_memory: HostMemoryPlan | None = None
-    """None if nothing is offloaded."""
-    sweep: SweepPlan | None = None
-    """None if the run is not part of a sweep."""
+    fill_ratio: float | None  # fraction of the packs that is not padding; None before the data is prepared
+    num_tokens: int | None  # tokens of the documents of all steps, without padding; None before the data is prepared
+    documents: DocumentFit | None = None  # None if it is not known
+    execution: ExecutionPlan = field(default_factory=ExecutionPlan)  # what the planner chose
+    host_memory: HostMemoryPlan | None = None  # None if nothing is offloaded
+    sweep: SweepPlan | None = None  # None if the run is not part of a sweep
 
     @property
     def resources(self) -> ResourcesSpec:
@@ -242,19 +227,14 @@ def setup_of(
 class Script:
     """The script that the processes of the run start."""
 
-    path: str
-    """Path of the script within the copy of its folder."""
+    path: str  # path of the script within the copy of its folder
     args: tuple[str, ...]
-    folder: str
-    """Working folder of its processes."""
-    accelerate: dict[str, Any] | None
-    """Content of accelerate's configuration; null without one."""
+    folder: str  # working folder of its processes
+    accelerate: dict[str, Any] | None  # content of accelerate's configuration; null without one
     stop_signal: StopSignal
-    can_restart: bool
-    """Whether it resumes from its own checkpoint when it is restarted."""
+    can_restart: bool  # whether it resumes from its own checkpoint when it is restarted
     resources: ResourcesSpec
-    recipe: str | None = None
-    """Name of the recipe that the configuration was made from; null without one."""
+    recipe: str | None = None  # name of the recipe that the configuration was made from; null without one
 
     @property
     def asks_for_sharding(self) -> bool:

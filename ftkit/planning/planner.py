@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from ftkit.config.training import TrainingSpec
 
 
-LINEAR_KERNELS = "flash-linear-attention"
-"""The package with kernels for linear attention."""
+LINEAR_KERNELS = "flash-linear-attention"  # the package with kernels for linear attention
 
 
 def plan_run(

@@ -35,8 +35,7 @@ layers of OLMo-3 7B on one, and of Llama 3.3 70B LoRA with 80 and with 32 checkp
 FP8_GATHER_BYTES = 12
 """Bytes that a micro-batch does not read or write per weight that arrives in FP8: its maximum is known, and it was
 rounded before the all-gather, once."""
-FLASH4_EFFICIENCY = 0.56
-"""Fraction of the peak that flash-attn-4 reaches, forward and backward."""
+FLASH4_EFFICIENCY = 0.56  # fraction of the peak that flash-attn-4 reaches, forward and backward
 SDPA_EFFICIENCY = 0.30
 """The same for SDPA, which gets a mask for packs and therefore computes all pairs of tokens, visible or not."""
 ELEMENTWISE_PASSES = {True: 10, False: 20}
@@ -48,8 +47,7 @@ layers."""
 OPTIMIZER_BYTES = 28
 """Bytes read and written per trained parameter in AdamW's step: weight, gradient and two states, and the gradient
 norm."""
-CAST_BYTES = 26
-"""Bytes read and written per trained parameter to cast, all-gather and reduce it."""
+CAST_BYTES = 26  # bytes read and written per trained parameter to cast, all-gather and reduce it
 ACCUMULATE_BYTES = 6
 """Bytes read and written per trained parameter in a micro-batch whose gradients are only added to earlier ones."""
 COPY_OUT_PASSES = 2.5
@@ -77,14 +75,12 @@ DORA_BYTES = 22
 Llama 3 8B on an H100, whose step takes 47 ms longer than with LoRA."""
 TRANSPOSE_BYTES = 2
 """Bytes read and written per frozen weight in FP8 and micro-batch, to transpose it for the backward pass."""
-NETWORK_EFFICIENCY = 0.75
-"""Fraction of a link's bandwidth that collectives reach."""
+NETWORK_EFFICIENCY = 0.75  # fraction of a link's bandwidth that collectives reach
 NCCL_SLOWDOWN = 0.28
 """Fraction of the time of FSDP2's NCCL collectives over NVLink that is lost, because overlapping matmuls take up to
 39% longer; with copy engines, they do not. Assumed
 proportional to the bytes moved within a node: a slower network between nodes does not add to it."""
-ZERO3_EXPOSED = 0.5
-"""Fraction of the time of ZeRO-3's collectives that does not overlap with computation."""
+ZERO3_EXPOSED = 0.5  # fraction of the time of ZeRO-3's collectives that does not overlap with computation
 HOST_BANDWIDTH = 29e9
 """Bytes per second in one direction between a GPU and host memory (PCIe 5, 16 lanes: 64e9), while all GPUs of a node
 copy. Fitted to a run of Llama 3.3 70B LoRA on two H200 with 32 of 80 layers offloaded."""
@@ -106,14 +102,10 @@ Bound = Literal["gpu", "host", "main memory", "network"]
 class StepTimePlan:
     """Predicted speed of a run."""
 
-    bound: Bound
-    """The resource that limits the step time."""
-    step_seconds: float
-    """Duration of an optimizer step."""
-    tokens_per_second: float
-    """Tokens of documents, without padding, over all processes."""
-    mfu: float
-    """Model FLOPs utilization: `document_flops` as a fraction of the GPUs' peak."""
+    bound: Bound  # the resource that limits the step time
+    step_seconds: float  # duration of an optimizer step
+    tokens_per_second: float  # tokens of documents, without padding, over all processes
+    mfu: float  # model FLOPs utilization: `document_flops` as a fraction of the GPUs' peak
 
 
 def predict_step_time(setup: Setup, gpu: Gpu, padding: float = 1.0, fill: float = 1.0) -> StepTimePlan:

@@ -32,13 +32,10 @@ if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan
 
 NUM_SUGGESTIONS = 3
-SHORTEST = 512
-"""Minimum tokens of a pack in suggestions: shorter packs are not useful."""
-CERTAINLY_TOO_LARGE = 2.0
-"""A run is refused if its predicted memory exceeds this multiple of the available memory."""
+SHORTEST = 512  # minimum tokens of a pack in suggestions: shorter packs are not useful
+CERTAINLY_TOO_LARGE = 2.0  # a run is refused if its predicted memory exceeds this multiple of the available memory
 
-Change = dict[str, object]
-"""Fields of `training`, or `num_nodes`, with their new values."""
+Change = dict[str, object]  # fields of `training`, or `num_nodes`, with their new values
 
 
 @dataclass(frozen=True)

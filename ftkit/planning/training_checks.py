@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from ftkit.config.training import TrainingSpec
 
 _MANY_EPOCHS = 30
-problem = partial(Problem, "")
-"""A problem with a key of the recipe; `find_problems` adds the key's file and line."""
+problem = partial(Problem, "")  # a problem with a key of the recipe; `find_problems` adds the key's file and line
 
 
 @dataclass(frozen=True)

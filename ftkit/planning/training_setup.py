@@ -21,23 +21,15 @@ class Gpu:
     device_name: str
     """torch's name for it. Variants with another speed (PCIe, NVL) have other names, and are unknown."""
     memory_gib: float
-    bf16_flops: float
-    """Dense FLOP/s, on tensor cores."""
-    fp32_flops: float
-    """FLOP/s on CUDA cores: the trainer keeps TF32 off (`ftkit.train.world`)."""
-    memory_bandwidth: float
-    """Bytes/s."""
-    link_bandwidth: float
-    """Bytes/s to the other GPUs of its node, one way."""
-    has_fast_attention: bool
-    """Whether flash-attn-4 runs on it (Hopper and newer)."""
-    has_fp8: bool = True
-    """Whether it has FP8 matmuls (Ada, Hopper and newer)."""
+    bf16_flops: float  # dense FLOP/s, on tensor cores
+    fp32_flops: float  # FLOP/s on CUDA cores: the trainer keeps TF32 off (`ftkit.train.world`)
+    memory_bandwidth: float  # bytes/s
+    link_bandwidth: float  # bytes/s to the other GPUs of its node, one way
+    has_fast_attention: bool  # whether flash-attn-4 runs on it (Hopper and newer)
+    has_fp8: bool = True  # whether it has FP8 matmuls (Ada, Hopper and newer)
     is_blackwell: bool = False
-    matmul_efficiency: float = 0.803
-    """Fraction of `bf16_flops` that the best single matmul reaches."""
-    flex_efficiency: float = 0.34
-    """Fraction of `bf16_flops` that flex attention reaches, forward and backward."""
+    matmul_efficiency: float = 0.803  # fraction of `bf16_flops` that the best single matmul reaches
+    flex_efficiency: float = 0.34  # fraction of `bf16_flops` that flex attention reaches, forward and backward
 
     def peak_flops(self, precision: Precision) -> float:
         """Return the FLOP/s of matmuls in the compute dtype."""
@@ -89,22 +81,16 @@ class Setup:
 
     shape: ArchitectureSpec
     training: TrainingPlan
-    num_shards: int = 1
-    """Processes that share a copy of the model."""
+    num_shards: int = 1  # processes that share a copy of the model
     engine: EngineName = "fsdp2"
     device: Literal["cpu", "cuda"] = "cuda"
-    gpu: Gpu | None = None
-    """None for a CPU, or if the profile sets no GPU."""
+    gpu: Gpu | None = None  # None for a CPU, or if the profile sets no GPU
     num_nodes: int = 1
-    node_bandwidth: float | None = None
-    """Bytes/s of a node's network; unlimited if None."""
+    node_bandwidth: float | None = None  # bytes/s of a node's network; unlimited if None
     node_memory_gib: float | None = None
-    keeps_weights: bool = False
-    """Whether layers stay unsharded between forward and backward pass."""
-    num_replicas: int = 1
-    """Copies of the model, each on `num_shards` neighboring processes."""
-    defers_sync: bool = False
-    """Whether gradients are reduced only in the last micro-batch of a step."""
+    keeps_weights: bool = False  # whether layers stay unsharded between forward and backward pass
+    num_replicas: int = 1  # copies of the model, each on `num_shards` neighboring processes
+    defers_sync: bool = False  # whether gradients are reduced only in the last micro-batch of a step
     has_linear_kernel: bool = True
     """Whether a kernel computes linear attention, if the model has any; otherwise PyTorch does."""
 

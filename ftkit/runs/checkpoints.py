@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
 
 MARKER = "COMPLETE.json"
-FORMAT_VERSION: Final = 1
-"""Of a checkpoint's files; another one is refused."""
+FORMAT_VERSION: Final = 1  # of a checkpoint's files; another one is refused
 
 
 class DamagedCheckpointError(Exception):

@@ -19,8 +19,7 @@ _MAX_GAP_SECONDS: Final = 300.0
 """Maximum seconds between two samples of a node; longer gaps count no energy, since the job did not run."""
 _TAIL_BYTES: Final = 2**16
 _MAX_BYTES: Final = 2**28
-_MAX_PARTS: Final = 240
-"""Maximum points of a curve: about as many as can be distinguished on a page."""
+_MAX_PARTS: Final = 240  # maximum points of a curve: about as many as can be distinguished on a page
 
 
 @dataclass(frozen=True)

@@ -39,12 +39,10 @@ if TYPE_CHECKING:
 
 RecordT = TypeVar("RecordT", bound=Record)
 
-_MIN_STALL_SECONDS = 300.0
-"""Clocks of nodes can differ by minutes."""
+_MIN_STALL_SECONDS = 300.0  # clocks of nodes can differ by minutes
 _STAGE_STALL_SECONDS = 1800.0
 """No records are written while weights are loaded, code is compiled, or a model is evaluated or exported."""
-_STALLED_STEPS = 10
-"""Number of records missed until a run counts as stalled."""
+_STALLED_STEPS = 10  # number of records missed until a run counts as stalled
 
 
 @dataclass(frozen=True)
@@ -281,8 +279,7 @@ def _all(records: Sequence[Record], kind: type[RecordT]) -> tuple[RecordT, ...]:
     return tuple(each for each in records if isinstance(each, kind))
 
 
-_Start = tuple[float, dict[str, object]]
-"""A start in a manifest, with the time when its processes began."""
+_Start = tuple[float, dict[str, object]]  # a start in a manifest, with the time when its processes began
 
 
 def _read_manifest_starts(layout: RunLayout) -> list[_Start]:

@@ -40,8 +40,7 @@ BEAT_SECONDS = 10.0
 NUM_MISSED_BEATS = 12
 """Missed heartbeats after which the holder counts as dead: file systems and Python's GIL can stall for a minute."""
 
-_TAKEOVER_SECONDS = 2 * BEAT_SECONDS
-"""Time in which a holder that is alive notices that its lease was taken over."""
+_TAKEOVER_SECONDS = 2 * BEAT_SECONDS  # time in which a holder that is alive notices that its lease was taken over
 
 _SURELY_DEAD_SECONDS = 600.0
 """Age in seconds by this machine's clock. Slurm's nodes can't communicate if their clocks differ by 5 minutes."""

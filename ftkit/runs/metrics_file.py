@@ -17,10 +17,8 @@ from ftkit.runs.records import EvaluationRecord, Record, StartRecord, StepRecord
 
 MAX_LINE_BYTES = 2**23
 """Longer lines are skipped: the longest records, evaluations with samples, take a few hundred KiB."""
-_MAX_TAIL_BYTES = 2**26
-"""Number of bytes at the end of a file in which its newest record is searched."""
-_TAIL_BYTES = 2**14
-"""Number of bytes that are read first in this search."""
+_MAX_TAIL_BYTES = 2**26  # number of bytes at the end of a file in which its newest record is searched
+_TAIL_BYTES = 2**14  # number of bytes that are read first in this search
 
 _STEP_LINE, _START_LINE = b'{"event": "step"', b'{"event": "start"'
 """The first characters of the records of steps and starts, as `to_line` writes them."""

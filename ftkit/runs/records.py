@@ -47,8 +47,7 @@ class StartRecord(Record, event="start"):
     versions: dict[str, str]
 
 
-Checks = dict[str, int | str]
-"""Results of checks by their names: a number that was counted, or a text."""
+Checks = dict[str, int | str]  # results of checks by their names: a number that was counted, or a text
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from ftkit.errors import NotFoundError, PrerequisiteError, UnusableFileError, on
 
 Purpose = Literal["ftkit-bundle", "ftkit-image"]
 """Namespace of a signature: a signature with another namespace is not valid."""
-PRINCIPAL: Final = "ftkit"
-"""Identity of the signer in an allowed-signers file."""
+PRINCIPAL: Final = "ftkit"  # identity of the signer in an allowed-signers file
 _MAX_KEY_BYTES: Final = 1 << 20
 
 

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 ResultT = TypeVar("ResultT")
-Progress = Callable[..., None]
-"""To call when bytes were copied; arguments are ignored."""
+Progress = Callable[..., None]  # to call when bytes were copied; arguments are ignored
 
 ADVICE: Final[Mapping[str, str]] = {
     "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run 'aws configure'",
@@ -44,14 +43,12 @@ _HOSTS: Final = {
 
 _PART_BYTES = 64 * 2**20
 """Part size of multipart uploads. S3's ETag of a file is a digest of its parts, so their size must be known."""
-_PARTS_AT_ONCE = 4
-"""Parts that s3fs uploads at the same time; it reports none before all of them are there."""
+_PARTS_AT_ONCE = 4  # parts that s3fs uploads at the same time; it reports none before all of them are there
 _READ_BYTES = 2**24
 _PROBE = ".ftkit-write-test"
 _PATIENCE_SECONDS = 60.0
 """Maximum time without progress: drivers wait long, some forever, for a store that does not answer."""
-_MIN_BYTES_PER_SECOND = 2**20
-"""Minimum transfer rate of a store that works."""
+_MIN_BYTES_PER_SECOND = 2**20  # minimum transfer rate of a store that works
 
 
 def call_patiently(call: Callable[[Progress], ResultT], unseen_bytes: int = 0) -> ResultT:

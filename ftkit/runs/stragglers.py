@@ -19,8 +19,7 @@ from ftkit.runs.records import Count, Seconds
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
 
-MIN_STEPS = 20
-"""Steps after which ranks are compared: documents of different lengths make single steps differ."""
+MIN_STEPS = 20  # steps after which ranks are compared: documents of different lengths make single steps differ
 _MIN_SLOWDOWN = 0.1
 _MAX_SHOWN = 4
 

@@ -37,8 +37,7 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 10.0
 _STOP_POLL_SECONDS = 1.0
 _LOWEST_PRIORITY = 19
-_MAX_WAIT_SECONDS = 900.0
-"""Maximum wait for the copy after training; GPUs are idle meanwhile."""
+_MAX_WAIT_SECONDS = 900.0  # maximum wait for the copy after training; GPUs are idle meanwhile
 _MAX_PAUSE_SECONDS = 300.0
 
 

@@ -12,8 +12,7 @@ from ftkit.models.parameters import count_model
 from ftkit.planning.fit.memory import CPU_LIBRARIES_GIB, MemoryPlan, tensors_of
 from ftkit.planning.training_setup import Setup
 
-PROCESS_GIB: Final = 4.0
-"""Host memory of a process without offloaded tensors: torch, CUDA and NCCL. Assumed."""
+PROCESS_GIB: Final = 4.0  # host memory of a process without offloaded tensors: torch, CUDA and NCCL. Assumed.
 
 
 @dataclass(frozen=True)
