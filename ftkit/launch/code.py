@@ -79,10 +79,7 @@ def copy_own_package() -> CodeCopy:
 
 
 def copy_packages(folders: Sequence[Path]) -> list[CodeCopy]:
-    """Copy the folders of --with-code. A folder with an `__init__.py` is a package; another contains modules.
-
-    Raises `ConfigError` if two have the same name; or as `copy_code` does.
-    """
+    """Copy the folders of --with-code, packages or modules. ConfigError if two have one name; or as `copy_code`."""
     absolute = [Path(os.path.abspath(folder)) for folder in folders]  # noqa: PTH100 - '..' must be resolved
     for first, second in pairwise(sorted(absolute, key=lambda folder: folder.name)):
         if first.name == second.name:
@@ -95,10 +92,7 @@ def copy_packages(folders: Sequence[Path]) -> list[CodeCopy]:
 
 
 def copies_of_run(manifest: Mapping[str, Any], folder: Path, *, allows_changes: bool) -> list[CodeCopy]:
-    """Read the copies of another run from `folder`, for a run that repeats it.
-
-    `allows_changes` accepts changed copies, and skips missing ones. Otherwise, they raise `ConfigError`.
-    """
+    """Read the copies of a run to repeat it; `allows_changes` accepts changed and missing ones, else a ConfigError."""
     copies, problems = [], []
     for name, values in manifest.get("code", {}).items():
         plan = CodePlan(**values)

@@ -45,10 +45,7 @@ def needs_preparation(plan: RunPlan, environment: Mapping[str, str]) -> bool:
 def prepare_here(
     plan: RunPlan, environment: Mapping[str, str], report: Callable[[str], None], num_workers: int | None = None
 ) -> None:
-    """Prepare data, and download or export weights, on this machine.
-
-    Raises `PrerequisiteError` if a required package is missing; or as `prepare`, `export_weights` and `fetch_weights`.
-    """
+    """Prepare data and weights on this machine; PrerequisiteError if a package is missing, or as its callees."""
     missing = [name for name in ("datasets", "numpy", "tokenizers", "transformers") if find_spec(name) is None]
     if missing:
         raise PrerequisiteError(
@@ -70,10 +67,7 @@ _TOKENIZER_FILES = (
 
 
 def data_stamp(recipe: RecipeSpec) -> str:
-    """Return a value that changes when files that the prepared data depends on change.
-
-    It is never the same if a store can't be reached from here, so that no data of earlier files is taken for these.
-    """
+    """Return a value that changes with the files of the prepared data; a new one if a store can't be reached."""
     stamps = []
     for key, place in recipe.data.files:
         if is_address(place):
@@ -173,10 +167,7 @@ MAX_CHARACTERS = 4 << 20  # maximum length of the texts that are tokenized for a
 
 
 def count_documents(plans: Sequence[RunPlan], environment: Mapping[str, str]) -> list[RunPlan]:
-    """Return plans with the numbers of documents that fit their packs, where the data or its tokenizer is here.
-
-    Rows that several plans read are tokenized once.
-    """
+    """Return plans with the numbers of documents that fit their packs, if known; rows of several are read once."""
     lengths: dict[str, list[int]] = {}
     counted = []
     for plan in plans:

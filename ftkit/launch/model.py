@@ -94,10 +94,7 @@ def _resolve(model: ModelSpec, environment: Mapping[str, str], home: Path) -> Mo
 
 
 def pin_revision(plan: RunPlan, environment: Mapping[str, str]) -> RunPlan:
-    """Resolve the revision of a hub model to a commit, so that the job loads the same weights as checked now.
-
-    If the hub does not respond, the plan does not change. Raises as `resolve_model` does.
-    """
+    """Resolve a hub model's revision to a commit, so that the job loads what was checked; unchanged without the hub."""
     model, home = plan.recipe.model, Workspace(plan.workspace).hub_home
     pinned = _pin_revision(model, {**environment, **plan.cluster.environment}, home)
     return replace(plan, recipe=plan.recipe.model_copy(update={"model": pinned}))

@@ -118,10 +118,7 @@ def _check_sync(destination: str) -> list[str]:
 
 
 def check_trackers(plan: RunPlan, environment: Mapping[str, str]) -> list[str]:
-    """Check that the trackers have their keys and addresses and, without a container, their packages.
-
-    Returns warnings about variables that the profile's `setup` may set; raises `PrerequisiteError` if one is missing.
-    """
+    """Check the trackers' keys, addresses and packages; return warnings about what the profile's `setup` may set."""
     cluster, tracking = plan.cluster, plan.recipe.tracking
     if cluster.runtime == "none" and cluster.scheduler == "local":
         check_packages(tracking)
@@ -160,10 +157,7 @@ def source_checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Che
 
 
 def check_examples(recipe: RecipeSpec) -> list[str]:
-    """Check that data files exist and are regular files, and that their first rows can be used.
-
-    Raises `NotFoundError`, or `DataError` with file and line of a row that can't be used with the recipe's settings.
-    """
+    """Check data files and their first rows; NotFoundError, or DataError with the file and line of a bad row."""
     for key, path in data_files(recipe):
         about = stat_path(key, path)
         if about is not None and not stat.S_ISREG(about.st_mode):

@@ -82,10 +82,7 @@ def _unused_data(workspace: Workspace, used: set[str], now: float) -> Iterator[P
 
 
 def prune(items: Sequence[Prunable]) -> int:
-    """Remove the folders, and return the freed bytes. A run that was resumed in the meantime is kept.
-
-    Raises an `ExceptionGroup` if some could not be removed.
-    """
+    """Remove folders, and return the freed bytes. Resumed runs are kept; raises an `ExceptionGroup` if some stay."""
     freed, errors = 0, []
     for item in items:
         try:

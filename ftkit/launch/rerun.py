@@ -23,7 +23,7 @@ from ftkit.launch.resume import Change, changes_losses, image_definition, open_v
 from ftkit.planning.plan import PlanError, RunPlan, plan_to_json
 from ftkit.planning.planner import plan_run
 from ftkit.runs.compare import ComparedRun, Difference, describe_inputs, find_differences
-from ftkit.runs.manifest import trained_data
+from ftkit.runs.manifest import mapping, mappings, trained_data
 
 if TYPE_CHECKING:
     from ftkit.config.context import Context
@@ -50,9 +50,7 @@ class RerunArgs:
     num_nodes: int | None = None
     gpus_per_node: int | None = None
     name: str | None = None
-    is_own: bool = True
-    """Whether the original is a run of this workspace. For a manifest from elsewhere, the local profile of that
-    name is used instead of the manifest's, whose setup lines would run here."""
+    is_own: bool = True  # a run of this workspace: a manifest from elsewhere has setup lines that must not run here
 
 
 def plan_rerun(original: Original, args: RerunArgs, ctx: Context, workspace: Workspace, default: str | None) -> RunPlan:
@@ -68,7 +66,8 @@ def plan_rerun(original: Original, args: RerunArgs, ctx: Context, workspace: Wor
             fix=f"start it again, and compare the results: {shlex.join(map(str, manifest.get('command', [])))}",
         )
     recipe = _read(manifest.get("resolved_recipe"), RecipePlan, "resolved_recipe")
-    place, execution = _mapping(manifest.get("placement")), _mapping(manifest.get("execution"))
+    place: dict[str, Any] = mapping(manifest.get("placement"))
+    execution: dict[str, Any] = mapping(manifest.get("execution"))
     if args.cluster or not args.is_own or not manifest.get("cluster_profile"):
         site = read_cluster(args.cluster or str(manifest.get("cluster")), ctx)
         profile, layers = detect_hardware(site.spec, ctx.environment, ctx.root), site.layers
@@ -100,21 +99,17 @@ def changed_inputs(original: Original, plan: RunPlan, manifest: Mapping[str, Any
     """Return the differences between a planned run, with its manifest, and its original before it starts."""
     inputs = describe_inputs(plan.layout, json.loads(plan_to_json(plan)), manifest, None)
     found = find_differences([original.run, ComparedRun(plan.id, inputs, original.run.results, ())])
-    return [
-        each
-        for each in found
-        if None not in each.values and each.key not in _EXPECTED and not each.key.startswith("resources.")
-    ]
+    known = [each for each in found if None not in each.values and each.key not in _EXPECTED]
+    return [each for each in known if not each.key.startswith("resources.")]
 
 
 def changes_between_starts(original: Original) -> list[str]:
     """Return how the original's training was changed when it was resumed, which one run can't repeat."""
-    submissions = original.manifest.get("submissions")
-    schedule = _mapping(_mapping(original.manifest.get("resolved_recipe")).get("training")).get("schedule")
+    schedule = mapping(mapping(original.manifest.get("resolved_recipe")).get("training")).get("schedule")
     changes = [
-        (submission.get("from_step"), Change(key, _mapping(values).get("before"), _mapping(values).get("after")))
-        for submission in map(_mapping, submissions if isinstance(submissions, list) else ())
-        for key, values in _mapping(submission.get("changes")).items()
+        (submission.get("from_step"), Change(key, mapping(values).get("before"), mapping(values).get("after")))
+        for submission in mappings(original.manifest.get("submissions"))
+        for key, values in mapping(submission.get("changes")).items()
     ]
     return [
         f"the original continued after step {step} with {change.key}={change.after}, {change.before} before: the "
@@ -131,16 +126,10 @@ def repetition_record(original: Original, allowed: Sequence[str]) -> dict[str, A
 
 
 def check_inputs(differences: Sequence[Difference], allowed: Sequence[str]) -> None:
-    """Refuse a repetition with other data, or in another image, unless that section is allowed to differ.
-
-    Raises `ConfigError` with each difference that is not allowed, and each unknown section.
-    """
+    """Raise ConfigError with each other input of a repetition that is not allowed, and each unknown section."""
     choices = f"Choose from {', '.join(_SAME)}."
-    problems = [
-        Problem("", f"--allow {name}", "is not an input that can differ.", choices)
-        for name in allowed
-        if name not in _SAME
-    ]
+    unknown = [name for name in allowed if name not in _SAME]
+    problems = [Problem("", f"--allow {name}", "is not an input that can differ.", choices) for name in unknown]
     for each in differences:
         if each.key in _SAME.get(each.section, ()) and each.section not in allowed:
             fix = f"A run with other inputs is not a repetition; to run it anyway: --allow {each.section}"
@@ -159,7 +148,3 @@ def _read(value: object, kind: type[SpecT], key: str) -> SpecT:
             meaning="another version of ftkit wrote it, with other rules",
             fix="repeat the run with that version, which is in the manifest's 'ftkit'",
         ) from error
-
-
-def _mapping(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}

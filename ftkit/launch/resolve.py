@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ftkit import __version__
 from ftkit.config.cluster import ClusterProfile, recognize_gpu
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 ResultT = TypeVar("ResultT")
 PlanT = TypeVar("PlanT", bound=JobPlan)
 
-_ANY_SLURM: Final = "slurm"
-
 
 @dataclass(frozen=True)
 class RunArgs:
@@ -55,28 +53,15 @@ class RunArgs:
     code: tuple[CodePlan, ...] = ()
 
 
-class _Problems:
-    """Collect the problems of several specs, to report them together."""
-
-    def __init__(self) -> None:
-        self._errors: list[FtkitError] = []
-
-    def collect(self, load: Callable[[], ResultT]) -> ResultT | None:
-        try:
-            return load()
-        except (ConfigError, NotFoundError) as error:
-            self._errors.append(error)
-            return None
-
-    def raise_if_any(self) -> None:
-        if len(self._errors) == 1:
-            raise self._errors[0]
-        problems = []
-        for error in self._errors:
-            what = "; ".join(part for part in (error.what, error.meaning) if part)
-            problems += error.problems if isinstance(error, ConfigError) else [Problem("", "", f"{what};", error.fix)]
-        if problems:
-            raise ConfigError(problems)
+def _raise_together(errors: Sequence[FtkitError]) -> None:
+    if len(errors) == 1:
+        raise errors[0]
+    problems = []
+    for error in errors:
+        what = "; ".join(part for part in (error.what, error.meaning) if part)
+        problems += error.problems if isinstance(error, ConfigError) else [Problem("", "", f"{what};", error.fix)]
+    if problems:
+        raise ConfigError(problems)
 
 
 def read_settings(args: RunArgs, ctx: Context) -> LoadedSettings:
@@ -106,43 +91,49 @@ def _check_cluster_is_chosen(loaded: LoadedSettings, ctx: Context) -> None:
     if loaded.has_cluster:
         return
     partitions = list_partitions(ctx.environment)
-    if partitions != ():
-        found = "its controller does not respond now"
-        if partitions is not None:
-            found = f"partitions {', '.join(dict.fromkeys(each.name for each in partitions))}"
-        fix = (
-            "Detect it with 'ftkit init', or choose one with --cluster NAME ('ftkit cluster list'); --cluster local "
-            "trains on this machine."
-        )
-        raise ConfigError([Problem("", "cluster", f"none is set, and this machine has Slurm ({found}).", fix)])
+    if partitions == ():
+        return
+    found = "its controller does not respond now"
+    if partitions is not None:
+        found = f"partitions {', '.join(dict.fromkeys(each.name for each in partitions))}"
+    what = f"none is set, and this machine has Slurm ({found})."
+    choice = "Detect it with 'ftkit init', or choose one with --cluster NAME ('ftkit cluster list')"
+    raise ConfigError([Problem("", "cluster", what, f"{choice}; --cluster local trains on this machine.")])
 
 
 def resolve(args: RunArgs, ctx: Context) -> RunPlan:
     """Make a plan from the arguments.
 
-    Raises:
-        NotFoundError: a selected recipe, cluster, image, or file does not exist.
-        ConfigError: with every problem of recipe, cluster and image, or every reason why they are incompatible.
+    Raises `NotFoundError` if a selected recipe, cluster, image, or file does not exist; `ConfigError` with every
+    problem of recipe, cluster and image, or every reason why they are incompatible.
     """
     loaded = read_settings(args, ctx)
     _check_cluster_is_chosen(loaded, ctx)
     # The default profile has no containers: with --image, a plan without a cluster is for any Slurm cluster.
     is_assumed = args.image is not None and not loaded.has_cluster
-    problems = _Problems()
-    cluster_name = _ANY_SLURM if is_assumed else loaded.settings.cluster
-    site = problems.collect(lambda: _load_cluster(cluster_name, loaded, ctx))
+    errors: list[FtkitError] = []
+
+    def collect(load: Callable[[], ResultT]) -> ResultT | None:
+        try:
+            return load()
+        except (ConfigError, NotFoundError) as error:
+            errors.append(error)
+            return None
+
+    cluster_name = "slurm" if is_assumed else loaded.settings.cluster
+    site = collect(lambda: _load_cluster(cluster_name, loaded, ctx))
     uses_image = args.image is not None or site is None or site.spec.runtime != "none"
-    wanted = problems.collect(lambda: _image_of(loaded)) if uses_image else None
-    image = problems.collect(lambda: _load_defined(wanted, ctx))
+    wanted = collect(lambda: _image_of(loaded)) if uses_image else None
+    image = collect(lambda: _load_defined(wanted, ctx))
     name = args.recipe or (image.default_recipe if image else None)
     if name is None:
-        problems.raise_if_any()
+        _raise_together(errors)
         raise _no_recipe(wanted)
-    read = problems.collect(lambda: read_recipe(name, ctx, args.overrides))
+    read = collect(lambda: read_recipe(name, ctx, args.overrides))
     if read and read.spec.image and wanted is None and site and site.spec.runtime != "none":
         wanted = parse_image(read.spec.image, ctx.project)
-        image = problems.collect(lambda: _load_defined(wanted, ctx))
-    problems.raise_if_any()
+        image = collect(lambda: _load_defined(wanted, ctx))
+    _raise_together(errors)
     if read is None or site is None:
         raise AssertionError("errors of loading were raised above")
     workspace = Workspace(loaded.workspace_folder(ctx))
@@ -153,19 +144,16 @@ def resolve(args: RunArgs, ctx: Context) -> RunPlan:
     plan = resolve_image_link(plan_run(read.spec, here, image, request, ftkit_version=__version__))
     notes = plan.notes
     if is_assumed:
-        note = (
-            f"no cluster is set: this plan is for profile '{here.name}', with {plural(here.gpus_per_node, 'GPU')} of "
-            "unknown model per node; set one of 'ftkit cluster list' with --cluster or 'cluster:' in ftkit.yaml"
-        )
-        notes = (note, *notes)
+        gpus = f"{plural(here.gpus_per_node, 'GPU')} of unknown model per node"
+        fix = "set one of 'ftkit cluster list' with --cluster or 'cluster:' in ftkit.yaml"
+        notes = (f"no cluster is set: this plan is for profile '{here.name}', with {gpus}; {fix}", *notes)
     return replace(plan, code=args.code, notes=notes)
 
 
 def resolve_recipe(args: RunArgs, ctx: Context) -> RecipePlan:
-    """Resolve the recipe without a cluster, for commands that only read its data.
+    """Resolve the recipe without a cluster, for commands that only read its data, which `auto` values don't change.
 
-    Its `auto` values are those with the least memory, which do not change the data. Raises as `resolve` does, for
-    problems that do not depend on where it runs.
+    Raises as `resolve` does, for problems that do not depend on where it runs.
     """
     loaded = read_settings(args, ctx)
     if args.cluster:
@@ -176,9 +164,8 @@ def resolve_recipe(args: RunArgs, ctx: Context) -> RecipePlan:
     read = read_recipe(name, ctx, args.overrides)
     origins = Origins(recipe=read.layers, settings=loaded.layers)
     model = _resolve_model(read.spec, ctx, Workspace(loaded.workspace_folder(ctx)), origins)
-    problems = [origins.locate(problem) for problem in find_data_problems(read.spec, model.architecture)]
-    if problems:
-        raise ConfigError(problems)
+    if problems := find_data_problems(read.spec, model.architecture):
+        raise ConfigError([origins.locate(problem) for problem in problems])
     return RecipePlan.extend(read.spec, model=model, training=least_memory(read.spec.training))
 
 
@@ -257,27 +244,19 @@ def build_request(recipe: RecipeSpec, model: ModelPlan, request: RunRequest) -> 
     """Add the recipe's model and data to a request. Raises as `data_stamp` does."""
     stamp = data_stamp(recipe)
     data = DataLayout(Workspace(request.workspace).data / fingerprint(recipe, model, stamp))
-    return replace(request, model=model, data_stamp=stamp, **read_packs(data))
+    return with_packs(replace(request, model=model, data_stamp=stamp), data)
 
 
-class Packs(TypedDict, total=False):
-    """The fields of a `RunRequest` about packs."""
-
-    num_packs: int
-    num_tokens: int | None
-    padding: float | None
-
-
-def read_packs(data: DataLayout) -> Packs:
-    """Return the request's fields about packs, from the data's manifest; none if the data is not prepared."""
+def with_packs(request: RunRequest, data: DataLayout) -> RunRequest:
+    """Add the numbers of packs and tokens to a request, from the data's manifest, if the data is prepared."""
     prepared = read_json_if_valid(data.manifest, dict[str, object]) or {}
     names = ("num_train_packs", "num_train_tokens", "sequence_length", "num_row_tokens")
     values = [value for value in (prepared.get(name, 0) for name in names) if isinstance(value, int)]
     if len(values) < len(names) or "num_train_packs" not in prepared:
-        return {}
+        return request
     num_packs, num_tokens, length, num_row_tokens = values
     padding = num_row_tokens / (num_packs * length) if num_packs * length and num_row_tokens else None
-    return {"num_packs": num_packs, "num_tokens": num_tokens or None, "padding": padding}
+    return replace(request, num_packs=num_packs, num_tokens=num_tokens or None, padding=padding)
 
 
 def _no_recipe(image: AnyImage | None) -> FtkitError:

@@ -22,7 +22,7 @@ from ftkit.config.request import Origins, RunRequest
 from ftkit.config.yaml_files import parse_override
 from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.launch.code import CodeCopy, copy_code
-from ftkit.launch.resolve import detect_hardware, read_packs, resolve_image_link
+from ftkit.launch.resolve import detect_hardware, resolve_image_link, with_packs
 from ftkit.launch.user_script import copy_script
 from ftkit.planning.layout import SCRIPT_CODE, Workspace
 from ftkit.planning.plan import RunPlan, ScriptPlan
@@ -169,12 +169,12 @@ def replan(
         python=plan.python,
         created=plan.created,
         suffix=plan.id.rpartition("-")[2],
-        **read_packs(plan.data),
         model=plan.recipe.model,
         origins=Origins(recipe=loaded.layers, cluster=layers),
     )
+    request, definition = with_packs(request, plan.data), image_definition(image, ctx)
     try:
-        new = plan_run(recipe, cluster, image_definition(image, ctx), request, ftkit_version=__version__)
+        new = plan_run(recipe, cluster, definition, request, ftkit_version=__version__)
     except ConfigError as error:
         fix = "Use a number of GPUs, or a training.micro_batch_size, that divides the run's global batch, which stays."
         problems = [replace(each, fix=fix) if each.key == _GLOBAL_BATCH else each for each in error.problems]
@@ -198,10 +198,7 @@ def replan(
 
 
 def open_values(recipe: RecipePlan, chosen: Collection[str], engine: str) -> dict[str, Any]:
-    """Return a planned recipe with `auto` for the `chosen` keys of `training`, because another cluster may need others.
-
-    The planned engine stays.
-    """
+    """Return a planned recipe with `auto` again for the `chosen` keys of `training`; the planned engine stays."""
     values = recipe.model_dump(mode="json", include=set(_CHANGEABLE))
     values["training"] |= dict.fromkeys(chosen, "auto") | {"engine": engine}
     if "activation_checkpointing" in chosen:  # it includes the numbers of layers
@@ -247,12 +244,10 @@ def _check_changes(changes: Sequence[Change], args: ResumeArgs) -> None:
             what = f"changes the result: from {change.before!r} to {change.after!r}."
             fix = f"Omit it; or accept that the result differs: --allow {change.key}"
             problems.append(Problem(COMMAND_LINE, change.key, what, fix))
-    changed = {*(change.key for change in changes), _CODE}
-    problems += [
-        Problem(COMMAND_LINE, f"--allow {key}", "allows a change that was not requested.", "Omit it.")
-        for key in args.allowed
-        if key not in changed
-    ]
+    for key in args.allowed:
+        if key not in (_CODE, *(change.key for change in changes)):
+            what = "allows a change that was not requested."
+            problems.append(Problem(COMMAND_LINE, f"--allow {key}", what, "Omit it."))
     if problems:
         raise ConfigError(problems)
 
@@ -277,24 +272,17 @@ def image_definition(image: AnyImage | None, ctx: Context) -> ImageSpec | None:
 
 def _warnings(changes: Sequence[Change], plan: RunPlan) -> Iterator[str]:
     training = plan.recipe.training
+    effects = {
+        _SEED: "dropout changes, and this run can't be repeated as one run; the order of the data stays that of seed "
+        f"{training.order_seed}",
+        _DATA_SEED: "the data is in another order from here on, so this epoch trains on some examples twice, and on "
+        "others not at all",
+    }
+    if training.schedule != "constant":
+        stretched = f"the {training.schedule} schedule of the learning rate is stretched over all steps"
+        effects |= dict.fromkeys(_LENGTHS, f"{stretched}, so its next value is higher than its last one")
     for change in changes:
-        effect = ""
-        if change.key in _LENGTHS and training.schedule != "constant":
-            effect = (
-                f"the {training.schedule} schedule of the learning rate is stretched over all steps, so its next value "
-                "is higher than its last one"
-            )
-        elif change.key == _SEED:
-            effect = (
-                "dropout changes, and this run can't be repeated as one run; the order of the data stays that of seed "
-                f"{training.order_seed}"
-            )
-        elif change.key == _DATA_SEED:
-            effect = (
-                "the data is in another order from here on, so this epoch trains on some examples twice, and on others "
-                "not at all"
-            )
-        elif change.key == "image" or (change.key.startswith("training.") and not change.is_harmless):
-            effect = "this run can't be repeated as one run"
-        if effect:
+        is_harmless = change.is_harmless or not change.key.startswith("training.")
+        if change.key in effects or change.key == "image" or not is_harmless:
+            effect = effects.get(change.key, "this run can't be repeated as one run")
             yield f"{change.key} changes from {change.before} to {change.after}: {effect}"

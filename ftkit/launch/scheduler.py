@@ -104,9 +104,8 @@ class SlurmScheduler:
     def submit(self, layout: RunLayout, environment: Mapping[str, str], *, has_preparation: bool = False) -> Submission:
         """Submit the script with sbatch in the run's folder, after the preparation job if there is one.
 
-        Raises:
-            SubmitError: Slurm refused the job; `UncertainSubmitError` if the job may exist.
-            PrerequisiteError: Slurm's programs are not on this machine.
+        Raises `SubmitError` if Slurm refused the job; `UncertainSubmitError` if the job may exist; `PrerequisiteError`
+        if Slurm's programs are not on this machine.
         """
         preparation_job_id = None
         after = []

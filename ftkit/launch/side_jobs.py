@@ -278,10 +278,7 @@ def salloc_command(checks: NodeChecks, hosts: Sequence[str]) -> list[str]:
 
 
 def idle_nodes(cluster: ClusterProfile) -> tuple[list[str], int]:
-    """Return the idle nodes of the profile's partition, and how many others there are.
-
-    Raises `PrerequisiteError` if Slurm can't be queried.
-    """
+    """Return idle nodes of the profile's partition, and how many others it has; PrerequisiteError without Slurm."""
     partition = [f"--partition={cluster.partition}"] if cluster.partition else []
     done = process.run(["sinfo", "--noheader", "--Node", "--format=%N %t", *partition])
     if done.returncode != 0:
@@ -302,10 +299,7 @@ def _report(path: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def checks_folder(workspace: Path) -> Iterator[Path]:
-    """Yield a temporary folder in the workspace, which the nodes share.
-
-    Raises `PrerequisiteError` if the workspace can't be written to.
-    """
+    """Yield a temporary folder in the workspace, which nodes share; PrerequisiteError if it can't be written to."""
     try:
         workspace.mkdir(parents=True, exist_ok=True)
         folder = TemporaryDirectory(prefix=".ftkit-doctor-", dir=workspace, ignore_cleanup_errors=True)

@@ -26,12 +26,7 @@ _IDS_IN_A_QUERY = 400
 
 
 def ask(args: list[str], environment: Mapping[str, str], *, cwd: Path | None = None) -> process.ProgramOutput:
-    """Run a program of Slurm.
-
-    Raises:
-        PrerequisiteError: it is not on this machine.
-        ProgramTimeoutError: it did not respond in time.
-    """
+    """Run a program of Slurm; PrerequisiteError if it is not here, ProgramTimeoutError if it does not respond."""
     try:
         return process.run(args, cwd=cwd, environment=process.slurm_environment(environment))
     except PrerequisiteError as error:
@@ -74,10 +69,7 @@ def _jobs(runs: Sequence[SubmittedRun]) -> str:
 
 
 def find_job(layout: RunLayout, environment: Mapping[str, str]) -> str | None:
-    """Return this user's pending or running job of a run's script; None if there is none.
-
-    Raises `FtkitError` if Slurm did not respond.
-    """
+    """Return this user's pending or running job of a run's script; FtkitError if Slurm does not respond."""
     states = "--states=CONFIGURING,PENDING,RUNNING,SUSPENDED"
     words = ["squeue", "--noheader", states, f"--user={os.getuid()}", "--format=%A|%o"]
     answer = ask(words, environment)
@@ -151,10 +143,7 @@ _LIMIT = re.compile("(?:Assoc|QOS)(?:Grp|Max|Min)|Max[A-Z]+Per")
 
 
 def read_squeue(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Job]:
-    """Parse squeue's output: the state of each run.
-
-    A job that is listed exists, also in a state of a newer Slurm that is unknown here.
-    """
+    """Parse squeue's output: the state of each run. A job that is listed exists, also in a state unknown here."""
     states = {}
     for run, (state, reason, start, end, nodes) in _rows(text, 7, runs):
         seen = _read_job(run, state, start, end, nodes)

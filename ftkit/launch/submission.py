@@ -25,7 +25,7 @@ from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import PlanError, RunPlan, ScriptPlan, plan_to_json, read_job_plan
 from ftkit.process import ProgramTimeoutError
 from ftkit.runs.ends import End, note_end
-from ftkit.runs.job import Cause, Job, RunState, Submission, SubmittedRun, read_submission, write_submission
+from ftkit.runs.job import Cause, Job, RunState, Submission, SubmittedRun, read_submission
 from ftkit.runs.lease import current_holder, revoke
 from ftkit.runs.listing import read_entry
 from ftkit.runs.manifest import add_submission
@@ -56,9 +56,8 @@ class NewJob(Generic[PlanT]):
 def submit(job: NewJob[Any]) -> SubmittedRun:
     """Create the run's folder and submit its scripts.
 
-    Raises:
-        SubmitError: the scheduler refused it, and the run's folder was removed; or its answer was unclear.
-        PrerequisiteError: the workspace or the scheduler can't be used.
+    Raises `SubmitError` if the scheduler refused it, and the run's folder was removed; or its answer was unclear;
+    `PrerequisiteError` if the workspace or the scheduler can't be used.
     """
     _create_folder(job)
     try:
@@ -96,10 +95,7 @@ def _create_folder(job: NewJob[Any]) -> None:
 
 
 def read_resumable_plan(layout: RunLayout) -> RunPlan | ScriptPlan:
-    """Read the plan of a run, to submit the run again.
-
-    Raises `PlanError` if it can't be read, or is the plan of a run in another folder.
-    """
+    """Read a run's plan to submit it again; PlanError if it is unreadable, or that of a run in another folder."""
     plan = read_job_plan(layout)
     try:
         is_same = plan.layout.root.samefile(layout.root)
@@ -125,11 +121,8 @@ def resume(
     """Submit a run again; training continues from the newest checkpoint.
 
     `command` and `image_facts` are for the manifest. `changed` replaces the run's plan and script, which are submitted
-    unchanged if it is null. A project's `sbatch/` overrides parts of new scripts.
-
-    Raises:
-        SubmitError: the run has not ended, or there is nothing left to do; or as `submit` does. Then the run keeps its
-            plan and script.
+    unchanged if it is null. A project's `sbatch/` overrides parts of new scripts. Raises `SubmitError` if the run has
+    not ended, or there is nothing left to do; or as `submit` does. Then the run keeps its plan and script.
     """
     layout, new = plan.layout, changed.plan if changed else plan
     submission, end = _find_submission(plan), None
@@ -186,10 +179,7 @@ def _forget_job(layout: RunLayout, submission: Submission | None) -> None:
 
 
 def adopt_job(layout: RunLayout) -> Submission | None:
-    """Record the job of a run that Slurm accepted, although its answer was lost; return None if there is none.
-
-    Raises `FtkitError` if Slurm did not respond.
-    """
+    """Record a run's job that Slurm accepted although its answer was lost; FtkitError if Slurm does not respond."""
     try:
         if read_job_plan(layout).cluster.scheduler != "slurm":
             return None
@@ -199,7 +189,7 @@ def adopt_job(layout: RunLayout) -> Submission | None:
     if job_id is None:
         return None
     submission = Submission("slurm", job_id, submitted=layout.plan.stat().st_mtime, host=socket.gethostname())
-    write_submission(layout, submission)
+    write_json(layout.submission, submission)
     return submission
 
 
@@ -239,7 +229,7 @@ def _submit(
         raise InterruptedSubmitError(what, meaning="a job may exist", fix=check_first) from error
     if earlier:
         submission = replace(submission, earlier_job_ids=(*earlier.earlier_job_ids, earlier.job_id))
-    write_submission(plan.layout, submission)
+    write_json(plan.layout.submission, submission)
     return SubmittedRun(plan.layout, submission)
 
 
@@ -300,10 +290,7 @@ def cancel(run: SubmittedRun) -> Job | None:
 
 
 def check_removable(folder: RunFolder) -> None:
-    """Check that no job trains in a run's folder, and that none is pending.
-
-    Raises `SubmitError` if the run has not ended, or Slurm can't tell its state.
-    """
+    """Raise SubmitError if a job trains in a run's folder or is pending, or Slurm can't tell."""
     run = read_entry(folder).run
     seen = observe(run) if run else None
     if holder := current_holder(folder.layout):

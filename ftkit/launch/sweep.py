@@ -19,7 +19,7 @@ from ftkit.planning.plan import RunPlan, SweepPlan
 if TYPE_CHECKING:
     from ftkit.config.context import Context
 
-MAX_RUNS = 200  # maximum number of runs in a sweep: more are probably a mistake
+MAX_RUNS = 200  # more are probably a mistake
 _BEFORE_QUOTE = ("", "[", "{", ",", ":")
 """Characters before an opening quotation mark; elsewhere it is an ordinary character."""
 _CHOOSE_DOCUMENTS = ("data.source", "data.validation")
@@ -35,10 +35,7 @@ class Trial:
 
 
 def expand(args: RunArgs, ctx: Context) -> list[Trial]:
-    """Return the runs of a command line, in the order of its values: the last key changes fastest.
-
-    Raises `ConfigError` if there are too many, or two are the same; `NotFoundError` as `recipe_name` does.
-    """
+    """Return the runs of a command line, the last key changing fastest; ConfigError if too many or equal."""
     axes = [(override, _alternatives(override, args, ctx)) for override in args.overrides]
     clusters = (args.cluster or "").split(",")
     if len(clusters) == 1 and all(len(found) == 1 for _, found in axes):

@@ -89,10 +89,7 @@ def quote_word(value: object) -> str:
 
 
 def quote_directive(value: object) -> str:
-    """Quote a value for an #SBATCH line, which sbatch parses by its own rules.
-
-    All releases accept double quotes with backslash escapes; `#` begins a comment even there.
-    """
+    """Quote a value for an #SBATCH line: in double quotes with backslash escapes, where `#` still begins a comment."""
     text = str(value)
     if any(ord(character) < ord(" ") or character == "\x7f" for character in text):
         raise ConfigError([Problem("", "", f"an #SBATCH line can't contain control characters: {text!r}.")])
@@ -131,10 +128,7 @@ def _refuse_unfiltered(value: object) -> str:
 
 
 def find_overrides(project: Path) -> dict[str, str]:
-    """Return the shipped templates that a project overrides, such as `parts/run.sh.j2`, with the override's SHA-256.
-
-    Raises `ConfigError` if a part can't be read.
-    """
+    """Return the SHA-256 of each shipped template that a project overrides; ConfigError if a part can't be read."""
     names = sorted(str(path.relative_to(assets.JOB_TEMPLATES)) for path in assets.JOB_TEMPLATES.rglob("*.j2"))
     found = {name: _override(project, name) for name in names}
     return {name: hashlib.sha256(_read(path).encode()).hexdigest() for name, path in found.items() if path}
@@ -156,10 +150,7 @@ class _PartLoader(BaseLoader):
         self._project = project
 
     def get_source(self, _: Environment, template: str) -> tuple[str, str, Callable[[], bool]]:
-        """Return a template's text, its path, and whether that text is still current.
-
-        Raises `ConfigError` if the project's part can't be read, or lacks a placeholder of the shipped part.
-        """
+        """Return text, path, and whether it is current; ConfigError for a part without the shipped placeholders."""
         shipped = assets.JOB_TEMPLATES / template
         if ".." in template or not shipped.is_file():
             raise TemplateNotFound(template)
@@ -183,10 +174,7 @@ def _read(path: Path) -> str:
 
 
 def _placeholders(template: str) -> set[str]:
-    """Return the dotted names that a template fills in, and the parts that it includes.
-
-    Names that occur in a condition are optional: a site without accounts needs no account.
-    """
+    """Return the names that a template fills in and the parts it includes; names in a condition are optional."""
     filled, conditions = (
         {name for text in re.findall(pattern, template) for name in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", text)}
         for pattern in (r"{{(.*?)}}", r"{%-? *(?:el)?if (.*?)%}")

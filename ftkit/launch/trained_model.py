@@ -196,11 +196,7 @@ def _has_joined_experts(stored: Mapping[str, Any]) -> bool:
 
 
 def check_adapter(recipe: RecipePlan) -> list[str]:
-    """Check that the adapters to continue from have the rank, scale and targets of the recipe's; return no warnings.
-
-    Raises `ConfigError` if they differ; `NotFoundError` if their configuration can't be read, or their weights are
-    missing or incomplete.
-    """
+    """Check that adapters have the recipe's rank, scale and targets; ConfigError if not, NotFoundError if damaged."""
     lora = recipe.training.adapters
     if recipe.model.adapter is None or lora is None:
         return []

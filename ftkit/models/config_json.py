@@ -233,10 +233,7 @@ def _with_more_positions(shape: ArchitectureSpec, given: ArchitectureFields) -> 
 
 
 def find_contradictions(shape: ArchitectureFields, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields in which a recipe's shape contradicts the configuration of weights, each with both values.
-
-    Unset fields and missing keys are not compared; the configuration is raw, or has the defaults.
-    """
+    """Return the fields in which a recipe's shape contradicts a configuration, each with both values."""
     stored = {key: value for key, value in fill_config(config).items() if key in CONFIG_KEYS and value is not None}
     given = {key: value for key in shape.model_fields_set if (value := getattr(shape, key)) is not None}
     pairs = {key: (given[key], stored[key]) for key in _EQUAL if key in stored and key in given}

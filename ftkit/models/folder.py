@@ -39,10 +39,7 @@ _MAX_SHOWN: Final = 3
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a folder of weights exists, with a configuration and safetensors that are not truncated.
-
-    Raises NotFoundError: it is missing, incomplete, or in another format.
-    """
+    """Raise NotFoundError unless a folder has a configuration, and safetensors that are not truncated."""
     if folder.is_file():
         if folder.suffix.lower() == ".gguf":
             raise _gguf(folder)
@@ -91,10 +88,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_adapters(folder: Path) -> None:
-    """Check that a folder of peft's adapters has their weights, as safetensors that are not truncated.
-
-    Raises NotFoundError: they are missing, incomplete, or in another format.
-    """
+    """Raise NotFoundError unless a folder of peft's adapters has their weights, as whole safetensors."""
     if not (folder / ADAPTER_FILE).is_file():
         raise NotFoundError(
             f"model.weights: {folder} has no {ADAPTER_FILE}",

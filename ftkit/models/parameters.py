@@ -51,10 +51,7 @@ def _count_shape(shape: ArchitectureSpec) -> ModelCounts:
 
 
 def count_by_config(config: Mapping[str, Any]) -> ModelCounts:
-    """Count the parameters of a model from its raw config.json: exact with a formula, an estimate without one.
-
-    Raises KeyError: the configuration of an unknown family lacks required keys.
-    """
+    """Count parameters from a raw config.json: exact with a formula, else an estimate. KeyError if a key is missing."""
     filled = fill_config(config)
     return _count(filled, "formula" if family_of(str(filled.get("model_type"))).has_formula else "config")
 
@@ -85,10 +82,7 @@ _EVERY = ("decoder_sparse_step", "interleave_moe_layer_step", "expert_layer_peri
 
 
 def read_experts(config: Mapping[str, Any]) -> Experts | None:
-    """Return the experts in a Hugging Face configuration, under any of the known keys; None if it has none.
-
-    Missing keys are assumed to have the values that need the most memory.
-    """
+    """Return the experts in a configuration, under any known key; missing values are those that need most memory."""
     num = _first(config, _NUM)
     if num is None or num <= 1 or config.get("is_moe") is False or config.get("enable_moe_block") is False:
         return None

@@ -55,20 +55,14 @@ def stored_dtypes(file: Path) -> set[str]:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Return the files with a model's weights: one, or those in the index; a damaged index raises any error.
-
-    As in transformers, an index beside the one file has no effect: programs that save into a folder may leave it there.
-    """
+    """Return the files with a model's weights. As in transformers, an index beside a single file has no effect."""
     if (folder / WEIGHTS_FILE).is_file() or not (folder / WEIGHTS_INDEX).is_file():
         return [WEIGHTS_FILE]
     return sorted(set(read_index(folder).values()))
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor, from the index; a damaged one raises one of `UNREADABLE`.
-
-    Raises NotFoundError: it lists a file outside the folder, or one that can't exist.
-    """
+    """Return each tensor's file, from the index; one of `UNREADABLE` if damaged, NotFoundError for a file elsewhere."""
     places: dict[str, str] = load_json(read_small(folder / WEIGHTS_INDEX, MAX_JSON_BYTES))["weight_map"]
     for file in set(places.values()):
         parts = Path(file).parts

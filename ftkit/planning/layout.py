@@ -139,10 +139,7 @@ class RunLayout:
         return self.profile / f"rank-{rank}-cycle-{cycle}.trace.json.gz"
 
     def list_checkpoints(self) -> list[tuple[int, Path]]:
-        """Return the step and the folder of each checkpoint with its final name, oldest first.
-
-        Raises `OSError` if the folder exists but can't be read.
-        """
+        """Return the checkpoints with their steps, oldest first; OSError if the folder exists but can't be read."""
         try:
             folders = list(self.checkpoints.iterdir())
         except FileNotFoundError:

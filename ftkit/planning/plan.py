@@ -276,9 +276,8 @@ class _Header:
 def plan_from_json(text: str | bytes, where: str) -> RunPlan:
     """Parse a plan; `where` is the place of the text in messages.
 
-    Raises:
-        PlanError: it is not a plan of ftkit's trainer, or another version of ftkit wrote it, with values that this
-            version refuses.
+    Raises `PlanError` if it is not a plan of ftkit's trainer, or another version of ftkit wrote it, with values that
+    this version refuses.
     """
     plan = _parse_plan(text, where)
     if isinstance(plan, ScriptPlan):

@@ -116,10 +116,7 @@ def plan_run(
 def plan_script(
     script: Script, code: tuple[CodePlan, ...], cluster: ClusterProfile, request: RunRequest, *, ftkit_version: str
 ) -> ScriptPlan:
-    """Make the plan of a script; `code` are its copies of code, that of the script's folder first.
-
-    Raises `ConfigError` with every reason why it can't be started there.
-    """
+    """Plan a script with its copies of code, its own folder's first; ConfigError with all reasons against it."""
     job = _plan_job(cluster, request, script.resources, "script")
     folders = site_folders(cluster, request.workspace, job["placement"].num_nodes)
     owned = (("settings" if key == "workspace" else f"cluster {cluster.name}", key, folder) for key, folder in folders)

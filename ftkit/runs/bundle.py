@@ -27,10 +27,8 @@ _MAX_MEMBER_BYTES = 2**30
 def write_bundle(layout: RunLayout, path: Path, lock: Path | None = None) -> list[str]:
     """Write a run's bundle and return the names of its members.
 
-    `lock` is that of the image's packages, if it is on this machine.
-
-    Raises:
-        DamagedFileError: a file of the run can't be read, or is too large.
+    `lock` is that of the image's packages, if it is on this machine. Raises `DamagedFileError` if a file of the run
+    can't be read, or is too large.
     """
     manifest = read_json(layout.manifest, Values)
     if manifest is None:
@@ -65,11 +63,7 @@ def write_bundle(layout: RunLayout, path: Path, lock: Path | None = None) -> lis
 
 
 def unpack(path: Path, folder: Path) -> None:
-    """Write the files of a bundle to a folder. Only plain files with the names of a run's files are extracted.
-
-    Raises:
-        DamagedFileError: the file is not a bundle, or is damaged.
-    """
+    """Write the plain files of a bundle that have names of a run's files; DamagedFileError if it is damaged."""
     layout = RunLayout(folder)
     known = {layout.manifest.name, layout.plan.name, layout.metrics.name, layout.original.name, layout.report.name}
     folder.mkdir(parents=True, exist_ok=True)

@@ -89,11 +89,7 @@ class Marker:
 
 
 def read_marker(folder: Path, step: int) -> Marker:
-    """Read the marker of a step's checkpoint.
-
-    Raises:
-        DamagedCheckpointError: the marker is missing, can't be read, or does not belong to this checkpoint.
-    """
+    """Read a checkpoint's marker; DamagedCheckpointError if it is missing, damaged, or that of another checkpoint."""
     try:
         marker = read_json(folder / MARKER, Marker)
     except DamagedFileError as error:
@@ -124,10 +120,7 @@ def list_checkpoints(layout: RunLayout) -> list[tuple[int, Path]]:
 
 
 def read_selection(layout: RunLayout) -> BestEvaluation | None:
-    """Return the best evaluation by the recipe's `evaluation.best`, as the newest checkpoint has it.
-
-    None if the run does not compare evaluations, or the checkpoint of the best one is missing.
-    """
+    """Return the best evaluation by `evaluation.best`, from the newest checkpoint; None if its checkpoint is gone."""
     found = layout.list_checkpoints()
     for step, folder in reversed(found):
         with suppress(DamagedCheckpointError):
@@ -137,10 +130,7 @@ def read_selection(layout: RunLayout) -> BestEvaluation | None:
 
 
 def find_best(layout: RunLayout) -> BestEvaluation | None:
-    """Resolve `RUN@best`: the best by `evaluation.best`, else the checkpoint with the lowest validation loss.
-
-    None if no checkpoint was evaluated.
-    """
+    """Resolve `RUN@best`: by `evaluation.best`, else by the lowest validation loss; None if nothing was evaluated."""
     if selected := read_selection(layout):
         return selected
     steps = dict(layout.list_checkpoints())

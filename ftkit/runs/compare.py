@@ -13,7 +13,7 @@ from ftkit.files import read_json_if_valid
 from ftkit.runs.ends import End
 from ftkit.runs.gpu_samples import read_samples, summarize_samples
 from ftkit.runs.history import read_history
-from ftkit.runs.manifest import DOCUMENT_NUMBERS, describe_data, mapping
+from ftkit.runs.manifest import DOCUMENT_NUMBERS, describe_data, mapping, mappings
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
@@ -33,11 +33,7 @@ class LossPoint:
 
 @dataclass(frozen=True)
 class RunResults:
-    """The results of a run as in its `History` and `GpuSummary`; None if unknown.
-
-    Memory is the peak of a device, as planned and as measured. `cost` is that of the GPUs of each start in
-    `held_seconds`, in the currency of the cluster's `price_per_gpu_hour`.
-    """
+    """The results of a run as in its `History` and `GpuSummary`; None if unknown."""
 
     step: int | None = None
     tokens: int | None = None
@@ -46,14 +42,14 @@ class RunResults:
     execution_accuracy: float | None = None
     tokens_per_second_per_process: float | None = None
     mfu: float | None = None
-    predicted_gib: float | None = None
+    predicted_gib: float | None = None  # peak of a device
     measured_gib: float | None = None
     training_seconds: float | None = None
     num_restarts: int = 0
     restart_reasons: tuple[Annotated[End | None, BeforeValidator(End.from_json)], ...] = ()
     held_seconds: float | None = None
     num_processes: int | None = None
-    cost: float | None = None
+    cost: float | None = None  # of the GPUs in `held_seconds`, in the currency of the cluster's `price_per_gpu_hour`
     gpu_utilization: float | None = None
     gpu_power: float | None = None
     energy_kwh: float | None = None
@@ -155,8 +151,7 @@ def describe_inputs(
     The data's digests are looked up in the workspace of `layout` if the manifest has none yet.
     """
     recipe = mapping(plan.get("recipe"))
-    starts = manifest.get("starts")
-    data = mapping(starts[-1]) if isinstance(starts, list) and starts else {}
+    data = next(reversed(mappings(manifest.get("starts"))), {})
     if not data.get("data"):
         data = {**describe_data(layout, plan.get("fingerprint"))}
     code = mapping(mapping(manifest.get("ftkit")).get("git"))
@@ -242,10 +237,7 @@ def _align(runs: Sequence[ComparedRun]) -> tuple[AlignedBy, _Losses]:
 
 
 def have_same_documents(first: ComparedRun, other: ComparedRun) -> bool | None:
-    """Return whether two runs trained on the same documents, in packs of any length; None if that is not known.
-
-    Documents are compared as tokens; those of two tokenizers only by their numbers.
-    """
+    """Return whether two runs trained on the same documents: by their tokens, else by numbers; None if unknown."""
     one, two = first.inputs.get("data", {}), other.inputs.get("data", {})
 
     def compare(key: str) -> bool | None:

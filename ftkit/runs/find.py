@@ -64,12 +64,7 @@ def _from_name(workspace: Workspace, name: str) -> RunFolder | None:
 
 
 def find_run(reference: str, workspace: Workspace) -> RunFolder:
-    """Return the run that `reference` selects: `last`, a name, an id or its beginning or end, a job id, a folder.
-
-    Raises:
-        NotFoundError: there is none, or more than one.
-        PrivateFileError: this user may not read it.
-    """
+    """Return a run by `last`, name, id or a part of it, job id, or folder; NotFoundError if none, PrivateFileError."""
     found = _select(reference, list_runs(workspace), workspace)
     root, plan = found.layout.root, found.layout.plan
     if not os.access(root, os.R_OK | os.X_OK, effective_ids=True):

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
+from operator import itemgetter
 from statistics import median
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,6 +17,7 @@ from ftkit.files import read_json_if_valid
 from ftkit.runs.ends import End
 from ftkit.runs.job import Job, RunState
 from ftkit.runs.lease import current_holder
+from ftkit.runs.manifest import Values, mappings
 from ftkit.runs.metrics_file import find_damage, read_last_record, read_last_step
 from ftkit.runs.records import (
     AnomalyRecord,
@@ -99,10 +101,7 @@ class RunSummary:
         return max((each.largest_peak_gib for each in self.memory), default=None)
 
     def seconds_left(self, log_every_steps: int) -> float | None:
-        """Return the remaining time at the speed of the last steps, without checkpoints and evaluations.
-
-        None if unknown: the first record of a start says little, because it includes compiling.
-        """
+        """Return the time left at the last steps' speed, without checkpoints and evaluations; None if it is unknown."""
         last, begun_at = self.last_step, self.start.resumed_from if self.start else 0
         first = (begun_at // log_every_steps + 1) * log_every_steps if begun_at else 1
         if last is None or self.end or begun_at < last.step <= first:
@@ -112,17 +111,14 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class History(RunSummary):
-    """The records of a run, in the order of time. A repeated step occurs once.
-
-    `training_seconds` are those between the first and the last record of each start's training.
-    """
+    """The records of a run, in the order of time. A repeated step occurs once."""
 
     steps: dict[int, StepRecord] = field(default_factory=dict)
     steady: tuple[StepRecord, ...] = ()  # for the throughput: not the first of each start, which compiles and allocates
     speeds: tuple[float, ...] = ()  # tokens per second of one process in these
     records: tuple[Record, ...] = ()  # all, in the order of the file, without evaluations by separate jobs
     start_times: tuple[float, ...] = ()  # of the processes of each start, according to the manifest
-    training_seconds: float | None = None
+    training_seconds: float | None = None  # between the first and the last record of each start's training
 
     @property
     def speed(self) -> float | None:
@@ -191,10 +187,7 @@ class History(RunSummary):
 
 
 def read_history(layout: RunLayout) -> History:
-    """Read the history of a run from its folder, with the paths that its files have now: it may have been moved.
-
-    Missing or damaged records are skipped.
-    """
+    """Read a run's history from its folder, with the paths that its files have now. Damaged records are skipped."""
     found: list[Record] = []
     problem = find_damage(layout.metrics, records=found)
     return _history_of(layout, found, problem)
@@ -238,8 +231,6 @@ def _history_of(layout: RunLayout, found: list[Record], problem: str) -> History
                 memory[record.stage] = max(record, known, key=lambda each: each.largest_peak_gib)
             case CheckpointRecord():
                 newest.pop(FailedCheckpointRecord, None)
-            case _:
-                pass
         if trained and isinstance(record, StepRecord | EvaluationRecord | EndRecord):
             trained[-1] = (trained[-1][0], max(trained[-1][1], record.time))
     checkpoint, end = _newest(newest, CheckpointRecord), _newest(newest, EndRecord)
@@ -279,16 +270,13 @@ def _all(records: Sequence[Record], kind: type[RecordT]) -> tuple[RecordT, ...]:
     return tuple(each for each in records if isinstance(each, kind))
 
 
-_Start = tuple[float, dict[str, object]]  # a start in a manifest, with the time when its processes began
+_Start = tuple[float, Values]  # a start in a manifest, with the time when its processes began
 
 
 def _read_manifest_starts(layout: RunLayout) -> list[_Start]:
-    manifest = read_json_if_valid(layout.manifest, dict[str, object]) or {}
-    starts = manifest.get("starts")
-    found = [each for each in (starts if isinstance(starts, list) else []) if isinstance(each, dict)]
-    return sorted(
-        ((time, each) for each in found if isinstance(time := each.get("time"), float)), key=lambda each: each[0]
-    )
+    starts = mappings((read_json_if_valid(layout.manifest, Values) or {}).get("starts"))
+    timed = [(time, start) for start in starts if isinstance(time := start.get("time"), float)]
+    return sorted(timed, key=itemgetter(0))
 
 
 def _restarts(starts: Sequence[_Start], records: Sequence[StartRecord]) -> tuple[Restart, ...]:

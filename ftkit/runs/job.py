@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ftkit.files import read_json, write_json
+from ftkit.files import read_json
 from ftkit.planning.layout import RunLayout
 from ftkit.runs.records import Seconds
 
@@ -18,10 +18,7 @@ JobId = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,17}$")]
 
 
 class RunState(StrEnum):
-    """State of a run; the values are what users read and scripts compare, in ftkit's spelling.
-
-    Slurm's states are in capitals and in Slurm's spelling (CANCELLED), and only where Slurm itself is quoted.
-    """
+    """State of a run, as users read it and scripts compare it. Slurm's own states are in capitals (CANCELLED)."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -128,17 +125,8 @@ class SubmittedRun:
         return self.submission.job_id
 
 
-def write_submission(layout: RunLayout, submission: Submission) -> None:
-    """Record a run's submission."""
-    write_json(layout.submission, submission)
-
-
 def read_submission(layout: RunLayout) -> Submission | None:
-    """Read a run's newest submission; None if it never was submitted.
-
-    Raises:
-        DamagedFileError: the file can't be read.
-    """
+    """Read a run's newest submission; None if it never was submitted. Raises `DamagedFileError` if it can't be read."""
     return read_json(layout.submission, Submission)
 
 

@@ -115,10 +115,7 @@ class Lease:
 
 
 def current_holder(layout: RunLayout) -> Holder | None:
-    """Return the process that trains in a run's folder; None if there is none.
-
-    It is judged by one read that assumes synchronized clocks, which is good enough for display.
-    """
+    """Return the process that trains in a run's folder, for display: judged by one read, with synchronized clocks."""
     lease = _read_newest(layout.leases)
     return lease.holder if lease and lease.may_be_alive(NUM_MISSED_BEATS * BEAT_SECONDS) else None
 
@@ -165,10 +162,8 @@ def held_lease(
     """Hold the lease of a run's folder.
 
     `say` gets the reason if this takes a while; `pause` sleeps for a number of seconds. `on_loss` is called in a
-    separate thread when another process has taken over the lease; it must end this process.
-
-    Raises:
-        FolderHeldError: another process holds it.
+    separate thread when another process has taken over the lease; it must end this process. Raises `FolderHeldError` if
+    another process holds it.
     """
     held = HeldLease(layout.leases, _take(layout.leases, say, pause), on_loss)
     ended = threading.Event()

@@ -81,10 +81,7 @@ def read_entry(folder: RunFolder) -> RunEntry:
 
 
 def find_sweep(reference: str, workspace: Workspace) -> list[RunEntry]:
-    """Return the runs of a sweep in their order; `reference` is its id, or its name for the newest one.
-
-    Empty if there is no such sweep.
-    """
+    """Return a sweep's runs in their order, by its id, or its name for the newest; empty if there is no such sweep."""
     entries = [read_entry(folder) for folder in list_runs(workspace)]  # the newest first
     sweeps = [entry.sweep for entry in entries if entry.sweep]
     newest = next((each.id for each in sweeps if reference in (each.id, each.name)), None)

@@ -37,6 +37,11 @@ def mapping(value: object) -> Values:
     return value if isinstance(value, dict) else {}
 
 
+def mappings(value: object) -> list[Values]:
+    """Return the objects of a list in a manifest, which may be damaged."""
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
 # --- Before a run is submitted -------------------------------------------------------------------
 
 
@@ -62,9 +67,7 @@ def add_submission(
 
     Writes nothing if the run has no readable manifest. `changes` are values that differ from the previous plan, each
     before and after; `facts` are more values, such as digests of the image, whose file depends on the cluster's format.
-
-    Raises:
-        OSError: it can't be written.
+    Raises `OSError` if it can't be written.
     """
     values = read_json_if_valid(plan.layout.manifest, Values)
     earlier = None if values is None else values.get("submissions", [])
@@ -146,11 +149,8 @@ def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0)
     """Add this start to the `starts` of a run's manifest, if there is one. Requires the run's lease.
 
     `image` is the folder with the image's metadata in the container; `num_restarts` tells how often training was
-    restarted within this job.
-
-    Raises:
-        TrainingError: the container has another image than the manifest; or the last two starts of this job failed in
-            the same way at the same step.
+    restarted within this job. Raises `TrainingError` if the container has another image than the manifest; or the last
+    two starts of this job failed in the same way at the same step.
     """
     values = read_json_if_valid(manifest, Values)
     earlier = None if values is None else values.get("starts", [])
@@ -224,8 +224,7 @@ def _check_inputs(values: Values, start: Values, data: Values, *, has_other_data
 
 def trained_data(starts: object) -> Values:
     """Return the digests of the data of a run's last start that had any: a start on other data is refused."""
-    digests = [mapping(mapping(each).get("data")) for each in (starts if isinstance(starts, list) else ())]
-    return next((each for each in reversed(digests) if each), {})
+    return next((data for each in reversed(mappings(starts)) if (data := mapping(each.get("data")))), {})
 
 
 def describe_data(layout: RunLayout, fingerprint: object) -> dict[str, Values]:
@@ -249,8 +248,8 @@ def _installed_versions() -> dict[str, str]:
 
 def _describe_image(image: Path) -> dict[str, str]:
     """Return the image's own record; empty if ftkit did not build it, or there is no image."""
-    definition = read_json_if_valid(image / "image.json", Values)
-    if definition is None or not {"name", "tag"} <= definition.keys():
+    definition = read_json_if_valid(image / "image.json", Values) or {}
+    if not {"name", "tag"} <= definition.keys():
         return {}
     files = {"lock_sha256": image / "requirements.lock", "sbom_sha256": image / "sbom.cdx.json"}
     digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}

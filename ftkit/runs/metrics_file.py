@@ -30,10 +30,7 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def read_outline(path: Path) -> Iterator[Record]:
-    """Read the records of a run that are not steps, and its first step.
-
-    Hundreds of megabytes of steps take a second or two, and little memory.
-    """
+    """Read a run's first step and the records that are not steps: hundreds of megabytes take a second or two."""
     has_step = False
     for line in _lines(path):
         if has_step and line.startswith(_STEP_LINE):
@@ -132,10 +129,8 @@ class RecordTail:
 def append_record(path: Path, record: Record, *, begins_line: bool = False) -> None:
     """Append a record in one write, so that a reader never sees half a line.
 
-    `begins_line` tells that the write before this one failed, and may have left a part of a line.
-
-    Raises:
-        OSError: it can't be written, or only in part.
+    `begins_line` tells that the write before this one failed, and may have left a part of a line. Raises `OSError` if
+    it can't be written, or only in part.
     """
     with path.open("a", encoding="utf-8") as file:
         file.write("\n" * begins_line + to_line(record) + "\n")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Sequence
 from io import StringIO
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 CARD_FILE = "README.md"
 CURVE_FILE = "loss.svg"
 RECIPE_FILE = "recipe.yaml"
-_REPEATED = ("name", "model", "data", "training", "evaluation")
-"""Sections of a recipe that affect training or evaluation."""
-_ROPE = {"rope_scaling", "max_position_embeddings"}
 
 _WIDTH, _HEIGHT = 720, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 34, 40
@@ -85,13 +83,13 @@ def write_card(
 
 def _typed_recipe(recipe: RecipePlan) -> Values:
     """Return a recipe that `ftkit run FILE` accepts: with all values, since defaults may change between versions."""
-    values = recipe.model_dump(mode="json", include=set(_REPEATED))
+    values = recipe.model_dump(mode="json", include={"name", "model", "data", "training", "evaluation"})
     shape, model = values["model"].pop("architecture"), values["model"]
     kept: set[str] = set()  # pretrained weights define the shape
     if recipe.model.weights == "random":
         kept = set(ArchitectureSpec.model_fields)
     elif recipe.model.architecture.rope_scaling is not None:
-        kept = _ROPE
+        kept = {"rope_scaling", "max_position_embeddings"}
     values["model"] = {key: value for key, value in model.items() if key in ModelSpec.model_fields}
     values["model"]["architecture"] = {key: value for key, value in shape.items() if key in kept}
     values["training"] = {key: each for key, each in values["training"].items() if key in TrainingSpec.model_fields}
@@ -165,18 +163,12 @@ def _repeat(layout: RunLayout, recipe: RecipePlan) -> str:
 def read_license(base: Path) -> str | None:
     """Return the license that the model card in a folder of weights states; None if there is none."""
     try:
-        lines = read_small(base / CARD_FILE).decode(errors="replace").splitlines()
+        text = read_small(base / CARD_FILE).decode(errors="replace")
     except OSError:
         return None
-    if not lines or lines[0].strip() != "---":
-        return None
-    for line in lines[1:]:
-        key, _, value = line.partition(":")
-        if key == "license" and value.strip():
-            return value.strip().strip("\"'")
-        if line.strip() == "---":
-            break
-    return None
+    front = re.match(r"---\s*\n(.*?)^---", text, re.DOTALL | re.MULTILINE)
+    stated = front and re.search(r"^license:[ \t]*(\S.*)$", front[1], re.MULTILINE)
+    return stated[1].strip().strip("\"'") if stated else None
 
 
 # --- The loss curve -----------------------------------------------------------------------------

@@ -72,11 +72,7 @@ class Verdict:
 
 
 def read_original(place: str) -> Original:
-    """Read a run that is to be repeated: from its folder, its manifest.json, a bundle, or the address of its copy.
-
-    Raises:
-        DamagedFileError: the manifest or a bundle is damaged.
-    """
+    """Read a run to be repeated, from its folder, manifest.json, bundle, or copy; DamagedFileError if damaged."""
     path = Path(place)
     with tempfile.TemporaryDirectory(prefix="ftkit-") as temporary:
         # Two levels down: a run's folder is in `runs` of a workspace.

@@ -76,9 +76,8 @@ def verify_beside(path: Path, key: Path, purpose: Purpose) -> None:
 def verify(path: Path, signature: Path, key: Path, purpose: Purpose) -> None:
     """Verify a signature of a file with a public key, or a file of allowed signers (`ssh-keygen(1)`) with `PRINCIPAL`.
 
-    Raises:
-        SignatureError: it does not match.
-        PrerequisiteError: the key can't be read, or ssh-keygen is missing.
+    Raises `SignatureError` if it does not match; `PrerequisiteError` if the key can't be read, or ssh-keygen is
+    missing.
     """
     _require_ssh_keygen()
     text = _key_text(key)

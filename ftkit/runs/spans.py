@@ -70,12 +70,9 @@ class Timeline:
                 self._stage = record.stage
             case StartRecord():
                 self._close(record.time)
-                self.spans = [  # the steps after its checkpoint are repeated
-                    replace(span, kind="repeated")
-                    if span.kind == "training" and span.step > record.resumed_from
-                    else span
-                    for span in self.spans
-                ]
+                for index, span in enumerate(self.spans):
+                    if span.kind == "training" and span.step > record.resumed_from:
+                        self.spans[index] = replace(span, kind="repeated")
                 begin = self._begin_of_start
                 self._sizes[len(self.spans) if begin in self._sizes else begin] = record.world_size
                 self._stage, self._step = "", record.resumed_from
@@ -86,8 +83,6 @@ class Timeline:
                 self._stage = ""
             case CheckpointRecord():
                 self._stalled += record.stalled_seconds
-            case _:
-                pass
 
     def _begin_start(self, time: float) -> None:
         """Add the downtime until the processes were restarted, if that was before `time`."""
@@ -102,11 +97,9 @@ class Timeline:
 
     def _close(self, time: float) -> None:
         if self._cursor is not None and time > self._cursor:
-            kind: SpanKind = "other" if not self._stage else "start-up"
+            kind: SpanKind = "start-up" if self._stage and not self._step else "other"
             if self._stage.startswith("evaluating"):
                 kind = "evaluation"
-            elif self._step and self._stage:
-                kind = "other"
             self.spans.append(Span(kind, self._cursor, time, self._stage))
             self._cursor = time
 

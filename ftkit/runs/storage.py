@@ -54,10 +54,8 @@ _MIN_BYTES_PER_SECOND = 2**20  # minimum transfer rate of a store that works
 def call_patiently(call: Callable[[Progress], ResultT], unseen_bytes: int = 0) -> ResultT:
     """Return what a call returns; it runs in a thread, which is left behind if it hangs.
 
-    The call gets a function to call at least after each `unseen_bytes` bytes.
-
-    Raises:
-        TimeoutError: the call made no progress.
+    The call gets a function to call at least after each `unseen_bytes` bytes. Raises `TimeoutError` if the call made no
+    progress.
     """
     last = [time.monotonic()]
     future = Future[ResultT]()
@@ -80,10 +78,7 @@ def call_patiently(call: Callable[[Progress], ResultT], unseen_bytes: int = 0) -
 
 
 class Store:
-    """A place for files: a folder, `s3://bucket/prefix` or `gs://bucket/prefix`.
-
-    All methods raise PrerequisiteError if the driver's package is missing, or the place can't be accessed.
-    """
+    """A place for files: a folder or a bucket's prefix. All methods raise PrerequisiteError if it can't be accessed."""
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
@@ -116,11 +111,7 @@ class Store:
         return {path[start:]: info["size"] for path, info in found.items() if path[start:]}
 
     def put(self, path: Path, name: str) -> None:
-        """Upload a file; it appears under its name once it is complete.
-
-        Raises:
-            FileNotFoundError: the local file no longer exists.
-        """
+        """Upload a file; it appears under its name once it is complete. FileNotFoundError if the local file is gone."""
         place = f"{self._root}/{name}"
 
         def write(progress: Progress) -> None:
@@ -149,10 +140,8 @@ class Store:
     def holds(self, name: str, path: Path) -> bool:
         """Return whether the stored file has the content of a local file.
 
-        Compares the store's digest if it can be computed here; otherwise reads the file back.
-
-        Raises:
-            FileNotFoundError: the local file no longer exists.
+        Compares the store's digest if it can be computed here; otherwise reads the file back. Raises
+        `FileNotFoundError` if the local file no longer exists.
         """
         place, size = f"{self._root}/{name}", path.stat().st_size
 
@@ -210,9 +199,8 @@ class Store:
 def upload_folder(folder: Path, store: Store, last: str, report: Callable[[str], None]) -> None:
     """Copy the missing files of a folder; the file `last`, which marks it as complete, is copied last.
 
-    Raises:
-        PrerequisiteError: the store can't be written to, or has other content than was written.
-        FileNotFoundError: a local file no longer exists.
+    Raises `PrerequisiteError` if the store can't be written to, or has other content than was written;
+    `FileNotFoundError` if a local file no longer exists.
     """
     existing = store.sizes()
     files = [path for path in folder.rglob("*") if path.is_file()]
@@ -280,9 +268,8 @@ def _callback(progress: Progress) -> object:
 def open_driver(scheme: str, **options: object) -> AbstractFileSystem:
     """Return fsspec's file system of a scheme; nothing is read or written yet.
 
-    Raises:
-        PrerequisiteError: the driver's package is missing.
-        UnreachableError: the store can't be reached from this machine.
+    Raises `PrerequisiteError` if the driver's package is missing; `UnreachableError` if the store can't be reached from
+    this machine.
     """
     try:
         found = import_module("fsspec").get_filesystem_class(scheme)  # heavy, and only needed for addresses

@@ -76,10 +76,7 @@ def read_timings(layout: RunLayout) -> list[RankTiming]:
 
 
 def find_stragglers(timings: Iterable[RankTiming]) -> list[Straggler]:
-    """Return the hosts with GPUs that compute more slowly than those of all other hosts, the slowest first.
-
-    On a single host, each GPU is compared with its neighbors.
-    """
+    """Return hosts with GPUs slower than others, the slowest first; on a single host, its GPUs are compared."""
     known = [
         each for each in timings if each.device == "cuda" and each.num_steps >= MIN_STEPS and each.compute_seconds > 0
     ]

@@ -142,10 +142,7 @@ def check_destination(destination: str) -> None:
 
 
 def fetch_run(address: str, workspace: Workspace, report: Callable[[str], None]) -> RunPlan:
-    """Download a run with its newest complete checkpoint into a workspace; return its plan there.
-
-    An existing checkpoint is not downloaded again.
-    """
+    """Download a run with its newest complete checkpoint, unless it is here; return its plan in this workspace."""
     store = Store(address)
     names = store.sizes()
     if "plan.json" not in names:

@@ -17,11 +17,12 @@ from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe, read_shipped
 from ftkit.config.request import RunRequest
 from ftkit.config.training import TrainingPlan
+from ftkit.files import write_json
 from ftkit.models.config_json import read_shape
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import RunPlan, plan_to_json
 from ftkit.planning.planner import plan_run
-from ftkit.runs.job import Submission, SubmittedRun, write_submission
+from ftkit.runs.job import Submission, SubmittedRun
 from ftkit.runs.records import EndRecord, StepRecord, to_line
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class RunMaker:
             submitted=created.timestamp(),
             host=socket.gethostname(),
         )
-        write_submission(plan.layout, submission)
+        write_json(plan.layout.submission, submission)
         return SubmittedRun(plan.layout, submission)
 
 

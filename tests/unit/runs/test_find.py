@@ -1,16 +1,17 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from ftkit.errors import NotFoundError, PrerequisiteError
-from ftkit.files import DamagedFileError
+from ftkit.files import DamagedFileError, write_json
 from ftkit.planning.layout import Workspace
 from ftkit.runs.find import find_run, list_runs
 from ftkit.runs.history import read_history
-from ftkit.runs.job import SubmittedRun, read_submission, read_submitted, write_submission
+from ftkit.runs.job import SubmittedRun, read_submission, read_submitted
 from ftkit.runs.listing import ClusterEntry, PlanEntry, read_entry
 from ftkit.runs.metrics_file import read_last_step
 
@@ -52,7 +53,8 @@ def test_a_run_is_found_by_its_previous_job_ids(make_run: RunMaker, workspace: W
     make_run()
     submission = read_submission(run.layout)
     assert submission is not None
-    write_submission(run.layout, type(submission)(**{**vars(submission), "job_id": "8", "earlier_job_ids": ("7",)}))
+    later = replace(submission, job_id="8", earlier_job_ids=("7",))
+    write_json(run.layout.submission, later)
     assert find_run("7", workspace).id == run.id
     assert read_submitted(find_run("8", workspace).layout) == SubmittedRun(
         run.layout, read_submission(run.layout) or submission
