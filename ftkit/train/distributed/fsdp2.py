@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -35,7 +35,14 @@ from ftkit.train.model.local_shard import gradient_norm, local_tensor, with_ordi
 from ftkit.train.model.lora import saved_parameters
 from ftkit.train.model.pretrained import materialize
 from ftkit.train.model.routers import Routers
-from ftkit.train.private_apis.torch import FSDP2_ON_CPUS, TORCH, complete_cpu_streams, divide_gradients, skip_step
+from ftkit.train.private_apis.torch import (
+    FSDP2_ON_CPUS,
+    TORCH,
+    complete_cpu_streams,
+    divide_gradients,
+    replaced_parameters,
+    skip_step,
+)
 from ftkit.train.world import DTYPES, World
 
 if TYPE_CHECKING:
@@ -52,9 +59,10 @@ _NORM_EPSILON = 1e-6
 class Fsdp2Engine:
     """Master weights, gradients and optimizer states in fp32, sharded over the ranks.
 
-    A single process is a mesh of one: it runs the same code, with nothing to all-gather. Adapters on one process are
-    not sharded at all, unless parameters are offloaded: all-gathering a few hundred small tensors would keep the host
-    busier than the GPU (docs/adr/0001). Trained weights stay in fp32, and are cast on use.
+    On one process nothing is sharded, unless parameters are offloaded: FSDP2 would copy each weight into a buffer and
+    out of it, and keep the host busier than the GPU (docs/adr/0001). The arithmetic is FSDP2's: from a step's first
+    forward to its last backward, the model has copies of its weights in the compute dtype, whose gradients are added to
+    those of the fp32 weights. Adapters are cast where they are used.
     """
 
     def __init__(
@@ -67,7 +75,8 @@ class Fsdp2Engine:
     ) -> None:
         self._world = world
         self._training = training
-        self._is_unsharded = world.size == 1 and training.adapters is not None and training.offload != "all"
+        self._is_unsharded = world.size == 1 and training.offload != "all"
+        self._weights_of_step: ExitStack | None = None
         self._chosen = chosen
         _check_support(hf_model, world, is_sharded=not self._is_unsharded)
         is_empty = any(parameter.is_meta for parameter in hf_model.parameters())
@@ -111,7 +120,19 @@ class Fsdp2Engine:
         rows = shape[0] if shape else 1
         return -(-rows // num_shards) * (torch.Size(shape).numel() // max(1, rows))
 
+    def _cast_weights(self) -> AbstractContextManager[object]:
+        """Give an unsharded model copies of its weights in the compute dtype; FSDP2 and autocast do it otherwise."""
+        dtype = DTYPES[self._training.compute_precision]
+        if not self._is_unsharded or self._training.adapters is not None or dtype == torch.float32:
+            return nullcontext()
+        hf_model = self.model.hf_model
+        copies = {name: parameter.to(dtype) for name, parameter in hf_model.named_parameters()}
+        return replaced_parameters(hf_model, copies, tie_weights=True)
+
     def forward(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
+        if self._weights_of_step is None:
+            self._weights_of_step = ExitStack()
+            self._weights_of_step.enter_context(self._cast_weights())
         loss: torch.Tensor = self.model(batch=batch, source_losses=source_losses)
         return loss
 
@@ -129,12 +150,15 @@ class Fsdp2Engine:
             root.set_reshard_after_backward(is_last or not self._chosen.keeps_weights)
         # FSDP2 averages gradients over the ranks that share a layer; the loss is a mean over the labels of all ranks.
         torch.autograd.backward(loss * (self._world.num_layer_ranks / num_labels))
+        if is_last and self._weights_of_step is not None:
+            self._weights_of_step.close()
+            self._weights_of_step = None
 
     @contextmanager
     def inference(self) -> Iterator[CausalLM]:
         self.model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._cast_weights():
                 yield self.model
         finally:
             self.model.train()
@@ -143,7 +167,7 @@ class Fsdp2Engine:
     @contextmanager
     def probe(self) -> Iterator[CausalLM]:
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), self._cast_weights():
                 # The warning is about outputs that are changed in place later, which a probe never does.
                 warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
                 yield self.model

@@ -14,6 +14,7 @@ from torch._functorch import config as functorch_config
 from torch.distributed import ProcessGroup, _symmetric_memory, distributed_c10d
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils import stateless
 from torch.utils import _pytree
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ process_group: Callable[[str], ProcessGroup] = distributed_c10d._resolve_process
 """Returns a process group by its name, the only form in which an operator can take it."""
 dump_memory_snapshot: Callable[[Path], None] = torch.cuda.memory._dump_snapshot  # noqa: SLF001
 """Writes the recorded CUDA allocations to a path."""
+replaced_parameters = stateless._reparametrize_module  # noqa: SLF001
+"""A context in which a module has other tensors as parameters, by name, as in `torch.func.functional_call`.
+
+A backward pass that recomputes activations calls modules again: they need the same tensors, so it belongs inside."""
 add_to_all = torch._foreach_add_  # adds a scalar to tensors in one kernel
 find_norms = torch._foreach_norm  # noqa: SLF001
 """Returns the norm of each tensor, of an order, in few kernels; of order infinity, its largest absolute value."""
