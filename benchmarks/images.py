@@ -29,7 +29,7 @@ from recording import add_record_option, record_repeats
 
 from ftkit.images import docker_engine
 from ftkit.images.image_store import ImageStore
-from ftkit.images.import_image import DockerSource, import_image
+from ftkit.images.import_image import docker_source, import_image
 
 ROOT_BYTES = 1_500_000_000
 NAME = "ftkit-benchmark:1"
@@ -67,7 +67,7 @@ def ftkit_way(image: str, folder: Path) -> Row:
     with docker_engine.connect() as client:
         found = docker_engine.inspect_required(client, image, "name another")
     started = time.monotonic()
-    imported = import_image("benchmark:1", DockerSource(image, found), ImageStore(folder / "images"))
+    imported = import_image("benchmark:1", docker_source(image, found), ImageStore(folder / "images"))
     return Row("ftkit import", time.monotonic() - started, imported.manifest.size)
 
 

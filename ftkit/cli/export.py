@@ -25,7 +25,7 @@ from ftkit.evaluate.export_formats import Format, check_format, read_precision, 
 from ftkit.evaluate.source import ModelFolder
 from ftkit.hub.push import check_hub_access, push_to_hub
 from ftkit.images.signatures import require_beside
-from ftkit.images.verify import require_intact, verify, verify_inside
+from ftkit.images.verify import verify, verify_inside
 from ftkit.models.folder import EXPORT_RECORD
 from ftkit.paths import is_path
 from ftkit.planning.plan import read_plan
@@ -203,10 +203,8 @@ def _verify_image(wanted: str, public_key: Path | None, *, deep: bool, as_json: 
     with ProgressView(terminal) as view:
         if public_key:
             require_beside(file, public_key)
-        result = verify(file, view.report, name="NAME:TAG" if isinstance(image, ImageFile) else wanted)
-        require_intact(result)
-        left = verify_inside(file, result.manifest, view.report) if deep else ""
-    manifest = result.manifest
+        manifest = verify(file, view.report, name="NAME:TAG" if isinstance(image, ImageFile) else wanted)
+        left = verify_inside(file, manifest, view.report) if deep else ""
     facts = {
         "file": str(file),
         "image": f"{manifest.reference}, {manifest.image_id}",

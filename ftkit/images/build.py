@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -148,14 +148,11 @@ def record(definition: ImageDefinition, base: RegistryImage) -> Path:
     """Record the base's digest in the first lock that may be written; never in one that ftkit ships."""
     if base.digest is None:
         raise AssertionError("a base without a digest can't be recorded")
-    before = []
-    for path in definition.base_locks:
-        if os.access(path.parent, os.W_OK) and not path.is_relative_to(assets.CONTAINERS):
-            break
-        before.append(path)
-    else:
-        before.pop()
-    for lock in before:
+    locks = definition.base_locks
+    may_write = [os.access(each.parent, os.W_OK) and not each.is_relative_to(assets.CONTAINERS) for each in locks]
+    number = may_write.index(True) if any(may_write) else len(locks) - 1
+    path = locks[number]
+    for lock in locks[:number]:
         if base.tagged in read_base_lock(lock):
             raise ImageError(
                 f"{lock} records another digest of {base.tagged}, and you may not change it",
@@ -176,7 +173,7 @@ def _run_build(
             buildargs={**context.arguments, "BASE_IMAGE": base_id},
             network_mode="host",  # the steps reach the same package index as this machine
         )  # fmt: skip
-        image_id = BuildFollower(report).follow(events)
+        image_id = follow_build(events, report)
     except docker_engine.docker_sdk().errors.APIError as error:
         raise docker_engine.as_image_error(error, "docker refused to build") from error
     report(ProgressEvent("checking the image from inside"))
@@ -212,36 +209,26 @@ _ADVICE: Final = {
 """By a text in the output of a failed step, in lower case; the first one counts."""
 
 
-@dataclass
-class BuildFollower:
-    """Follow the docker engine's events during a build; `report` gets each step and each line of output."""
-
-    report: Report
-    step: str = "sending the build context"
-    lines: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_SHOWN_LINES))
-
-    def follow(self, events: Iterable[Mapping[str, object]]) -> Digest:
-        """Follow a build to its end, and return the image's id."""
-        image_id = None
-        for event in events:
-            if "error" in event:
-                output = "\n".join(f"    {line}" for line in (*self.lines, str(event["error"]).strip()))
-                fix = next(advice for text, advice in _ADVICE.items() if text in output.lower())
-                raise ImageError(f"the build failed in {self.step}\n{output}", fix=fix)
-            self._take(str(event.get("stream", "")))
-            aux = event.get("aux")
-            image_id = docker_engine.as_digest(aux.get("ID") if isinstance(aux, dict) else None) or image_id
-        if not image_id:
-            raise ImageError("docker ended the build without an image", fix="see the engine's log, and try again")
-        return image_id
-
-    def _take(self, text: str) -> None:
-        for line in without_colors(text).splitlines():
+def follow_build(events: Iterable[Mapping[str, object]], report: Report) -> Digest:
+    """Follow a build to its end, and return the image's id; `report` gets each step and each line of its output."""
+    image_id, step = None, "sending the build context"
+    lines: deque[str] = deque(maxlen=_MAX_SHOWN_LINES)
+    for event in events:
+        if "error" in event:
+            output = "\n".join(f"    {line}" for line in (*lines, str(event["error"]).strip()))
+            fix = next(advice for text, advice in _ADVICE.items() if text in output.lower())
+            raise ImageError(f"the build failed in {step}\n{output}", fix=fix)
+        for line in without_colors(str(event.get("stream", ""))).splitlines():
             if line.startswith("Step "):
                 step = " ".join(line.split())
-                self.step = step if len(step) <= _STEP_WIDTH else step[: _STEP_WIDTH - 1] + "…"
-                self.lines.clear()
-                self.report(ProgressEvent("building", text=self.step))
+                step = step if len(step) <= _STEP_WIDTH else step[: _STEP_WIDTH - 1] + "…"
+                lines.clear()
+                report(ProgressEvent("building", text=step))
             elif line.strip() and not line.lstrip().startswith(_NOISE):
-                self.lines.append(line.rstrip())
-                self.report(ProgressEvent("building", item="output", text=line.strip()))
+                lines.append(line.rstrip())
+                report(ProgressEvent("building", item="output", text=line.strip()))
+        aux = event.get("aux")
+        image_id = docker_engine.as_digest(aux.get("ID") if isinstance(aux, dict) else None) or image_id
+    if not image_id:
+        raise ImageError("docker ended the build without an image", fix="see the engine's log, and try again")
+    return image_id

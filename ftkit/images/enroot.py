@@ -15,16 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ftkit import process
-from ftkit.config.image_reference import Digest, ImageFormat, RegistryImage
+from ftkit.config.image_reference import Digest, RegistryImage
 from ftkit.errors import ImageError
 from ftkit.images import squashfs
-from ftkit.images.events import ProgressEvent, Report
 from ftkit.images.oci.documents import untrusted
-from ftkit.images.squashfs import SBOM_PATH, MadeFile
 
 if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile
-    from ftkit.images.import_image import DockerSource, RegistrySource
 
 _TIMEOUT_SECONDS: Final = 4 * 3600
 _CLEAN_UP_SECONDS: Final = 120
@@ -124,27 +121,6 @@ def compute_node(cluster: ClusterProfile) -> ComputeNode:
     options = [f"--{key}={value}" for key, value in named.items() if value]
     options += ["--exclusive"] if cluster.exclusive else []
     return ComputeNode(("--nodes=1", "--ntasks=1", "--export=ALL", *options), cluster.node_local_dir)
-
-
-class EnrootSource:
-    """An image that enroot imports, and that `known` identifies."""
-
-    format: ImageFormat = "sqsh"
-
-    def __init__(self, known: DockerSource | RegistrySource, node: ComputeNode | None = None) -> None:
-        self._address = known.enroot_address()
-        self._node = node
-        self.image_id = known.image_id
-        self.registry_digest = known.registry_digest
-        self.is_vouched_for = known.is_vouched_for
-        self.config = known.config
-        self.origin = f"enroot, {self._address.uri}"
-
-    def make_file(self, partial: Path, report: Report) -> MadeFile:
-        """Write the file with enroot."""
-        report(ProgressEvent(f"enroot imports {self._address.uri}"))
-        import_to(partial, self._address, self._node)
-        return MadeFile(f"enroot, {squashfs.ENROOT_OPTIONS}", sbom=squashfs.read_file(partial, SBOM_PATH))
 
 
 def import_to(output: Path, address: Address, node: ComputeNode | None = None) -> None:

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal
 
-from ftkit import __version__
+from ftkit import __version__, process
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.image_reference import Digest, DockerdImage, ImageFormat, ImportableImage, NamedImage, RegistryImage
-from ftkit.errors import ConfigError, ImageError, NotFoundError, PrerequisiteError, Problem, missing_package_error
+from ftkit.errors import ConfigError, ImageError, NotFoundError, PrerequisiteError, Problem
 from ftkit.images import docker_engine, enroot, squashfs
 from ftkit.images.events import ByteCounter, ProgressEvent, Report, ignore_progress
 from ftkit.images.image_store import ImageStore, ImportManifest, sbom_file
-from ftkit.images.oci.credentials import Credentials, find_credentials
-from ftkit.images.oci.documents import RunConfig
+from ftkit.images.oci.credentials import find_credentials
+from ftkit.images.oci.documents import Descriptor, RunConfig
 from ftkit.images.oci.registry import Registry
 from ftkit.images.oci.tar import Entry, Layer, TarReader, flatten
 from ftkit.images.signatures import require_in_registry
@@ -38,45 +36,38 @@ _MAX_PARALLEL_DOWNLOADS: Final = 3
 _SIF_MAGIC_END: Final = 32 + len(b"SIF_MAGIC")
 
 
-class ImageSource(Protocol):
+@dataclass(frozen=True)
+class ImageSource:
     """An image that can be imported into a file of a format."""
 
-    format: ImageFormat
-    image_id: Digest  # of its configuration, which lists the layers, and so identifies it everywhere
-    is_vouched_for: bool  # the docker engine has compared the layers with the configuration already
-    config: ImageConfig
     origin: str
+    image_id: Digest  # of its configuration, which lists the layers, and so identifies it everywhere
+    config: ImageConfig
+    digests: tuple[Digest, ...]  # in a registry: those that lead to its manifest, its own last; empty if unknown
+    make_file: Callable[[Path, Report], MadeFile]
+    address: enroot.Address  # of exactly this image
+    is_vouched_for: bool = False  # the docker engine has compared the layers with the configuration already
+    format: ImageFormat = "sqsh"
 
     @property
-    def registry_digest(self) -> Digest | None: ...
-
-    def make_file(self, partial: Path, report: Report) -> MadeFile:
-        """Write the image's file."""
+    def registry_digest(self) -> Digest | None:
+        return self.digests[-1] if self.digests else None
 
 
-class DockerSource:
-    """An image in the docker engine, read from its export."""
+def docker_source(name: str, image: DockerImage) -> ImageSource:
+    """Return an image in the docker engine, read from its export."""
 
-    format: ImageFormat = "sqsh"
-    is_vouched_for: bool = True
-
-    def __init__(self, name: str, image: DockerImage) -> None:
-        self._size = image.size
-        self.image_id = image.id
-        self.config = image.config
-        self.registry_digest = next((digest for _, digest in image.repo_digests), None)
-        self.origin = f"docker engine, {name}"
-
-    def enroot_address(self) -> enroot.Address:
-        """Return enroot's address of exactly this image."""
-        uri = f"dockerd://{self.image_id}"  # its name can move
-        return enroot.Address(uri, uri)
-
-    def make_file(self, partial: Path, report: Report) -> MadeFile:
-        """Export the image, and build the file from the stream."""
-        with docker_engine.connect() as client, docker_engine.exported(client, self.image_id) as stream:
+    def make_file(partial: Path, report: Report) -> MadeFile:
+        with docker_engine.connect() as client, docker_engine.exported(client, image.id) as stream:
             entries = members_of(TarReader(stream))
-            return build_squashfs(entries, self.config, partial, root_bytes=self._size or None, report=report)
+            return build_squashfs(entries, image.config, partial, root_bytes=image.size or None, report=report)
+
+    uri = f"dockerd://{image.id}"  # its name can move
+    digests = tuple(digest for _, digest in image.repo_digests[:1])
+    address = enroot.Address(uri, uri)
+    return ImageSource(
+        f"docker engine, {name}", image.id, image.config, digests, make_file, address, is_vouched_for=True
+    )
 
 
 def members_of(reader: TarReader) -> Iterator[Entry]:
@@ -85,127 +76,97 @@ def members_of(reader: TarReader) -> Iterator[Entry]:
         yield member, reader.content()
 
 
-class RegistrySource:
-    """An image in a registry, read from its layers."""
+def registry_source(reference: RegistryImage, registry: Registry) -> ImageSource:
+    """Return an image in a registry, read from its layers."""
+    manifest, digests = registry.manifest()
+    configuration = registry.configuration(manifest)
+    diff_ids = configuration.rootfs.diff_ids
+    config = docker_engine.image_config(configuration.config or RunConfig(), configuration.created)
 
-    format: ImageFormat = "sqsh"
-    is_vouched_for: bool = False
-
-    def __init__(self, reference: RegistryImage, registry: Registry) -> None:
-        self._reference = reference
-        self._registry = registry
-        manifest, self.digests = registry.manifest()
-        configuration = registry.configuration(manifest)
-        self._layers = list(zip(manifest.layers, configuration.rootfs.diff_ids, strict=True))
-        self.registry_digest = self.digests[-1]
-        self.image_id = manifest.config.digest
-        self.config = docker_engine.image_config(configuration.config or RunConfig(), configuration.created)
-        self.origin = f"registry, {self._reference}"
-
-    def enroot_address(self) -> enroot.Address:
-        """Return enroot's address of exactly this image."""
-        layers = ((layer.digest, diff_id) for layer, diff_id in self._layers)
-        return enroot.address_in_registry(self._reference, self.registry_digest, self.image_id, layers)
-
-    def make_file(self, partial: Path, report: Report) -> MadeFile:
-        """Download the compressed layers, and build the file from their flattened content."""
+    def make_file(partial: Path, report: Report) -> MadeFile:
         folder = partial.with_name(f"{partial.name}.layers")
         folder.mkdir(mode=0o700)
         try:
-            self._download(folder, report)
-            layers = [Layer(folder / layer.digest.file_name, diff_id) for layer, diff_id in self._layers]
-            return build_squashfs(flatten(layers), self.config, partial, root_bytes=None, report=report)
+            _download(registry, manifest.layers, folder, report)
+            files = [folder / layer.digest.file_name for layer in manifest.layers]
+            layers = [Layer(file, diff_id) for file, diff_id in zip(files, diff_ids, strict=True)]
+            return build_squashfs(flatten(layers), config, partial, root_bytes=None, report=report)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-            self._registry.close()
+            registry.close()
 
-    def _download(self, folder: Path, report: Report) -> None:
-        """Download each layer, a few at once. If one fails or is interrupted, the others stop at their next chunk."""
-        distinct = {layer.digest: layer for layer, _ in self._layers}.values()
-        num_bytes = sum(layer.size for layer in distinct)
-        if num_bytes > shutil.disk_usage(folder).free:
-            raise disk_full(folder.parent)
-        counter = ByteCounter(report, self._registry.stage, num_bytes)
-        is_stopped = Event()
-
-        def advance(num_bytes: int) -> None:
-            if is_stopped.is_set():
-                raise CancelledError
-            counter.advance(num_bytes)
-
-        with ThreadPoolExecutor(_MAX_PARALLEL_DOWNLOADS) as pool:
-            jobs = [
-                pool.submit(self._registry.download, layer, folder / layer.digest.file_name, advance)
-                for layer in distinct
-            ]
-            try:
-                for job in as_completed(jobs):
-                    job.result()
-            except BaseException:
-                is_stopped.set()
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+    blobs = [(layer.digest, diff_id) for layer, diff_id in zip(manifest.layers, diff_ids, strict=True)]
+    address = enroot.address_in_registry(reference, digests[-1], manifest.config.digest, blobs)
+    return ImageSource(f"registry, {reference}", manifest.config.digest, config, digests, make_file, address)
 
 
-class SifSource:
-    """An image that Apptainer or Singularity pulls, and that `known` identifies."""
+def _download(registry: Registry, layers: Iterable[Descriptor], folder: Path, report: Report) -> None:
+    """Download each layer, a few at once. If one fails or is interrupted, the others stop at their next chunk."""
+    distinct = {layer.digest: layer for layer in layers}.values()
+    num_bytes = sum(layer.size for layer in distinct)
+    if num_bytes > shutil.disk_usage(folder).free:
+        raise disk_full(folder.parent)
+    counter = ByteCounter(report, registry.stage, num_bytes)
+    is_stopped = Event()
 
-    format: ImageFormat = "sif"
+    def advance(num_bytes: int) -> None:
+        if is_stopped.is_set():
+            raise CancelledError
+        counter.advance(num_bytes)
 
-    def __init__(self, known: DockerSource | RegistrySource, remote: RegistryImage | None) -> None:
-        self._remote = None if isinstance(known, DockerSource) else remote
-        self.image_id = known.image_id
-        self.registry_digest = known.registry_digest
-        self.is_vouched_for = known.is_vouched_for
-        self.config = known.config
-        self.origin = known.origin
-
-    def make_file(self, partial: Path, report: Report) -> MadeFile:
-        """Run the program, and report its output, all of which is on stderr."""
-        program = shutil.which("apptainer") or shutil.which("singularity")
-        if program is None:
-            raise PrerequisiteError(
-                "neither 'apptainer' nor 'singularity' was found on PATH",
-                meaning="one of them is needed to make SIF files",
-                fix="install one, or use a machine that has one; often: module load apptainer",
-            )
+    with ThreadPoolExecutor(_MAX_PARALLEL_DOWNLOADS) as pool:
+        jobs = [pool.submit(registry.download, each, folder / each.digest.file_name, advance) for each in distinct]
         try:
-            from spython.utils import stream_command  # noqa: PLC0415 - an extra
-        except ImportError as error:
-            raise missing_package_error(["spython"]) from error
-        name = Path(program).name
-        address = f"docker-daemon:{self.image_id}"  # by id or digest, because names and tags can move
-        known = None
-        if self._remote:
-            address = f"docker://{replace(self._remote, digest=self.registry_digest).pinned}"
-            known = find_credentials(self._remote.host)
-        output: list[str] = []
-        with _in_environment(known):
-            try:
-                for line in stream_command([program, "build", str(partial), address], output_type="both"):
-                    output.append(line.rstrip())
-                    report(ProgressEvent(f"{name} builds SIF", text=output[-1]))
-            except subprocess.CalledProcessError as error:
-                raise squashfs.explain_failure(program, "\n".join(output), partial) from error
-        with partial.open("rb") as file:
-            if not file.read(_SIF_MAGIC_END).endswith(b"SIF_MAGIC"):
-                raise ImageError(f"{program} wrote no SIF file", fix=f"see its output: apptainer build x.sif {address}")
-        return MadeFile(name)
+            for job in as_completed(jobs):
+                job.result()
+        except BaseException:
+            is_stopped.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
 
 
-@contextmanager
-def _in_environment(known: Credentials | None) -> Iterator[None]:
-    """Set the program's environment variables for credentials: spython passes this process's environment to it."""
-    before = dict(os.environ)
-    if known:
-        for prefix in ("APPTAINER", "SINGULARITY"):
-            os.environ[f"{prefix}_DOCKER_USERNAME"] = known.username
-            os.environ[f"{prefix}_DOCKER_PASSWORD"] = known.password
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+def by_enroot(known: ImageSource, node: enroot.ComputeNode | None = None) -> ImageSource:
+    """Return a known image with enroot as the program that makes its file, on a compute node if one is given."""
+
+    def make_file(partial: Path, report: Report) -> MadeFile:
+        report(ProgressEvent(f"enroot imports {known.address.uri}"))
+        enroot.import_to(partial, known.address, node)
+        sbom = squashfs.read_file(partial, squashfs.SBOM_PATH)
+        return MadeFile(f"enroot, {squashfs.ENROOT_OPTIONS}", sbom=sbom)
+
+    return replace(known, origin=f"enroot, {known.address.uri}", make_file=make_file)
+
+
+def _make_sif(known: ImageSource, remote: RegistryImage | None, output: Path, report: Report) -> MadeFile:
+    """Make a SIF file with Apptainer or Singularity, and report the program's output."""
+    program = shutil.which("apptainer") or shutil.which("singularity")
+    if program is None:
+        raise PrerequisiteError(
+            "neither 'apptainer' nor 'singularity' was found on PATH",
+            meaning="one of them is needed to make SIF files",
+            fix="install one, or use a machine that has one; often: module load apptainer",
+        )
+    name, environment = Path(program).name, dict(os.environ)
+    address = f"docker-daemon:{known.image_id}"  # by id or digest, because names and tags can move
+    if remote:
+        address = f"docker://{replace(remote, digest=known.registry_digest).pinned}"
+        if credentials := find_credentials(remote.host):
+            for prefix in ("APPTAINER", "SINGULARITY"):
+                environment[f"{prefix}_DOCKER_USERNAME"] = credentials.username
+                environment[f"{prefix}_DOCKER_PASSWORD"] = credentials.password
+    lines: list[str] = []
+
+    def take(line: str) -> None:
+        lines.append(line)
+        report(ProgressEvent(f"{name} builds SIF", text=line))
+
+    command = [program, "build", str(output), address]
+    if process.run_lines(command, take, cwd=output.parent, environment=environment):
+        raise squashfs.explain_failure(program, "\n".join(lines), output)
+    with output.open("rb") as file:
+        if not file.read(_SIF_MAGIC_END).endswith(b"SIF_MAGIC"):
+            raise ImageError(f"{program} wrote no SIF file", fix=f"see its output: apptainer build x.sif {address}")
+    return MadeFile(name)
 
 
 ImportMethod = Literal["auto", "enroot", "ftkit"]
@@ -249,16 +210,18 @@ def select_source(request: ImportRequest, report: Report) -> ImageSource:
             fix = "Push the image, and give --registry or a docker:// address."
         if message:
             raise ConfigError([Problem(where, "--on-node", message, fix)])
-        return enroot.EnrootSource(_registry_source(request, report), enroot.compute_node(request.cluster))
-    known = (None if request.public_key else _docker_source(request.image)) or _registry_source(request, report)
+        return by_enroot(_registry_source(request, report), enroot.compute_node(request.cluster))
+    in_docker = None if request.public_key else _docker_source(request.image)
+    known = in_docker or _registry_source(request, report)
     if request.format == "sif":
-        return SifSource(known, request.registry_image)
+        remote = None if in_docker else request.registry_image
+        return replace(known, format="sif", make_file=partial(_make_sif, known, remote))
     needs_enroot = squashfs.find_tool() is None and shutil.which("enroot") is not None
     uses_enroot = request.method == "enroot" or (request.method == "auto" and needs_enroot)
-    return enroot.EnrootSource(known) if uses_enroot else known
+    return by_enroot(known) if uses_enroot else known
 
 
-def _docker_source(image: ImportableImage) -> DockerSource | None:
+def _docker_source(image: ImportableImage) -> ImageSource | None:
     if isinstance(image, RegistryImage):
         return None
     is_required = isinstance(image, DockerdImage)
@@ -271,10 +234,10 @@ def _docker_source(image: ImportableImage) -> DockerSource | None:
         return None
     if found is None and is_required:
         raise NotFoundError(f"the docker engine has no image {image.docker_name}", fix="see 'docker images'")
-    return DockerSource(image.docker_name, found) if found else None
+    return docker_source(image.docker_name, found) if found else None
 
 
-def _registry_source(request: ImportRequest, report: Report) -> RegistrySource:
+def _registry_source(request: ImportRequest, report: Report) -> ImageSource:
     remote = request.registry_image
     if remote is None and request.public_key:
         raise ConfigError(
@@ -288,7 +251,7 @@ def _registry_source(request: ImportRequest, report: Report) -> RegistrySource:
             fix=f"ftkit build {request.image} here, or ftkit import {request.image} --registry HOST/PATH",
         )
     registry = Registry(remote, find_credentials(remote.host), report)
-    source = RegistrySource(remote, registry)
+    source = registry_source(remote, registry)
     if request.public_key:
         require_in_registry(registry, None if remote.digest else request.name, source.digests, request.public_key)
     return source

@@ -31,7 +31,7 @@ def push(
         built = docker_engine.inspect_required(client, image.docker_name, f"build it: ftkit build {image}")
         client.tag(built.id, wanted.repository, wanted.tag, force=True)
         start = partial(client.push, wanted.repository, tag=wanted.tag, auth_config=login)
-        digest = _transfer(start, f"pushing {wanted}", report, wanted, known)
+        digest = transfer(start, f"pushing {wanted}", report, wanted, known)
     if not digest:
         raise ImageError(f"{wanted.host} accepted {wanted} without returning its digest", fix="see the registry's log")
     return wanted, digest
@@ -40,23 +40,7 @@ def push(
 def pull(client: APIClient, wanted: RegistryImage, report: Report) -> None:
     """Pull an image from its registry into the docker engine."""
     start = partial(client.pull, wanted.repository, tag=wanted.digest or wanted.tag)
-    _transfer(start, f"pulling {wanted}", report, wanted, find_credentials(wanted.host))
-
-
-def _transfer(
-    start: Callable[..., Iterable[Mapping[str, object]]],
-    stage: str,
-    report: Report,
-    wanted: RegistryImage,
-    known: Credentials | None,
-) -> Digest | None:
-    def attempt() -> Digest | None:
-        try:
-            return follow_transfer(start(stream=True, decode=True), stage, report, wanted, known)
-        except docker_engine.docker_sdk().errors.APIError as error:
-            raise explain_transfer(str(error.explanation or error), wanted, known) from error
-
-    return retry(attempt, report, stage)
+    transfer(start, f"pulling {wanted}", report, wanted, find_credentials(wanted.host))
 
 
 def sign_pushed(
@@ -81,29 +65,39 @@ _TRANSIENT: Final = (
 )  # fmt: skip
 
 
-def follow_transfer(
-    events: Iterable[Mapping[str, object]],
+def transfer(
+    start: Callable[..., Iterable[Mapping[str, object]]],
     stage: str,
     report: Report,
-    reference: RegistryImage,
+    wanted: RegistryImage,
     known: Credentials | None,
 ) -> Digest | None:
-    """Follow a pull or push to its end; return the manifest's digest, None if the engine sent none."""
-    digest: object = ""
-    for event in events:
-        if "error" in event:
-            raise explain_transfer(str(event["error"]), reference, known)
-        status = str(event.get("status", ""))
-        if layer := str(event.get("id", "")):
-            detail = event.get("progressDetail")
-            done, total = (detail.get("current"), detail.get("total")) if isinstance(detail, dict) else (None, None)
-            is_over = status.startswith(_FINAL_STATUSES)
-            report(ProgressEvent(stage, layer, f"{layer} {status}", done, total, is_over))
-        aux = event.get("aux")
-        digest = aux.get("Digest", digest) if isinstance(aux, dict) else digest
-        if status.startswith("Digest: "):
-            digest = status.removeprefix("Digest: ")
-    return docker_engine.as_digest(digest)
+    """Follow a pull or push of docker's SDK to its end; return the manifest's digest, None if the engine sent none."""
+
+    def follow() -> Digest | None:
+        digest: object = ""
+        for event in start(stream=True, decode=True):
+            if "error" in event:
+                raise explain_transfer(str(event["error"]), wanted, known)
+            status = str(event.get("status", ""))
+            if layer := str(event.get("id", "")):
+                detail = event.get("progressDetail")
+                done, total = (detail.get("current"), detail.get("total")) if isinstance(detail, dict) else (None, None)
+                is_over = status.startswith(_FINAL_STATUSES)
+                report(ProgressEvent(stage, layer, f"{layer} {status}", done, total, is_over))
+            aux = event.get("aux")
+            digest = aux.get("Digest", digest) if isinstance(aux, dict) else digest
+            if status.startswith("Digest: "):
+                digest = status.removeprefix("Digest: ")
+        return docker_engine.as_digest(digest)
+
+    def attempt() -> Digest | None:
+        try:
+            return follow()
+        except docker_engine.docker_sdk().errors.APIError as error:
+            raise explain_transfer(str(error.explanation or error), wanted, known) from error
+
+    return retry(attempt, report, stage)
 
 
 def explain_transfer(message: str, reference: RegistryImage, known: Credentials | None) -> ImageError | NotFoundError:

@@ -25,15 +25,6 @@ from ftkit.images.inside import PASSED
 _MAX_SHOWN_RANGES = 5
 
 
-@dataclass(frozen=True)
-class VerifyResult:
-    """The result of a verification; if `differences` is empty, the file is unchanged."""
-
-    file: Path
-    manifest: ImportManifest
-    differences: tuple[str, ...]
-
-
 def manifest_if_intact(file: Path) -> ImportManifest | None:
     """Return the manifest if the size and the superblock of the file match it, else None. Reads no content."""
     manifest = read_manifest(file)
@@ -47,8 +38,8 @@ def manifest_if_intact(file: Path) -> ImportManifest | None:
     return manifest
 
 
-def verify(file: Path, report: Report = ignore_progress, *, name: str = "NAME:TAG") -> VerifyResult:
-    """Recompute the digests of a file, imported as `name`, and compare them with its manifest."""
+def verify(file: Path, report: Report = ignore_progress, *, name: str = "NAME:TAG") -> ImportManifest:
+    """Return the manifest of a file, imported as `name`, after comparing all digests; ImageError lists differences."""
     if not file.exists():
         raise NotFoundError(f"there is no file {file}", fix=f"import it: ftkit import {name}")
     path = file.resolve()
@@ -75,17 +66,13 @@ def verify(file: Path, report: Report = ignore_progress, *, name: str = "NAME:TA
         differences.append(f"sha256: {found.sha256}, the manifest says {manifest.sha256}")
     if path.name != manifest.file or not path.name.startswith(f"{manifest.image_id.file_name}."):
         differences.append(f"name: {path.name}, the manifest says {manifest.file} of {manifest.image_id}")
-    return VerifyResult(file, manifest, tuple(differences))
-
-
-def require_intact(result: VerifyResult) -> None:
-    """Refuse a file that differs from its manifest, with every difference."""
-    if result.differences:
+    if differences:
         raise ImageError(
-            "\n    ".join((f"{result.file} differs from its manifest:", *result.differences)),
+            "\n    ".join((f"{file} differs from its manifest:", *differences)),
             meaning="the disk is faulty, copying damaged it, or somebody changed it",
-            fix=f"import it again: ftkit import {result.manifest.reference} --force",
+            fix=f"import it again: ftkit import {manifest.reference} --force",
         )
+    return manifest
 
 
 BLOCK_SIZE: Final = 64 << 20

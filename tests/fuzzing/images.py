@@ -24,7 +24,7 @@ from ftkit.images import import_image as importing
 from ftkit.images import squashfs
 from ftkit.images.events import ignore_progress
 from ftkit.images.image_store import ImageStore, manifest_file, read_manifest
-from ftkit.images.import_image import RegistrySource, import_image
+from ftkit.images.import_image import import_image, registry_source
 from ftkit.images.oci.credentials import Credentials
 from ftkit.images.oci.registry import Registry
 from ftkit.images.oci.tar import Layer, flatten
@@ -75,7 +75,7 @@ def _imported(folder: Path, digest: str = "") -> Path | None:
     store = ImageStore(folder / "workspace" / "images")
     try:
         with _no_packer(), Registry(reference, Credentials("alice", SECRET), ignore_progress) as registry:
-            found = import_image("x:1", RegistrySource(reference, registry), store).file
+            found = import_image("x:1", registry_source(reference, registry), store).file
     except (ImageError, NotFoundError) as error:
         _check_message(error)
         found = None

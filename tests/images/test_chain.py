@@ -17,7 +17,7 @@ import pytest
 
 from ftkit.images import docker_engine
 from ftkit.images.image_store import ImageStore
-from ftkit.images.import_image import DockerSource, import_image
+from ftkit.images.import_image import docker_source, import_image
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -302,9 +302,9 @@ def test_the_other_packer_produces_the_same_files(
     with docker_engine.connect() as client:
         image = docker_engine.inspect_required(client, "ftkit/tiny:1", "")
     store = ImageStore(tmp_path / "other")
-    first = import_image("tiny:1", DockerSource("ftkit/tiny:1", image), store)
+    first = import_image("tiny:1", docker_source("ftkit/tiny:1", image), store)
     time.sleep(1.1)  # times are in seconds
-    again = import_image("tiny:1", DockerSource("ftkit/tiny:1", image), store, force=True)
+    again = import_image("tiny:1", docker_source("ftkit/tiny:1", image), store, force=True)
     assert first.manifest.made_by.startswith("mksquashfs")
     assert first.manifest.sha256 == again.manifest.sha256
     assert listing(first.link) == listing(project.images / "tiny+1.sqsh")

@@ -18,10 +18,9 @@ from waiting import PATIENCE_SECONDS, wait_until
 
 from ftkit.config.image_reference import parse_reference
 from ftkit.errors import ImageError
-from ftkit.images.enroot import EnrootSource
 from ftkit.images.events import ignore_progress
 from ftkit.images.image_store import ImageStore
-from ftkit.images.import_image import RegistrySource, import_image
+from ftkit.images.import_image import by_enroot, import_image, registry_source
 from ftkit.images.oci.registry import Registry
 
 if TYPE_CHECKING:
@@ -155,7 +154,7 @@ def test_a_tag_that_moves_before_enroot_reads_it_changes_nothing(
     build(bases, name, "RUN echo first >/which")
     push(bases, name)
     reference = parse_reference(f"docker://{registry}#moving:1")
-    source = EnrootSource(RegistrySource(reference, Registry(reference, None, ignore_progress)))
+    source = by_enroot(registry_source(reference, Registry(reference, None, ignore_progress)))
     build(bases, name, "RUN echo second >/which")
     push(bases, name)
     imported = import_image("moving:1", source, ImageStore(tmp_path / "images"))
@@ -171,7 +170,7 @@ def test_layers_that_do_not_match_the_configuration_are_rejected(
     build(bases, f"{registry}/forged:1", "RUN echo one >/which")
     push(bases, f"{registry}/forged:1")
     reference = parse_reference(f"docker://{registry}#forged:1")
-    source = EnrootSource(RegistrySource(reference, Registry(reference, None, ignore_progress)))
+    source = by_enroot(registry_source(reference, Registry(reference, None, ignore_progress)))
     (blob, _), *others = source._address.layers
     assert others
     source._address = replace(source._address, layers=((blob, others[0][1]), *others))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import gzip
 import hashlib
 import importlib
+import os
+import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 BLOCK: Final = 512
 CHUNK: Final = 1 << 20
 _MAX_EXTENDED_HEADER: Final = 1 << 20
-_MAX_OCTAL_SIZE: Final = 8**11
 _MAX_DIGITS: Final = 18
 _MAX_PATH: Final = 4096
 _MAX_NAME: Final = 255
@@ -126,34 +127,16 @@ class TarReader:
 
 def write_member(sink: BufferedIOBase, member: Member) -> None:
     """Write the header of a member; the caller writes its content next, then `write_padding`."""
-    records = b""
-    if len(member.path) >= 100:  # noqa: PLR2004 - the field's width
-        records += _pax_record(b"path", member.path)
-    if len(member.target) > 100:  # noqa: PLR2004
-        records += _pax_record(b"linkpath", member.target)
-    if member.size >= _MAX_OCTAL_SIZE:
-        records += _pax_record(b"size", b"%d" % member.size)
-    if records:
-        sink.write(_header(Member(b"pax", _PAX, 0o644, 0, len(records))) + records)
-        write_padding(sink, len(records))
-    sink.write(_header(member))
+    entry = tarfile.TarInfo(os.fsdecode(member.path))
+    entry.type, entry.mode, entry.mtime = member.kind, member.mode, member.mtime
+    entry.size, entry.linkname = member.size, os.fsdecode(member.target)
+    sink.write(entry.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
 
 
 def write_padding(sink: BufferedIOBase, size: int) -> None:
     """Fill the last block of content of `size` bytes with zeros."""
     if size % BLOCK:
         sink.write(_ZEROS[: -size % BLOCK])
-
-
-def _header(member: Member) -> bytes:
-    name = member.path + b"/" if member.kind == FOLDER else member.path
-    size = member.size if member.size < _MAX_OCTAL_SIZE else 0
-    fields = b"%s%07o\0%07o\0%07o\0%011o\0%011o\0        %s%s" % (
-        name[:100].ljust(100, b"\0"), member.mode, 0, 0, size, member.mtime, member.kind,
-        member.target[:100].ljust(100, b"\0"),
-    )  # fmt: skip
-    fields += b"ustar\x0000".ljust(BLOCK - len(fields), b"\0")
-    return b"%s%06o\0 %s" % (fields[:148], sum(fields), fields[156:])
 
 
 def _member(header: bytes, path: bytes, target: bytes, size: int) -> Member:
@@ -222,12 +205,6 @@ def _extended(kind: bytes, data: bytes) -> dict[bytes, bytes]:
         if key.startswith(b"GNU.sparse."):
             raise ImageError("the image's tar stream has a sparse file", fix="import it with enroot")
     return records
-
-
-def _pax_record(key: bytes, value: bytes) -> bytes:
-    rest = b" %s=%s\n" % (key, value)
-    digits = next(count for count in range(1, 9) if len(b"%d" % (len(rest) + count)) == count)
-    return b"%d%s" % (len(rest) + digits, rest)
 
 
 def _damaged(how: str) -> ImageError:

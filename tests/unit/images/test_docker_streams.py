@@ -8,10 +8,10 @@ import pytest
 
 from ftkit.config.image_reference import parse_reference
 from ftkit.errors import ImageError
-from ftkit.images.build import BuildFollower
+from ftkit.images.build import follow_build
 from ftkit.images.docker_engine import image_config
 from ftkit.images.oci.documents import RunConfig
-from ftkit.images.transfer import follow_transfer
+from ftkit.images.transfer import transfer
 
 if TYPE_CHECKING:
     from ftkit.images.events import ProgressEvent
@@ -22,7 +22,7 @@ DIGEST = "sha256:" + "d" * 64
 def test_a_long_step_is_shortened_to_a_narrow_screen() -> None:
     seen: list[ProgressEvent] = []
     steps = [{"stream": "Step 8/13 : RUN python3 -m pip install " + "--option " * 20}, {"aux": {"ID": DIGEST}}]
-    assert BuildFollower(seen.append).follow(steps) == DIGEST
+    assert follow_build(steps, seen.append) == DIGEST
     assert len(seen[0].text) == 76
     assert seen[0].text.endswith("…")
 
@@ -34,7 +34,7 @@ def test_a_failed_step_is_shown_without_dockers_colors_and_blank_lines() -> None
         {"error": "The command returned a non-zero code: 127"},
     ]
     with pytest.raises(ImageError) as caught:
-        BuildFollower(lambda _: None).follow(events)
+        follow_build(events, lambda _: None)
     assert caught.value.what.splitlines() == [
         "the build failed in Step 3/13 : RUN python3",
         "    /bin/sh: 1: python3: not found",
@@ -51,7 +51,7 @@ def test_only_layers_of_a_transfer_are_shown() -> None:
         {"status": "1: digest: sha256:d size: 3"},
         {"aux": {"Digest": DIGEST}},
     ]
-    assert follow_transfer(events, "pushing", seen.append, parse_reference("r.io/x:1"), None) == DIGEST
+    assert transfer(lambda **_: events, "pushing", seen.append, parse_reference("r.io/x:1"), None) == DIGEST
     assert [(progress.text, progress.is_over) for progress in seen] == [
         ("a1 Pushing", False),
         ("b2 Mounted from team/y", True),
@@ -61,9 +61,9 @@ def test_only_layers_of_a_transfer_are_shown() -> None:
 @pytest.mark.parametrize("told", ["", "sha256:d", "../x", None, 7, {"a": 1}])
 def test_an_invalid_digest_counts_as_missing(told: object) -> None:
     reference = parse_reference("r.io/x:1")
-    assert follow_transfer([{"aux": {"Digest": told}}], "pushing", lambda _: None, reference, None) is None
+    assert transfer(lambda **_: [{"aux": {"Digest": told}}], "pushing", lambda _: None, reference, None) is None
     with pytest.raises(ImageError, match="without an image"):
-        BuildFollower(lambda _: None).follow([{"aux": {"ID": told}}])
+        follow_build([{"aux": {"ID": told}}], lambda _: None)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from error_texts import check_error_texts
 from ftkit.config.context import Context
 from ftkit.config.image_reference import parse_importable, parse_reference
 from ftkit.config.load import find_image, load_cluster
-from ftkit.images.build import BuildFollower
+from ftkit.images.build import follow_build
 from ftkit.images.events import ignore_progress
 from ftkit.images.import_image import ImportRequest, select_source
 from ftkit.images.lock import read_lock
@@ -57,8 +57,8 @@ def test_golden_error_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "not a registry": lambda: read_document(b"<html>", str(WANTED)),
         "an index and an image": lambda: read_document(b'{"manifests": [], "config": {}}', str(WANTED)),
         "invalid configuration": lambda: parse_json(Configuration, b'{"rootfs": {}}', f"{WANTED} has one that"),
-        "failed step": lambda: BuildFollower(lambda _: None).follow(
-            [{"stream": "Step 3/13 : RUN pip install"}, {"error": "no space left on device"}]
+        "failed step": lambda: follow_build(
+            [{"stream": "Step 3/13 : RUN pip install"}, {"error": "no space left on device"}], ignore_progress
         ),
         "lock of another image": lambda: read_lock(replace(find_image("olmo3:25.02", ctx), lock_file=lock)),
         "not built, no registry": lambda: select_source(request("olmo3:25.02"), ignore_progress),

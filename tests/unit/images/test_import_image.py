@@ -16,7 +16,7 @@ from ftkit.errors import ImageError, NotFoundError
 from ftkit.images import import_image as importing
 from ftkit.images.events import ignore_progress
 from ftkit.images.image_store import ImageStore, manifest_file, read_manifest
-from ftkit.images.import_image import ImportResult, RegistrySource, import_image
+from ftkit.images.import_image import ImportResult, import_image, registry_source
 from ftkit.images.oci.credentials import Credentials
 from ftkit.images.oci.registry import Registry
 from ftkit.images.squashfs import MadeFile
@@ -56,7 +56,7 @@ def fetch(
 ) -> ImportResult:
     parsed = parse_reference(reference)
     with Registry(parsed, known, ignore_progress) as registry:
-        return import_image("x:1", RegistrySource(parsed, registry), store)
+        return import_image("x:1", registry_source(parsed, registry), store)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_good_image_is_imported_and_found_again(internet: Internet, store: Ima
     assert b"etc/issue': b'hello\\n'" in first.file.read_bytes()
     assert first.manifest.image_id == pushed.manifest["config"]["digest"]
     assert first.manifest.registry_digest == pushed.digest
-    assert verify(first.link).differences == ()
+    assert verify(first.link) == first.manifest
     internet.asked.clear()
     assert not fetch(store).is_new
     assert not [url for url, _ in internet.asked if str(pushed.manifest["layers"][0]["digest"]) in url]

@@ -15,7 +15,7 @@ from ftkit.config.image_reference import Digest, parse_reference
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images import events
 from ftkit.images.events import TransientError, ignore_progress
-from ftkit.images.import_image import RegistrySource
+from ftkit.images.import_image import registry_source
 from ftkit.images.oci import connection
 from ftkit.images.oci.connection import StalledError
 from ftkit.images.oci.credentials import Credentials
@@ -191,7 +191,7 @@ def test_a_failed_layer_stops_the_other_downloads(tmp_path: Path) -> None:
         def close(self) -> None: ...
 
     registry = OneFails()
-    source = RegistrySource(parse_reference("r.io/x:1"), cast("Registry", registry))
+    source = registry_source(parse_reference("r.io/x:1"), cast("Registry", registry))
     with pytest.raises(ImageError, match="went away"):
         source.make_file(tmp_path / "partial", ignore_progress)
     assert registry.has_stopped
