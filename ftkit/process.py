@@ -1,4 +1,4 @@
-"""Run programs, never through a shell, and count the CPUs for them. No other module starts programs."""
+"""Run programs, never through a shell, and functions that may hang; count CPUs. No other module starts programs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ import shlex
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
-from typing import IO, Final, NoReturn, cast
+from typing import IO, Final, NoReturn, TypeVar, cast
 
 from ftkit.errors import FtkitError, NoAnswerError, PrerequisiteError
 
 log = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
 
 _STOP_SECONDS: Final = 60
 """Time for an interrupted program to clean up."""
@@ -35,6 +38,20 @@ def without_colors(text: str) -> str:
 def num_usable_cpus() -> int:
     """Return the number of CPUs of this process's allocation."""
     return len(os.sched_getaffinity(0))
+
+
+def in_thread(function: Callable[[], ResultT]) -> Future[ResultT]:
+    """Run a function in a daemon thread, which is left behind if it hangs, as in a dead file system."""
+    future = Future[ResultT]()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 @dataclass(frozen=True)

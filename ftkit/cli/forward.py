@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import sys
@@ -28,7 +29,7 @@ from ftkit.launch.user_script import copy_script
 from ftkit.planning.layout import SCRIPT_CODE
 from ftkit.remote import ssh
 from ftkit.remote.remote_runs import Records, printed_ids
-from ftkit.remote.sending import digest_of, list_sent, pack_run, project_files, project_name, send_files
+from ftkit.remote.sending import pack_run, project_files, project_name, send_files
 from ftkit.wheel import code_identity
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def forward(
     """Run a command on a login node, and return its exit status."""
     files = project_files(ctx)
     variables = {key: os.environ[key] for key in _OUTPUT_VARIABLES if key in os.environ}
-    project, digest = project_name(ctx.project), digest_of(files)
+    project, digest = project_name(ctx.project), hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     request = ssh.Request("run", code_identity(), project, digest, login.cluster, (*path, *typed), variables)
     forwarded = _Forwarded(login, request, files, Terminal())
     if path[0] in SUBMITTING:
@@ -177,8 +178,8 @@ def _send_run(forwarded: _Forwarded, ctx: Context, typed: list[str], params: Map
     archive, code_options, code_files = _pack_code(params)
     code = _digest(archive)
     files = {parcel.recipe_file: parcel.recipe_text} if parcel.recipe_file else {}
-    sent = list_sent(parcel.local_files)
-    wanted = replace(forwarded.request, action="missing", files=files | code_files, local_files=sent, code=code)
+    files |= code_files
+    wanted = replace(forwarded.request, action="missing", files=files, local_files=parcel.local_files, code=code)
     answer = ssh.ask(login, wanted, forwarded.files)
     missing: list[str] = answer["missing"]
     archive = archive if answer["code"] else b""

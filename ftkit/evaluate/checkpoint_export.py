@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """A request for an export."""
-
     step: str  # one with a checkpoint; `last`; or `best`, the one with the lowest validation loss
     merges: bool  # adapters into the base model
     precision: Precision | None  # of the weights; that of training if None

@@ -200,7 +200,6 @@ def _run(program: str, words: list[str], output: Path, file: Path) -> None:
 
 
 def read_precision(export: Path) -> str:
-    """Return the dtype of an export's weights."""
     return _record(export).precision
 
 

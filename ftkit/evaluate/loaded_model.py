@@ -80,7 +80,6 @@ class GeneratingModel(ABC):
         return self.generation.text_of(self.tokenizer, completion, is_raw=is_raw)
 
     def is_ended(self, completion: Sequence[int]) -> bool:
-        """Return whether a completion has its end token."""
         return bool(completion) and completion[-1] in self.generation.end_tokens
 
     def close(self) -> None:  # noqa: B027 - a model in this process has nothing to end
@@ -316,7 +315,6 @@ def place(model: PreTrainedModel, devices: Sequence[torch.device]) -> None:
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of parameters, tied ones once, and of buffers."""
     return sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
 
 

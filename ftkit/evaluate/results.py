@@ -37,8 +37,6 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Result:
-    """A metric, before and after."""
-
     metric: str
     source: str  # of the rows; empty for all
     before: float | None
@@ -215,8 +213,6 @@ def paired_interval(
 
 
 class Harness:
-    """The selected tasks of lm-evaluation-harness."""
-
     def __init__(self, tasks: Sequence[str], folder: Path | None = None) -> None:
         """Find tasks by names, groups or patterns, in the harness and in a folder with YAML files of more tasks."""
         try:

@@ -60,7 +60,6 @@ class Ranks:
 
 
 def is_a_rank() -> bool:
-    """Return whether torchrun started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 

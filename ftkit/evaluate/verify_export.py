@@ -69,7 +69,6 @@ def verify_export(folder: Path, report: Callable[[str], None]) -> list[Check]:
 
 
 def require_passed(folder: Path, checks: list[Check]) -> None:
-    """Raise an error if any check failed."""
     failed = [check for check in checks if not check.passed]
     if failed:
         raise TrainingError(
@@ -81,7 +80,6 @@ def require_passed(folder: Path, checks: list[Check]) -> None:
 
 
 def read_record(folder: Path) -> ExportRecord:
-    """Read the record of an export."""
     missing = NotFoundError(
         f"{folder} has no {EXPORT_RECORD} with the trained model's logits",
         meaning="ftkit did not export it, another version did, or the logits could not be computed",

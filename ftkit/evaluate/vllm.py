@@ -166,7 +166,6 @@ class VllmEngine:
         weakref.finalize(self, stderr.close)  # commands that use it to their end don't close it
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[RequestOutput]:
-        """Return vLLM's output for each prompt."""
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         try:
             outputs: list[RequestOutput] = self.llm.generate(given, params, use_tqdm=False, lora_request=self.adapter)

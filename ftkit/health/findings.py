@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Literal, TypeVar
+
+from ftkit.process import in_thread
 
 ResultT = TypeVar("ResultT")
 Status = Literal["ok", "warning", "failed", "unknown"]
@@ -29,21 +30,11 @@ class Finding:
 
 
 def failures(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings that failed."""
     return [each for each in findings if each.status == "failed"]
 
 
 def run_all(functions: Sequence[Callable[[], ResultT]], seconds: float) -> list[ResultT | None]:
-    """Run functions in daemon threads, which may hang in a dead file system; None for one that does not end in time."""
-
-    def run(function: Callable[[], ResultT], result: Future[ResultT]) -> None:
-        try:
-            result.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - raised where the result is read
-            result.set_exception(error)
-
-    futures = [Future[ResultT]() for _ in functions]
-    for function, future in zip(functions, futures, strict=True):
-        threading.Thread(target=run, args=(function, future), name="check", daemon=True).start()
+    """Run functions at the same time, any of which may hang; None for one that does not end in time."""
+    futures = [in_thread(function) for function in functions]
     wait(futures, seconds)
     return [future.result() if future.done() else None for future in futures]

@@ -53,23 +53,16 @@ class Nvml:
 
     @property
     def driver(self) -> str:
-        """Version of the driver."""
-        return _text(self._ask("nvmlSystemGetDriverVersion")) or "unknown"
+        return str(self._ask("nvmlSystemGetDriverVersion") or "unknown")
 
     @property
     def cuda(self) -> tuple[int, int] | None:
-        """The newest CUDA that the driver supports."""
         number = self._ask("nvmlSystemGetCudaDriverVersion_v2") or self._ask("nvmlSystemGetCudaDriverVersion")
         return None if number is None else (number // 1000, number % 1000 // 10)
 
     @property
     def names(self) -> list[str]:
-        """Name of each GPU's model."""
-        return [_text(self._ask("nvmlDeviceGetName", handle)) for handle in self._handles.values()]
-
-    def throttle(self) -> dict[int, tuple[str, ...]]:
-        """Return why the clocks of each GPU are limited now, by its index."""
-        return {index: self._throttle(handle) for index, handle in self._handles.items()}
+        return [str(self._ask("nvmlDeviceGetName", handle) or "") for handle in self._handles.values()]
 
     def faults(self) -> Iterator[Finding]:
         """Yield the faults of all GPUs."""
@@ -109,26 +102,27 @@ class Nvml:
 
     def samples(self) -> list[GpuSample]:
         """Return the load of all GPUs, which takes a few hundred microseconds per GPU."""
-        return [self._sample(index, handle) for index, handle in self._handles.items()]
-
-    def _sample(self, index: int, handle: object) -> GpuSample:
         ask, library = self._ask, self._library
-        memory = ask("nvmlDeviceGetMemoryInfo", handle)
-        rates = ask("nvmlDeviceGetUtilizationRates", handle)
-        fields = ask("nvmlDeviceGetFieldValues", handle, [(number, _ALL_LINKS) for number in _NVLINK_BYTES])
-        nvlink = [value.value.ullVal for value in fields or () if value.nvmlReturn == 0]
-        return GpuSample(
-            index=index,
-            utilization=None if rates is None else float(rates.gpu),
-            sm_activity=self._sm_activity(index, handle),
-            memory_gib=None if memory is None else memory.used / _GIB,
-            power=_scaled(ask("nvmlDeviceGetPowerUsage", handle), 1e-3),
-            temperature=_scaled(ask("nvmlDeviceGetTemperature", handle, library.NVML_TEMPERATURE_GPU), 1.0),
-            clock=_scaled(ask("nvmlDeviceGetClockInfo", handle, library.NVML_CLOCK_SM), 1.0),
-            energy=_scaled(ask("nvmlDeviceGetTotalEnergyConsumption", handle), 1e-3),
-            throttle=self._throttle(handle),
-            nvlink_bytes=1024.0 * sum(nvlink) if nvlink else None,
-        )
+        samples = []
+        for index, handle in self._handles.items():
+            memory = ask("nvmlDeviceGetMemoryInfo", handle)
+            rates = ask("nvmlDeviceGetUtilizationRates", handle)
+            fields = ask("nvmlDeviceGetFieldValues", handle, [(number, _ALL_LINKS) for number in _NVLINK_BYTES])
+            nvlink = [value.value.ullVal for value in fields or () if value.nvmlReturn == 0]
+            sample = GpuSample(
+                index=index,
+                utilization=None if rates is None else float(rates.gpu),
+                sm_activity=self._sm_activity(index, handle),
+                memory_gib=None if memory is None else memory.used / _GIB,
+                power=_scaled(ask("nvmlDeviceGetPowerUsage", handle), 1e-3),
+                temperature=_scaled(ask("nvmlDeviceGetTemperature", handle, library.NVML_TEMPERATURE_GPU), 1.0),
+                clock=_scaled(ask("nvmlDeviceGetClockInfo", handle, library.NVML_CLOCK_SM), 1.0),
+                energy=_scaled(ask("nvmlDeviceGetTotalEnergyConsumption", handle), 1e-3),
+                throttle=self._throttle(handle),
+                nvlink_bytes=1024.0 * sum(nvlink) if nvlink else None,
+            )
+            samples.append(sample)
+        return samples
 
     def _sm_activity(self, index: int, handle: object) -> float | None:
         """Return the percentage of busy SMs since the last call; None at first, and before Hopper."""
@@ -192,10 +186,6 @@ def visible_indices(count: int, visible: str | None) -> list[int]:
     if visible is None or not all(word.isdigit() for word in words):
         return list(range(count))
     return [int(word) for word in words if int(word) < count]
-
-
-def _text(value: object) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
 
 
 def _scaled(value: float | None, factor: float) -> float | None:

@@ -92,7 +92,6 @@ class DeviceProcesses:
         return replace(min(answers, key=lambda each: each.all_reduce), transport=transport)
 
     def close(self) -> None:
-        """End the processes, and remove NCCL's logs."""
         self._end()
         self._logs.cleanup()
 

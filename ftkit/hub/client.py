@@ -107,7 +107,6 @@ def read_token(environment: Mapping[str, str]) -> str | None:
 
 
 def endpoint_of(environment: Mapping[str, str]) -> str:
-    """Return the address of the hub."""
     return (environment.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
 
 
@@ -131,7 +130,6 @@ class Answer:
 
 
 def repository_of(model: ModelSpec) -> Repository:
-    """Return the repository of a model's weights."""
     return Repository("model", "model.weights", model.weights, model.revision)
 
 

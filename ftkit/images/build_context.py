@@ -60,7 +60,6 @@ class BuildContext:
 
 
 def assemble(definition: ImageDefinition) -> BuildContext:
-    """Assemble the context of an image."""
     lock = read_lock(definition).encode()
     keys = {"name", "tag", "description", "families", "default_recipe", "provided", "imports"}
     image = definition.spec.model_dump(mode="json", include=keys)
@@ -123,7 +122,6 @@ def definition_file(definition: ImageDefinition, files: Path | None = None) -> s
 
 
 def write_files(definition: ImageDefinition, folder: Path) -> None:
-    """Write the files that the Singularity definition copies."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in assemble(definition).files.items():
         if name != "Dockerfile":

@@ -197,7 +197,6 @@ def run_inside(client: APIClient, image: str, command: list[str]) -> tuple[int, 
 
 
 def as_image_error(error: Exception, what: str) -> ImageError:
-    """Convert an error of the SDK."""
     return ImageError(f"{what}: {_reason(error)}", fix="see 'docker info' and the engine's own log")
 
 

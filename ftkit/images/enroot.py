@@ -113,7 +113,6 @@ def address_in_registry(
 
 
 def compute_node(cluster: ClusterProfile) -> ComputeNode:
-    """Return the compute node of a cluster to import on."""
     named = {
         "partition": cluster.partition, "account": cluster.account, "qos": cluster.qos,
         "reservation": cluster.reservation, "cpus-per-task": cluster.cpus_per_node,

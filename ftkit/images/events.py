@@ -30,7 +30,6 @@ Report = Callable[[ProgressEvent], None]
 
 
 def ignore_progress(progress: ProgressEvent) -> None:
-    """Ignore all reports."""
     del progress
 
 
@@ -45,7 +44,6 @@ class ByteCounter:
     last_report: float = 0.0
 
     def advance(self, num_bytes: int) -> None:
-        """Add bytes."""
         self.done += num_bytes
         now = time.monotonic()
         if now - self.last_report > _SECONDS_BETWEEN_REPORTS:

@@ -26,8 +26,6 @@ _PARTIAL = ".partial-"
 
 @dataclass(frozen=True)
 class ImportManifest:
-    """The manifest of an imported image."""
-
     reference: str
     image_id: Digest  # digest of its configuration, which names the file
     registry_digest: Annotated[Digest | None, BeforeValidator(lambda value: value or None)]
@@ -51,8 +49,6 @@ class ImportManifest:
 
 @dataclass(frozen=True)
 class ImageStore:
-    """The folder of imported images."""
-
     root: Path
 
     def file(self, image_id: Digest, image_format: ImageFormat) -> Path:
@@ -108,7 +104,6 @@ class ImageStore:
         return final
 
     def record(self, manifest: ImportManifest) -> None:
-        """Write the manifest of a file."""
         write_json(manifest_file(self.root / manifest.file), manifest)
 
     def point(self, reference: str, final: Path, image_format: ImageFormat) -> None:
@@ -125,12 +120,10 @@ class ImageStore:
 
 
 def manifest_file(image: Path) -> Path:
-    """Return the path of the manifest of an image file."""
     return image.with_name(f"{image.name}.json")
 
 
 def sbom_file(image: Path) -> Path:
-    """Return the path of the SBOM of an image file."""
     return image.with_name(f"{image.name}.sbom.json")
 
 

@@ -71,7 +71,6 @@ def docker_source(name: str, image: DockerImage) -> ImageSource:
 
 
 def members_of(reader: TarReader) -> Iterator[Entry]:
-    """Yield each member with its content."""
     for member in reader:
         yield member, reader.content()
 
@@ -174,8 +173,6 @@ ImportMethod = Literal["auto", "enroot", "ftkit"]
 
 @dataclass(frozen=True)
 class ImportRequest:
-    """A request to import an image."""
-
     image: ImportableImage
     registry: str | None  # that has a `NAME:TAG` if the docker engine does not
     cluster: ClusterProfile
@@ -198,7 +195,6 @@ class ImportRequest:
 
 
 def select_source(request: ImportRequest, report: Report) -> ImageSource:
-    """Return the source to import from."""
     if request.on_node:
         where, message, fix = "", "", "Leave --on-node out."
         if request.format == "sif":
@@ -259,8 +255,6 @@ def _registry_source(request: ImportRequest, report: Report) -> ImageSource:
 
 @dataclass(frozen=True)
 class ImportResult:
-    """The result of an import."""
-
     file: Path
     link: Path
     manifest: ImportManifest

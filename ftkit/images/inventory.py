@@ -28,8 +28,6 @@ class ImportedFile:
 
 @dataclass(frozen=True)
 class ImageStatus:
-    """Where an image exists."""
-
     reference: str
     built: DockerImage | None
     imported: tuple[ImportedFile, ...]
@@ -63,7 +61,6 @@ def image_statuses(references: Sequence[str], store: ImageStore) -> tuple[list[I
 
 
 def is_unpinned(image: DockerImage) -> bool:
-    """Tell whether an image was built on a base without a digest."""
     return image.labels.get(docker_engine.UNPINNED_LABEL) == "true"
 
 

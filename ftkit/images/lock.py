@@ -76,7 +76,6 @@ def write_lock(definition: ImageDefinition) -> dict[str, str]:
 
 
 def read_lock(definition: ImageDefinition) -> str:
-    """Read the lock of an image."""
     spec, path = definition.spec, definition.lock_file
     fix = f"write it: ftkit images lock {spec.reference}"
     try:
@@ -104,7 +103,6 @@ def read_lock(definition: ImageDefinition) -> str:
 
 
 def inputs_digest(spec: ImageSpec) -> str:
-    """Return the digest of all inputs of a lock."""
     provided = [f"{name}={version}" for name, version in sorted(spec.provided.items())]
     return hashlib.sha256("\n".join([spec.python, *_requirements(spec), "--", *provided]).encode()).hexdigest()
 

@@ -28,7 +28,6 @@ _IN_CONSOLE = "in the console, under IAM & Admin, Quotas; then repeat the comman
 
 
 def plan_provision(name: str, kind: Kind, spec: AnySpec) -> Provision:
-    """Return the steps that create a cluster."""
     if not re.fullmatch("[a-z][a-z0-9]{1,19}", name):
         fix = "Use 2 to 20 lowercase letters and digits, a letter first."
         raise ConfigError([Problem(COMMAND_LINE, "NAME", f"'{name}' can't be a cluster's name.", fix)])

@@ -14,7 +14,6 @@ from ftkit.config.yaml_files import parse_override, read_yaml
 from ftkit.errors import ConfigError, Problem
 from ftkit.spec import OneLine, PositiveFloat, PositiveInt, Spec
 
-GcpSlurmKind = Literal["a3-megagpu-8g", "a3-ultragpu-8g", "a4-highgpu-8g"]
 Kind = Literal["a3-megagpu-8g", "a3-ultragpu-8g", "a4-highgpu-8g", "soperator", "gcp-vm-l4"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -33,7 +32,6 @@ class _GcpSpec(Spec):
 
     @property
     def region(self) -> str:
-        """The zone's region."""
         return self.zone.rpartition("-")[0]
 
 
@@ -159,5 +157,4 @@ def read_spec(kind: Kind, file: Path | None, overrides: Iterable[str]) -> AnySpe
 
 
 def restore_spec(kind: Kind, settings: Mapping[str, object]) -> AnySpec:
-    """Return the settings with which a cluster was created."""
     return _SPECS.get(kind, GcpSlurmSpec).model_validate(settings)

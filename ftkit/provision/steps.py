@@ -144,8 +144,7 @@ def begin_or_continue(folder: Path, new: ProvisionState) -> ProvisionState:
     if before is None:
         return new
     changed = [key for key, value in new.settings.items() if before.settings.get(key) != value]
-    if before.kind != new.kind:
-        changed = ["kind"]
+    changed = changed if before.kind == new.kind else ["kind"]
     if changed:
         message = f"differs from what '{folder.name}' was created with."
         fix = f"Use another name, or first run: ftkit cluster destroy {folder.name}"
@@ -154,15 +153,10 @@ def begin_or_continue(folder: Path, new: ProvisionState) -> ProvisionState:
 
 
 def create(provision: Provision, state: ProvisionState, folder: Path, say: Say) -> None:
-    """Create the missing resources."""
     for check in provision.checks:
         say(f"check: {check.title}")
-        done = process.run(words_of(check.command, folder), timeout_seconds=120)
-        problem = (
-            check.problem(done.stdout)
-            if done.returncode == 0
-            else one_line(done.stderr or done.stdout or f"exit status {done.returncode}")
-        )
+        output, problem = _answer(check.command, folder)
+        problem = problem or check.problem(output)
         if problem is not None:
             raise ProvisionError(f"{check.title}: {problem}", fix=check.advice)
     folder.mkdir(parents=True, exist_ok=True)
@@ -247,15 +241,21 @@ def is_there(step: Step, folder: Path) -> bool:
 
 
 def _ask(command: str, step: Step, folder: Path) -> str:
-    done = process.run(words_of(command, folder), timeout_seconds=120)
-    if done.returncode != 0:
+    output, problem = _answer(command, folder)
+    if problem:
         raise ProvisionError(
-            f"can't find out whether this exists, or what uses it: {step.title}: "
-            + one_line(done.stderr or done.stdout or f"exit status {done.returncode}"),
+            f"can't find out whether this exists, or what uses it: {step.title}: {problem}",
             meaning="the login has expired, an API is disabled, or the network is down",
             fix="fix the cause and repeat the command: it continues here",
         )
-    return done.stdout.strip()
+    return output.strip()
+
+
+def _answer(command: str, folder: Path) -> tuple[str, str | None]:
+    """Return a command's output, and why it failed if it did."""
+    done = process.run(words_of(command, folder), timeout_seconds=120)
+    problem = one_line(done.stderr or done.stdout or f"exit status {done.returncode}") if done.returncode else None
+    return done.stdout, problem
 
 
 def _run(command: str, provision: Provision, folder: Path, say: Say) -> None:
@@ -274,11 +274,10 @@ def _run(command: str, provision: Provision, folder: Path, say: Say) -> None:
         code = process.run_lines(words, take, cwd=folder)
     if code == 0:
         return
-    text = "\n".join(lines)
     again = "fix the cause and repeat the command to continue here; or remove the created resources: "
+    fixes = [fix for pattern, fix in provision.advice.items() if re.search(pattern, "\n".join(lines))]
     raise ProvisionError(
         f"'{words[0]}' failed with exit status {code}: " + "\n".join(lines[-_SHOWN_LINES:]),
         meaning=f"the complete output is in {folder / _LOG}; created resources are recorded",
-        fix=next((fix for pattern, fix in provision.advice.items() if re.search(pattern, text)), None)
-        or f"{again}ftkit cluster destroy {provision.name}",
+        fix=fixes[0] if fixes else f"{again}ftkit cluster destroy {provision.name}",
     )

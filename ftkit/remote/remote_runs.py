@@ -55,16 +55,13 @@ class Records:
 
     def find(self, reference: str) -> RemoteRun | None:
         """Return the newest run, by the login node's clock, whose id, its beginning, suffix, or name is `reference`."""
-
-        def created(run: RemoteRun) -> str:
-            return run.id.rsplit("-", 2)[1]
-
-        def is_meant(run: RemoteRun) -> bool:
+        newest = sorted(self.runs(), key=lambda run: run.id.rsplit("-", 2)[1], reverse=True)
+        for run in newest:
             match = _RUN_ID.fullmatch(run.id)
-            return match is not None and (reference in (match[1], match[3]) or run.id.startswith(reference))
-
-        newest = sorted(self.runs(), key=created, reverse=True)
-        return next((run for run in newest if reference == "last" or is_meant(run)), None)
+            is_meant = match and (reference in (match[1], match[3]) or run.id.startswith(reference))
+            if reference == "last" or is_meant:
+                return run
+        return None
 
     def add(self, ids: Sequence[str], login: Login, project: Path) -> None:
         """Record submitted runs; an OSError if that fails."""

@@ -13,7 +13,7 @@ import os
 import shlex
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import StringIO
@@ -67,11 +67,6 @@ def project_files(ctx: Context) -> dict[str, str]:
     return files
 
 
-def digest_of(files: Mapping[str, str]) -> str:
-    """Return a digest of files."""
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-
-
 def _to_yaml(values: object) -> str:
     yaml, text = YAML(typ="safe", pure=True), StringIO()
     yaml.default_flow_style = False
@@ -87,7 +82,7 @@ class Parcel:
     words: tuple[str, ...]
     recipe_file: str
     recipe_text: str
-    local_files: tuple[Path, ...]
+    local_files: tuple[SentFile, ...]
 
 
 def pack_run(
@@ -108,7 +103,8 @@ def pack_run(
     plain = read_recipe(recipe, ctx)
     origins = (Path(origin.rpartition(":")[0]) for origin in plain.layers.origins.values())
     is_shipped = all(origin.parent in (assets.EXAMPLES, assets.RECIPES) for origin in origins)
-    local_files = tuple(dict.fromkeys(file for files in roots.values() for file in files))
+    stats = {file: file.stat() for files in roots.values() for file in files}
+    local_files = tuple(SentFile(str(file), stat.st_size, int(stat.st_mtime)) for file, stat in stats.items())
     if is_shipped:
         return Parcel((recipe, *overrides), "", "", local_files)
     text = _to_yaml(_replace_paths(plain.layers.values, (), plain.layers.folder, moved))
@@ -175,16 +171,18 @@ def _moved_override(word: str, moved: Mapping[str, str]) -> str:
     return word
 
 
-def list_sent(files: Iterable[Path]) -> tuple[SentFile, ...]:
-    """Return local files with size and modification time, for the login node to compare."""
-    stats = ((path, path.stat()) for path in files)
-    return tuple(SentFile(str(path), stat.st_size, int(stat.st_mtime)) for path, stat in stats)
-
-
 def send_files(login: Login, paths: Sequence[str], *, with_rsync: bool) -> None:
     """Send local files into `files/` there: with rsync, which continues a partial file, if both sides have it."""
-    target = f"{login.folder}/files"
-    code, output = _send_with_rsync(login, paths, target) if with_rsync else (_RSYNC_PROTOCOL, "")
+    target, code, output = f"{login.folder}/files", _RSYNC_PROTOCOL, ""
+    if with_rsync:
+        with tempfile.NamedTemporaryFile() as listed:
+            listed.write("\0".join(paths).encode())
+            listed.flush()
+            ssh = shlex.join(["ssh", *login.options])
+            options = ["--times", "--perms", "--copy-links", "--partial", "--from0", f"--files-from={listed.name}"]
+            command, lines = ["rsync", *options, "-e", ssh, "/", f"{login.address}:{target}/"], list[str]()
+            code = process.run_lines(command, lines.append, cwd=Path("/"))
+            output = "\n".join(lines)
 
     def write_tar(stdin: IO[bytes]) -> None:
         with tarfile.open(fileobj=stdin, mode="w|", dereference=True) as archive:
@@ -200,16 +198,3 @@ def send_files(login: Login, paths: Sequence[str], *, with_rsync: bool) -> None:
             meaning="the connection was lost, or there is no disk space there; nothing was submitted",
             fix="repeat the command: files that have arrived are not sent again",
         )
-
-
-def _send_with_rsync(login: Login, paths: Sequence[str], target: str) -> tuple[int, str]:
-    with tempfile.NamedTemporaryFile() as listed:
-        listed.write("\0".join(paths).encode())
-        listed.flush()
-        ssh = shlex.join(["ssh", *login.options])
-        options = ["--times", "--perms", "--copy-links", "--partial", "--from0", f"--files-from={listed.name}"]
-        lines: list[str] = []
-        code = process.run_lines(
-            ["rsync", *options, "-e", ssh, "/", f"{login.address}:{target}/"], lines.append, cwd=Path("/")
-        )
-    return code, "\n".join(lines)

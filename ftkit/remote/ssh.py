@@ -96,34 +96,30 @@ def call(login: Login, request: Request, on_output: Callable[[bytes], None] | No
     """Make a request without secrets, on this process's terminal or passing on its output; return its exit status."""
     argument = base64.b64encode(to_json(request).encode()).decode()
     if on_output is not None:
-        return _run_quietly(login, request, argument, None, on_output)
+        return _call_quietly(login, request, argument, None, on_output)
     return _checked(login, request, process.run_attached(login.ssh(_command(login, argument), terminal=True)))
 
 
 def call_through_pipe(login: Login, request: Request, on_output: Callable[[bytes], None]) -> int:
     """Make a request on standard input; return its exit status. Raises as `call`."""
-    return _run_quietly(login, request, "-", to_json(request).encode(), on_output)
+    return _call_quietly(login, request, "-", to_json(request).encode(), on_output)
 
 
-def _run_quietly(
+def _call_quietly(
     login: Login, request: Request, argument: str, stdin: bytes | None, on_output: Callable[[bytes], None]
 ) -> int:
     """Make a request, and pass on its own output; what start-up files of the login shell print goes to stderr."""
-    received, has_begun = bytearray(), False
+    begins, received, has_begun = f"{_BEGINNING}\n".encode(), b"", False
 
     def receive(chunk: bytes) -> None:
-        nonlocal has_begun
-        if has_begun:
+        nonlocal received, has_begun
+        if not has_begun:
+            received, line, chunk = (received + chunk).partition(begins)
+            has_begun = bool(line)
+            if has_begun:
+                show_noise()
+        if chunk:
             on_output(chunk)
-            return
-        received.extend(chunk)
-        noise, line, output = bytes(received).partition(f"{_BEGINNING}\n".encode())
-        if line:
-            has_begun = True
-            received[:] = noise
-            show_noise()
-            if output:
-                on_output(output)
 
     def show_noise() -> None:
         sys.stderr.write(received.decode(errors="replace"))
@@ -159,7 +155,6 @@ def is_lost(code: int) -> bool:
 
 
 def unreachable(login: Login) -> PrerequisiteError:
-    """Return the error for a connection that could not be made, or was lost."""
     return PrerequisiteError(
         f"ssh could not reach {login.address}, or lost the connection",
         meaning="the network is down, the host does not answer, or it does not accept your key",

@@ -9,16 +9,15 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, UnreachableError, one_line
 from ftkit.files import atomic_file, open_regular
 from ftkit.paths import is_address
+from ftkit.process import in_thread
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -58,16 +57,8 @@ def call_patiently(call: Callable[[Progress], ResultT], unseen_bytes: int = 0) -
     progress.
     """
     last = [time.monotonic()]
-    future = Future[ResultT]()
     patience = _PATIENCE_SECONDS + unseen_bytes / _MIN_BYTES_PER_SECOND
-
-    def run() -> None:
-        try:
-            future.set_result(call(lambda *_, **__: last.__setitem__(0, time.monotonic())))
-        except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
-            future.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
+    future = in_thread(lambda: call(lambda *_, **__: last.__setitem__(0, time.monotonic())))
     while (left := last[0] + patience - time.monotonic()) > 0:
         try:
             return future.result(left)

@@ -10,9 +10,7 @@ from __future__ import annotations
 import base64
 import logging
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager
 from http.client import responses
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -23,6 +21,7 @@ from ftkit.errors import ImageError, NotFoundError, PrerequisiteError, missing_p
 from ftkit.images.events import TransientError
 from ftkit.images.oci.credentials import Credentials, access_denied, explain_tls, trusting_adapter
 from ftkit.images.oci.documents import TokenResponse, parse_json
+from ftkit.process import in_thread
 
 if TYPE_CHECKING:
     import requests
@@ -48,8 +47,6 @@ class StalledError(TransientError):
 
 
 class Connection:
-    """HTTP with one registry: login, redirects, time limits, and errors that ftkit can report."""
-
     def __init__(self, reference: RegistryImage, credentials: Credentials | None) -> None:
         try:
             import requests as library  # noqa: PLC0415 - comes with the extra
@@ -102,15 +99,7 @@ class Connection:
 
     def _in_time(self, fetch: Callable[[], ResultT]) -> ResultT:
         """Run `fetch` in a thread that is abandoned after `CHUNK_SECONDS`: a blocked read can't be interrupted."""
-        result: Future[ResultT] = Future()
-
-        def run() -> None:
-            try:
-                result.set_result(fetch())
-            except BaseException as error:  # noqa: BLE001 - raised again below
-                result.set_exception(error)
-
-        threading.Thread(target=run, name="request", daemon=True).start()
+        result = in_thread(fetch)
         try:
             return result.result(CHUNK_SECONDS)
         except TimeoutError as error:
@@ -132,7 +121,6 @@ class Connection:
         return data
 
     def connection_lost(self, reason: str) -> TransientError:
-        """Return the error for a lost connection."""
         return TransientError(
             f"lost the connection to {self._reference.host}: {reason}",
             meaning="the registry or the network in between is down, or the host's name is wrong",
@@ -140,7 +128,6 @@ class Connection:
         )
 
     def protocol_error(self, what: str) -> ImageError:
-        """Return the error for a response that violates the protocol."""
         return ImageError(
             f"{self._reference.host} {what}",
             meaning="this is not a registry, a proxy responds in its place, or it can't be trusted",

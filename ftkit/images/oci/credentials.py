@@ -23,8 +23,6 @@ _CERTIFICATES: Final = ("/etc/docker/certs.d", "~/.config/docker/certs.d")
 
 @dataclass(frozen=True)
 class Credentials:
-    """A user name and a password; `repr` hides the password."""
-
     username: str
     password: str = field(repr=False)
 

@@ -37,8 +37,6 @@ class _Document(BaseModel):
 
 
 class Platform(_Document):
-    """The platform of a manifest in an index."""
-
     os: str = ""
     architecture: str = ""
 
@@ -121,7 +119,6 @@ def untrusted(what: str) -> ImageError:
 
 
 def read_document(body: bytes, whose: str) -> Index | Manifest:
-    """Parse an index or a manifest."""
     kind = parse_json(DocumentKind, body, f"{whose} has a manifest that")
     if kind.manifests is None:
         return parse_json(Manifest, body, f"{whose} has a manifest that")

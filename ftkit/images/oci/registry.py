@@ -60,12 +60,10 @@ class Registry:
         self.close()
 
     def close(self) -> None:
-        """Close the connections."""
         self._connection.session.close()
 
     @property
     def stage(self) -> str:
-        """The step, for progress reports."""
         return f"downloading {self._reference}"
 
     def resolve(self) -> Digest:
@@ -91,7 +89,6 @@ class Registry:
         return read_document(body, str(self._reference)), Digest(f"sha256:{hashlib.sha256(body).hexdigest()}")
 
     def configuration(self, manifest: Manifest) -> Configuration:
-        """Return an image's configuration."""
         wanted = manifest.config
         data = self.document(f"blobs/{wanted.digest}", wanted.digest, min(wanted.size, _MAX_CONFIGURATION))
         configuration = parse_json(Configuration, data, f"{self._reference} has a configuration that")

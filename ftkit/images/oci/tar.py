@@ -68,8 +68,6 @@ Entry = tuple[Member, "Iterator[bytes]"]
 
 
 class TarReader:
-    """Iterate over the members of a tar stream."""
-
     def __init__(self, source: Readable) -> None:
         self._source = source
         self._unread = 0
