@@ -175,7 +175,7 @@ class NotRepeatedError(FtkitError, exit_code=17):
 _EXTRAS: Final = {
     "accelerate": "train", "datasets": "train", "fsspec": "train", "numpy": "train", "peft": "train",
     "pyarrow": "train", "regex": "train", "safetensors": "train", "tokenizers": "train", "torch": "train",
-    "transformers": "train", "docker": "images", "requests": "images", "bitsandbytes": "qlora",
+    "transformers": "train", "docker": "images", "requests": "images", "spython": "images", "bitsandbytes": "qlora",
     "deepspeed": "deepspeed", "matplotlib": "report", "sentencepiece": "gguf",
 }  # fmt: skip
 """The extra of ftkit that installs a package, by the name under which the package is imported."""

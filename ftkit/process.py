@@ -203,16 +203,12 @@ def run_with_input(
         return ProgramOutput(started.returncode, "", _content(output))
 
 
-def run_lines(
-    args: Sequence[str], on_line: Callable[[str], None], *, cwd: Path, environment: Mapping[str, str] | None = None
-) -> int:
+def run_lines(args: Sequence[str], on_line: Callable[[str], None], *, cwd: Path) -> int:
     """Run a program to its end and pass on each line that it prints; return its exit status.
 
-    `environment` as for `run`. Ctrl-C reaches the program too; this waits until it has cleaned up.
+    Ctrl-C reaches the program too; this waits until it has cleaned up.
     """
-    started = _start(
-        args, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=cwd, env=environment
-    )
+    started = _start(args, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=cwd)
     with started, TextIOWrapper(cast("BufferedReader", started.stdout), errors="replace") as lines:
         try:
             for line in lines:

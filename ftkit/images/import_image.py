@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Final, Literal
 
-from ftkit import __version__, process
+from ftkit import __version__
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.image_reference import Digest, DockerdImage, ImageFormat, ImportableImage, NamedImage, RegistryImage
-from ftkit.errors import ConfigError, ImageError, NotFoundError, PrerequisiteError, Problem
+from ftkit.errors import ConfigError, ImageError, NotFoundError, PrerequisiteError, Problem, missing_package_error
 from ftkit.images import docker_engine, enroot, squashfs
 from ftkit.images.events import ByteCounter, ProgressEvent, Report, ignore_progress
 from ftkit.images.image_store import ImageStore, ImportManifest, sbom_file
-from ftkit.images.oci.credentials import find_credentials
+from ftkit.images.oci.credentials import Credentials, find_credentials
 from ftkit.images.oci.documents import Descriptor, RunConfig
 from ftkit.images.oci.registry import Registry
 from ftkit.images.oci.tar import Entry, Layer, TarReader, flatten
@@ -145,27 +147,43 @@ def _make_sif(known: ImageSource, remote: RegistryImage | None, output: Path, re
             meaning="one of them is needed to make SIF files",
             fix="install one, or use a machine that has one; often: module load apptainer",
         )
-    name, environment = Path(program).name, dict(os.environ)
+    try:
+        from spython.utils import stream_command  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise missing_package_error(["spython"]) from error
+    name = Path(program).name
     address = f"docker-daemon:{known.image_id}"  # by id or digest, because names and tags can move
+    credentials = None
     if remote:
         address = f"docker://{replace(remote, digest=known.registry_digest).pinned}"
-        if credentials := find_credentials(remote.host):
-            for prefix in ("APPTAINER", "SINGULARITY"):
-                environment[f"{prefix}_DOCKER_USERNAME"] = credentials.username
-                environment[f"{prefix}_DOCKER_PASSWORD"] = credentials.password
+        credentials = find_credentials(remote.host)
     lines: list[str] = []
-
-    def take(line: str) -> None:
-        lines.append(line)
-        report(ProgressEvent(f"{name} builds SIF", text=line))
-
-    command = [program, "build", str(output), address]
-    if process.run_lines(command, take, cwd=output.parent, environment=environment):
-        raise squashfs.explain_failure(program, "\n".join(lines), output)
+    with _in_environment(credentials):
+        try:
+            for line in stream_command([program, "build", str(output), address], output_type="both"):
+                lines.append(line.rstrip())
+                report(ProgressEvent(f"{name} builds SIF", text=lines[-1]))
+        except subprocess.CalledProcessError as error:
+            raise squashfs.explain_failure(program, "\n".join(lines), output) from error
     with output.open("rb") as file:
         if not file.read(_SIF_MAGIC_END).endswith(b"SIF_MAGIC"):
             raise ImageError(f"{program} wrote no SIF file", fix=f"see its output: apptainer build x.sif {address}")
     return MadeFile(name)
+
+
+@contextmanager
+def _in_environment(credentials: Credentials | None) -> Iterator[None]:
+    """Set the program's environment variables for credentials: spython passes this process's environment to it."""
+    before = dict(os.environ)
+    if credentials:
+        for prefix in ("APPTAINER", "SINGULARITY"):
+            os.environ[f"{prefix}_DOCKER_USERNAME"] = credentials.username
+            os.environ[f"{prefix}_DOCKER_PASSWORD"] = credentials.password
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 ImportMethod = Literal["auto", "enroot", "ftkit"]
