@@ -13,7 +13,7 @@ from ftkit.cli.terminal.plan_view import script_facts, show_findings
 from ftkit.launch.code import CodeCopy, copy_own_package, copy_packages, files_of, read_unpacked
 from ftkit.launch.inputs import needs_preparation, prepare_here
 from ftkit.launch.model import pin_revision
-from ftkit.launch.preflight import run_checks, run_script_checks
+from ftkit.launch.preflight import run_checks
 from ftkit.launch.render import render_job, render_preparation
 from ftkit.launch.resolve import RunArgs, resolve_image_link
 from ftkit.launch.submission import NewJob, submit
@@ -83,7 +83,7 @@ def run_script(
     if dry_run:
         terminal.data(render_job(plan, ctx.project))
         return None
-    show_findings(run_script_checks(plan, request.environment), terminal)
+    show_findings(run_checks(plan, request.environment), terminal)
     plan, manifest = _check_image(plan, request, terminal)
     texts = {
         plan.layout.code_changes.name: uncommitted_changes(),

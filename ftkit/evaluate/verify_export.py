@@ -21,7 +21,7 @@ from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, TrainingE
 from ftkit.evaluate.source import fetch_model
 from ftkit.files import DamagedFileError, read_json, read_json_if_valid
 from ftkit.models.folder import ADAPTER_CONFIG, EXPORT_RECORD
-from ftkit.models.weight_files import stored_dtypes, tensors_of_model
+from ftkit.models.weight_files import readable_tensors, tensors_of_model
 from ftkit.train.components.export_record import ExportRecord, Logits, render, sample_logits, tokenizer_digests
 from ftkit.train.memory.usage import available_bytes
 from ftkit.train.model.hf_model import load_pretrained
@@ -99,7 +99,8 @@ def _check_files(folder: Path, record: ExportRecord) -> Check:
     wrong += sorted({path.name for path in folder.glob("*.safetensors")} - record.files.keys())
     if wrong:
         return Check("weight files", f"differ from what was written: {', '.join(wrong)}", passed=False)
-    floats = {"F16", "BF16", "F32", "F64"} & {dtype for name in record.files for dtype in stored_dtypes(folder / name)}
+    tensors = [tensor for name in record.files for tensor in readable_tensors(folder / name).values()]
+    floats = {"F16", "BF16", "F32", "F64"} & {tensor.kind[0] for tensor in tensors}
     if floats - {_DTYPES[record.precision]}:
         text = f"in {', '.join(sorted(floats))}, and it was exported in {_DTYPES[record.precision]}"
         return Check("weight files", text, passed=False)

@@ -37,6 +37,7 @@ from ftkit.launch.trained_model import check_adapter
 from ftkit.models.folder import read_end_tokens
 from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.planning.layout import Workspace
+from ftkit.planning.plan import RunPlan
 from ftkit.planning.suggestions import CERTAINLY_TOO_LARGE, check_host_memory, suggest_changes
 from ftkit.planning.training_setup import GPUS
 
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.data import DataSpec, Format
     from ftkit.data.rendering import ChatRenderer
-    from ftkit.planning.plan import JobPlan, RunPlan, ScriptPlan
+    from ftkit.planning.plan import JobPlan, ScriptPlan
 
 
 Check = Callable[[], Iterable[str]]  # it raises an error, or returns warnings about what can't be checked from here
@@ -65,7 +66,7 @@ class Findings:
             raise ExceptionGroup("the run would fail", self.errors)
 
 
-def run_checks(plan: RunPlan, environment: Mapping[str, str]) -> Findings:
+def run_checks(plan: RunPlan | ScriptPlan, environment: Mapping[str, str]) -> Findings:
     """Check everything that a run needs except its image. All checks run, even if some fail."""
     errors: list[FtkitError] = []
     warnings: list[str] = []
@@ -77,20 +78,16 @@ def run_checks(plan: RunPlan, environment: Mapping[str, str]) -> Findings:
     return Findings(tuple(errors), tuple(warnings))
 
 
-def run_script_checks(plan: ScriptPlan, environment: Mapping[str, str]) -> Findings:
-    """Check what a script's run needs except its image."""
-    try:
-        _check_packages(plan)
-    except PrerequisiteError as error:
-        return Findings((error,), ())
-    return Findings((), tuple(_warn_of_sbatch_variables(plan, environment)))
+def _checks(plan: RunPlan | ScriptPlan, environment: Mapping[str, str]) -> Iterator[Check]:
+    if isinstance(plan, RunPlan):
+        yield from _training_checks(plan, environment)
+    else:
+        yield partial(_check_packages, plan)
+    if plan.cluster.scheduler == "slurm":
+        yield partial(warn_of_variables, environment)
 
 
-def _warn_of_sbatch_variables(plan: JobPlan, environment: Mapping[str, str]) -> list[str]:
-    return warn_of_variables(environment) if plan.cluster.scheduler == "slurm" else []
-
-
-def _checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Check]:
+def _training_checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Check]:
     yield partial(check_trackers, plan, environment)
     yield from source_checks(plan, environment)
     training = plan.recipe.training
@@ -103,11 +100,11 @@ def _checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Check]:
     yield partial(_check_packages, plan, *(name for name, is_needed in packages.items() if is_needed))
     if plan.recipe.sync is not None:
         yield partial(_check_sync, plan.recipe.sync)
-    main_gib, is_here = host_memory_gib(), plan.cluster.scheduler == "local"
+    main_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    is_here = plan.cluster.scheduler == "local"
     yield partial(check_memory, plan, main_gib)
     node_gib = plan.cluster.memory_per_node_gib or (main_gib if is_here else None)
     yield partial(check_host_memory, plan, node_gib, "this machine" if is_here else f"a node of {plan.cluster.name}")
-    yield partial(_warn_of_sbatch_variables, plan, environment)
 
 
 def _check_sync(destination: str) -> list[str]:
@@ -287,8 +284,3 @@ def _check_packages(plan: JobPlan, *names: str) -> list[str]:
         meaning = f"cluster '{plan.cluster.name}' has no container, so the run uses {plan.python}"
         raise missing_package_error(missing, meaning)
     return []
-
-
-def host_memory_gib() -> float:
-    """Return the host memory of this machine, in GiB."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

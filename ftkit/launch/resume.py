@@ -18,11 +18,11 @@ from ftkit import __version__
 from ftkit.config.image_reference import AnyImage, NamedImage, parse_image
 from ftkit.config.layers import COMMAND_LINE, Layers
 from ftkit.config.load import load_image, override_recipe, read_cluster
-from ftkit.config.request import Origins, RunRequest
+from ftkit.config.request import Origins
 from ftkit.config.yaml_files import parse_override
 from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.launch.code import CodeCopy, copy_code
-from ftkit.launch.resolve import detect_hardware, resolve_image_link, with_packs
+from ftkit.launch.resolve import RunArgs, detect_hardware, new_request, resolve_image_link, with_packs
 from ftkit.launch.user_script import copy_script
 from ftkit.planning.layout import SCRIPT_CODE, Workspace
 from ftkit.planning.plan import RunPlan, ScriptPlan
@@ -159,20 +159,15 @@ def replan(
     _check_changes([change for change in changes if change.before != change.after], args)
     _check_length(plan, recipe.training.max_steps)
     stays = args.cluster in (None, plan.cluster.name)
-    request = RunRequest(
+    place = RunArgs(
         name=plan.name,
         num_nodes=args.num_nodes or plan.placement.num_nodes,
         gpus_per_node=args.gpus_per_node or (plan.placement.processes_per_node if stays else None),
-        image=image,
-        image_is_explicit=False,
-        workspace=plan.workspace,
-        python=plan.python,
-        created=plan.created,
-        suffix=plan.id.rpartition("-")[2],
-        model=plan.recipe.model,
-        origins=Origins(recipe=loaded.layers, cluster=layers),
     )
-    request, definition = with_packs(request, plan.data), image_definition(image, ctx)
+    origins = Origins(recipe=loaded.layers, cluster=layers)
+    request = with_packs(new_request(place, image, Workspace(plan.workspace), origins), plan.data)
+    request = replace(request, model=plan.recipe.model, python=plan.python, created=plan.created)
+    definition = image_definition(image, ctx)
     try:
         new = plan_run(recipe, cluster, definition, request, ftkit_version=__version__)
     except ConfigError as error:

@@ -12,11 +12,11 @@ import re
 import shlex
 import traceback
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Final
 
-from jinja2 import BaseLoader, Environment, StrictUndefined, TemplateNotFound
+from jinja2 import FunctionLoader, StrictUndefined
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -53,7 +53,7 @@ def fill(template: str, project: Path | None, /, **values: object) -> str:
 @cache
 def _environment(project: Path | None) -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        loader=_PartLoader(project),
+        loader=FunctionLoader(partial(_load, project)),
         undefined=StrictUndefined,
         finalize=_refuse_unfiltered,
         autoescape=False,
@@ -143,27 +143,24 @@ def _override(project: Path | None, name: str) -> Path | None:
     return folder / name
 
 
-class _PartLoader(BaseLoader):
-    """Loads a template from a project's `sbatch/` folder if it overrides the shipped one of that name."""
+def _load(project: Path | None, template: str) -> tuple[str, str, Callable[[], bool]] | None:
+    """Return a template's text, its path, and whether that is still current; None if there is no such template.
 
-    def __init__(self, project: Path | None) -> None:
-        self._project = project
-
-    def get_source(self, _: Environment, template: str) -> tuple[str, str, Callable[[], bool]]:
-        """Return text, path, and whether it is current; ConfigError for a part without the shipped placeholders."""
-        shipped = assets.JOB_TEMPLATES / template
-        if ".." in template or not shipped.is_file():
-            raise TemplateNotFound(template)
-        text = shipped.read_text(encoding="utf-8")
-        path = _override(self._project, template)
-        if path is None:
-            return text, str(shipped), lambda: _override(self._project, template) is None
-        own = _read(path)
-        if lost := sorted(_placeholders(text) - _placeholders(own)):
-            what = f"lacks placeholders of the part it overrides: {', '.join(lost)}."
-            fix = "Copy the lines that have them from the shipped part, or remove the file."
-            raise ConfigError([Problem("", f"sbatch/{template}", what, fix)])
-        return own, str(path), lambda: False
+    Raises `ConfigError` if the project's part can't be read, or lacks a placeholder of the shipped part.
+    """
+    shipped = assets.JOB_TEMPLATES / template
+    if ".." in template or not shipped.is_file():
+        return None
+    text = shipped.read_text(encoding="utf-8")
+    path = _override(project, template)
+    if path is None:
+        return text, str(shipped), lambda: _override(project, template) is None
+    own = _read(path)
+    if lost := sorted(_placeholders(text) - _placeholders(own)):
+        what = f"lacks placeholders of the part it overrides: {', '.join(lost)}."
+        fix = "Copy the lines that have them from the shipped part, or remove the file."
+        raise ConfigError([Problem("", f"sbatch/{template}", what, fix)])
+    return own, str(path), lambda: False
 
 
 def _read(path: Path) -> str:

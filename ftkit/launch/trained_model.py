@@ -13,7 +13,7 @@ from ftkit.files import read_json_if_valid
 from ftkit.models.architecture import ArchitectureFields, ModelPlan, ModelSpec, TokenizerSpec, TrainedWeights
 from ftkit.models.folder import ADAPTER_CONFIG, ADAPTER_FILE, EXPORT_RECORD, check_adapters
 from ftkit.models.parameters import count_model
-from ftkit.models.weight_files import stored_names
+from ftkit.models.weight_files import readable_tensors
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import read_plan
 from ftkit.runs.checkpoints import MARKER, choose_step
@@ -238,7 +238,7 @@ def check_adapter(recipe: RecipePlan) -> list[str]:
 
 def _find_idle_targets(folder: Path, targets: object) -> set[str]:
     """Return the target modules that have no adapter in a folder's file: peft ignores names that match no layer."""
-    adapted = {name.partition(".lora_A")[0].rpartition(".")[2] for name in stored_names(folder / ADAPTER_FILE)}
+    adapted = {name.partition(".lora_A")[0].rpartition(".")[2] for name in readable_tensors(folder / ADAPTER_FILE)}
     if not adapted or not isinstance(targets, list):
         return set()
     return {target for target in targets if target.rpartition(".")[2] not in adapted}

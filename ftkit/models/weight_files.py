@@ -40,18 +40,11 @@ def text_name(stored: str) -> str:
     return stored
 
 
-def stored_names(file: Path) -> set[str]:
-    """Return the names of the tensors in a file of safetensors; empty if the file is missing or damaged."""
+def readable_tensors(file: Path) -> Mapping[str, StoredTensor]:
+    """Return the tensors of a file of safetensors; none if the file is missing or damaged."""
     with suppress(*UNREADABLE):
-        return {*stored_tensors(file)}
-    return set()
-
-
-def stored_dtypes(file: Path) -> set[str]:
-    """Return the dtypes of a file of safetensors, by the format's names; empty if the file is damaged."""
-    with suppress(*UNREADABLE):
-        return {tensor.kind[0] for tensor in stored_tensors(file).values()}
-    return set()
+        return stored_tensors(file)
+    return {}
 
 
 def weight_files(folder: Path) -> list[str]:

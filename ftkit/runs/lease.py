@@ -158,57 +158,52 @@ def held_lease(
     say: Callable[[str], None],
     on_loss: Callable[[FolderHeldError], None],
     pause: Callable[[float], None] = time.sleep,
-) -> Iterator[HeldLease]:
-    """Hold the lease of a run's folder.
+) -> Iterator[Callable[[], None]]:
+    """Hold the lease of a run's folder; yield its heartbeat, which a thread calls.
 
     `say` gets the reason if this takes a while; `pause` sleeps for a number of seconds. `on_loss` is called in a
     separate thread when another process has taken over the lease; it must end this process. Raises `FolderHeldError` if
     another process holds it.
     """
-    held = HeldLease(layout.leases, _take(layout.leases, say, pause), on_loss)
+    number = _take(layout.leases, say, pause)
     ended = threading.Event()
 
     def beat() -> None:
-        while not ended.wait(BEAT_SECONDS):
-            held.beat()
+        if loss := _touch(layout.leases, number):
+            on_loss(loss)
 
-    threading.Thread(target=beat, name="lease", daemon=True).start()
+    def keep_beating() -> None:
+        while not ended.wait(BEAT_SECONDS):
+            beat()
+
+    threading.Thread(target=keep_beating, name="lease", daemon=True).start()
     try:
-        yield held
+        yield beat
     finally:
         ended.set()
         with contextlib.suppress(OSError):  # a lease that can't be released expires after this process
-            write_json(held.path, Released(is_released=True))  # the next holder need not wait
+            write_json(_path(layout.leases, number), Released(is_released=True))  # the next holder need not wait
 
 
-class HeldLease:
-    """A lease that this process holds."""
-
-    def __init__(self, folder: Path, number: int, on_loss: Callable[[FolderHeldError], None]) -> None:
-        self.path = _path(folder, number)
-        self._number = number
-        self._on_loss = on_loss
-
-    def beat(self) -> None:
-        """Touch the file, unless another process holds the lease by now."""
-        is_there = True
-        try:
-            os.utime(self.path)
-        except FileNotFoundError:
-            is_there = False
-            if not self.path.parent.is_dir():
-                return  # the folder is missing too: the file system is unavailable for now
-        except OSError:
-            return  # the file system stalls: the next heartbeat detects a takeover
-        newest = _read_newest(self.path.parent)
-        if not is_there or (newest is not None and newest.number > self._number):
-            self._on_loss(
-                FolderHeldError(
-                    f"the run's folder was taken over: {newest or 'another process'}",
-                    meaning="this process was suspended, or lost its file system, for minutes, and was considered dead",
-                    fix="do nothing if the other process is training; see its log",
-                )
-            )
+def _touch(folder: Path, number: int) -> FolderHeldError | None:
+    """Touch the file of a lease; return the error if another process holds the lease by now."""
+    is_there = True
+    try:
+        os.utime(_path(folder, number))
+    except FileNotFoundError:
+        is_there = False
+        if not folder.is_dir():
+            return None  # the folder is missing too: the file system is unavailable for now
+    except OSError:
+        return None  # the file system stalls: the next heartbeat detects a takeover
+    newest = _read_newest(folder)
+    if is_there and (newest is None or newest.number <= number):
+        return None
+    return FolderHeldError(
+        f"the run's folder was taken over: {newest or 'another process'}",
+        meaning="this process was suspended, or lost its file system, for minutes, and was considered dead",
+        fix="do nothing if the other process is training; see its log",
+    )
 
 
 def _take(folder: Path, say: Callable[[str], None], pause: Callable[[float], None]) -> int:

@@ -125,7 +125,7 @@ def test_a_later_start_of_the_same_job_takes_over_after_the_holder_had_time_to_n
     told: list[str] = []
     lost: list[TrainingError] = []
     start_as(monkeypatch, "55", 0, 1)
-    with hold(layout, on_loss=lost.append) as former:
+    with hold(layout, on_loss=lost.append) as beat:
         (path,) = layout.leases.iterdir()
         leave(layout, replace(ELSEWHERE, start=(0, 1)))  # as if it were on a node that is cut off
         start_as(monkeypatch, "55", restarts, step)
@@ -133,7 +133,7 @@ def test_a_later_start_of_the_same_job_takes_over_after_the_holder_had_time_to_n
         def let_it_beat(seconds: float) -> None:
             assert seconds >= 2 * BEAT_SECONDS
             assert not path.exists()
-            former.beat()
+            beat()
 
         with hold(layout, let_it_beat, say=told.append):
             assert isinstance(lost[0], FolderHeldError)
@@ -184,11 +184,11 @@ def test_a_lease_number_just_taken_cannot_be_taken_again(layout: RunLayout, monk
 
 def test_a_replaced_holder_is_notified_at_its_next_heartbeat(layout: RunLayout) -> None:
     lost: list[TrainingError] = []
-    with hold(layout, on_loss=lost.append) as held:
-        held.beat()
+    with hold(layout, on_loss=lost.append) as beat:
+        beat()
         assert not lost
         leave(layout, ELSEWHERE, 2)
-        held.beat()
+        beat()
     assert "process 4711 on n7" in str(lost[0])
 
 
@@ -202,10 +202,10 @@ def test_an_unreadable_lease_is_watched_like_any_other(text: str, layout: RunLay
 
 def test_a_revoked_lease_is_free_immediately_and_its_holder_is_notified(layout: RunLayout) -> None:
     lost: list[TrainingError] = []
-    with hold(layout, on_loss=lost.append) as held:
+    with hold(layout, on_loss=lost.append) as beat:
         revoke(layout)
         assert current_holder(layout) is None
-        held.beat()
+        beat()
         with hold(layout):
             pass
     assert len(lost) == 1
@@ -224,18 +224,18 @@ def test_a_running_process_holds_its_lease_however_old_its_last_heartbeat(layout
 
 def test_a_stale_listing_does_not_end_the_holder(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     lost: list[TrainingError] = []
-    with hold(layout, on_loss=lost.append) as held:
+    with hold(layout, on_loss=lost.append) as beat:
         monkeypatch.setattr("ftkit.runs.lease._numbers", lambda _: [])
-        held.beat()
+        beat()
     assert not lost
 
 
 def test_a_lease_whose_file_was_removed_is_lost(layout: RunLayout) -> None:
     lost: list[TrainingError] = []
-    with hold(layout, on_loss=lost.append) as held:
+    with hold(layout, on_loss=lost.append) as beat:
         (path,) = layout.leases.iterdir()
         path.unlink()
-        held.beat()
+        beat()
     assert len(lost) == 1
 
 
