@@ -96,7 +96,6 @@ def run_command(  # noqa: PLR0913 - one for each option
     """
     from ftkit.cli.submit import SubmitRequest, copy_selected_code, report_submission, run_script, split_script_args
     from ftkit.cli.terminal.console import Terminal
-    from ftkit.launch.user_script import ScriptArgs
 
     terminal = Terminal()
     copies = copy_selected_code(with_code, is_dev=is_dev, sent=sent_code)
@@ -107,6 +106,8 @@ def run_command(  # noqa: PLR0913 - one for each option
         args = arguments.run_args(words, **options, code=tuple(copy.plan for copy in copies))
         _run_trainer(args, request, terminal, dry_run=dry_run, does_follow=follow)
         return
+    from ftkit.launch.user_script import ScriptArgs
+
     words, script_args = split_script_args(words, typed)
     about = ScriptArgs(script, script_args, accelerate_config, stop_signal, can_restart)
     run = run_script(about, arguments.run_args(words, **options), request, terminal, dry_run=dry_run)
@@ -120,7 +121,6 @@ def _run_trainer(
     from ftkit.cli.submit import make_ready, report_submission, say_overridden
     from ftkit.cli.terminal.plan_view import plan_facts
     from ftkit.launch.render import render_job
-    from ftkit.launch.submission import submit
 
     ctx = current_context()
     plans = _plan_all(args, request.environment)
@@ -136,6 +136,8 @@ def _run_trainer(
     if dry_run:
         terminal.data("".join(scripts))
         return
+    from ftkit.launch.submission import submit
+
     ready = [make_ready(plan, request, terminal) for plan in plans]
     if len(ready) == 1:
         report_submission(submit(ready[0]), terminal, does_follow=does_follow)

@@ -13,16 +13,15 @@ from ftkit.cli.terminal.plan_view import script_facts, show_findings
 from ftkit.launch.code import CodeCopy, copy_own_package, copy_packages, files_of, read_unpacked
 from ftkit.launch.inputs import needs_preparation, prepare_here
 from ftkit.launch.model import pin_revision
-from ftkit.launch.preflight import run_checks
 from ftkit.launch.render import render_job, render_preparation
-from ftkit.launch.resolve import RunArgs, resolve_image_link
-from ftkit.launch.submission import NewJob, submit
+from ftkit.launch.resolve import resolve_image_link
 from ftkit.launch.templates import OVERRIDDEN_PARTS, find_overrides
-from ftkit.launch.user_script import ScriptArgs, accelerate_json, resolve_script
 from ftkit.planning.plan import RunPlan, ScriptPlan
-from ftkit.runs.manifest import build_manifest, uncommitted_changes
 
 if TYPE_CHECKING:
+    from ftkit.launch.resolve import RunArgs
+    from ftkit.launch.submission import NewJob
+    from ftkit.launch.user_script import ScriptArgs
     from ftkit.runs.job import SubmittedRun
     from ftkit.runs.metrics_file import RecordTail
 
@@ -42,6 +41,10 @@ class SubmitRequest:
 
 def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> NewJob[RunPlan]:
     """Check recipe, model and image of a plan; prepare the data if that happens on this machine."""
+    from ftkit.launch.preflight import run_checks
+    from ftkit.launch.submission import NewJob
+    from ftkit.runs.manifest import uncommitted_changes
+
     environment, where, project = request.environment, request.where, current_context().project
     show_findings(run_checks(plan, environment), terminal)
     plan = pin_revision(plan, environment)
@@ -61,6 +64,7 @@ def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> New
 def _check_image(plan: PlanT, request: SubmitRequest, terminal: Terminal) -> tuple[PlanT, dict[str, object]]:
     """Check the image, or import it; return the plan with the image's file, and the run's manifest."""
     from ftkit.cli.image_check import check_image
+    from ftkit.runs.manifest import build_manifest
 
     project = current_context().project
     image_facts = check_image(plan, terminal, does_import=request.does_import)
@@ -76,6 +80,8 @@ def run_script(
 
     Accelerate's configuration is made from the plan of the recipe in `run`, if it has one.
     """
+    from ftkit.launch.user_script import accelerate_json, resolve_script
+
     ctx = current_context()
     plan, copies = resolve_script(script, run, request.copies, ctx)
     terminal.facts(script_facts(plan), is_data=False)
@@ -83,6 +89,10 @@ def run_script(
     if dry_run:
         terminal.data(render_job(plan, ctx.project))
         return None
+    from ftkit.launch.preflight import run_checks
+    from ftkit.launch.submission import NewJob, submit
+    from ftkit.runs.manifest import uncommitted_changes
+
     show_findings(run_checks(plan, request.environment), terminal)
     plan, manifest = _check_image(plan, request, terminal)
     texts = {

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ftkit.errors import NotFoundError
 from ftkit.files import DamagedFileError, open_regular, read_json
-from ftkit.runs.metrics_file import read_outline
-from ftkit.runs.records import EvaluationRecord
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
@@ -133,6 +131,10 @@ def find_best(layout: RunLayout) -> BestEvaluation | None:
     """Resolve `RUN@best`: by `evaluation.best`, else by the lowest validation loss; None if nothing was evaluated."""
     if selected := read_selection(layout):
         return selected
+    # Imported here: a plan reads a marker at most.
+    from ftkit.runs.metrics_file import read_outline  # noqa: PLC0415
+    from ftkit.runs.records import EvaluationRecord  # noqa: PLC0415
+
     steps = dict(layout.list_checkpoints())
     records = (record for record in read_outline(layout.metrics) if isinstance(record, EvaluationRecord))
     losses = {record.step: record.loss for record in records if record.step in steps and math.isfinite(record.loss)}
