@@ -38,8 +38,9 @@ _CHECK_SECONDS: Final = 300
 
 def render_job(plan: RunPlan | ScriptPlan, project: Path | None = None, *, prepares: bool = True) -> str:
     """Render the script of a run; with `prepares`, a Slurm job prepares missing data while its GPUs are idle."""
-    values: dict[str, object] = {"prepares": prepares, "check_seconds": _PREFLIGHT_SECONDS}
-    values["preflight"] = plan.has_preflight
+    values: dict[str, object] = {
+        "prepares": prepares, "check_seconds": _PREFLIGHT_SECONDS, "preflight": plan.has_preflight
+    }  # fmt: skip
     if plan.cluster.stage == "local" and plan.image_file is not None:
         values |= {"stages_image": True, "image_variable": "$staged_image"}
     template = "local.sh.j2" if plan.cluster.scheduler == "local" else "slurm.sbatch.j2"
@@ -158,10 +159,7 @@ def _render(
 
 
 def _site_values(
-    cluster: ClusterProfile,
-    place: PlacementPlan,
-    folders: Iterable[str],
-    variables: Sequence[str] = (),
+    cluster: ClusterProfile, place: PlacementPlan, folders: Iterable[str], variables: Sequence[str] = ()
 ) -> dict[str, object]:
     """Return the values about cluster and container, into which `variables` are passed besides the site's."""
     nccl = nccl_for(cluster, place.num_nodes)

@@ -6,6 +6,7 @@ family's class in transformers (`ftkit.models.families`).
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from itertools import product
@@ -275,5 +276,4 @@ def _positions(shape: ArchitectureFields, given: Mapping[str, Any], stored: Mapp
 
 
 def _in_yaml(value: object) -> str:
-    words = {None: "null", True: "true", False: "false"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)
+    return value if isinstance(value, str) else json.dumps(value)

@@ -71,13 +71,11 @@ def choose_engine(shape: ArchitectureSpec, wanted: TrainingSpec, world_size: int
     setup = Setup(shape, least_memory(wanted), world_size)
     fsdp2_gib = fit(setup).memory.total
     zero3_gib = fit(replace(setup, engine="zero3")).memory.total
+    processes = plural(world_size, "process")
     if gpu is not None and zero3_gib <= GPUS[gpu].usable_gib < fsdp2_gib:
-        return EnginePlan(
-            "zero3",
-            f"{plural(world_size, 'process')}: {zero3_gib:.0f} GiB per {gpu} with zero3, which fits "
-            f"({GPUS[gpu].memory_gib:g} GiB); {fsdp2_gib:.0f} GiB with fsdp2",
-        )
-    return EnginePlan("fsdp2", f"{plural(world_size, 'process')}: {_SHARDED[wanted.method]} in shards")
+        reason = f"{zero3_gib:.0f} GiB per {gpu} with zero3, which fits ({GPUS[gpu].memory_gib:g} GiB)"
+        return EnginePlan("zero3", f"{processes}: {reason}; {fsdp2_gib:.0f} GiB with fsdp2")
+    return EnginePlan("fsdp2", f"{processes}: {_SHARDED[wanted.method]} in shards")
 
 
 def least_memory(training: TrainingSpec) -> TrainingPlan:
@@ -265,7 +263,7 @@ def numbers_of_offloaded_layers(setup: Setup, gpu: Gpu) -> Sequence[int | None]:
 
 
 def fits_host(setup: Setup, gpu: Gpu) -> bool:
-    """Return whether nodes have memory to spare for what is predicted to be offloaded."""
+    """Return whether nodes have memory to spare for what is offloaded."""
     node_gib = setup.node_memory_gib or gpu.memory_gib * setup.num_processes / setup.num_nodes
     return fit(setup).on_host(HOST_ROOM * node_gib)
 

@@ -62,7 +62,7 @@ class CodePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan(ABC):
-    """The plan of a run for scheduler, runtime and run folder. Frozen, and written to plan.json unchanged."""
+    """What scheduler, runtime and run folder need of a run's plan."""
 
     version: Literal[2]  # of the plan's fields and their meaning; a plan with another version is refused
     ftkit_version: str
@@ -273,24 +273,11 @@ class _Header:
     script: object = None
 
 
-def plan_from_json(text: str | bytes, where: str) -> RunPlan:
+def parse_plan(text: str | bytes, where: str) -> RunPlan | ScriptPlan:
     """Parse a plan; `where` is the place of the text in messages.
 
-    Raises `PlanError` if it is not a plan of ftkit's trainer, or another version of ftkit wrote it, with values that
-    this version refuses.
+    Raises `PlanError` if it is not one, or another version of ftkit wrote it, with values that this version refuses.
     """
-    plan = _parse_plan(text, where)
-    if isinstance(plan, ScriptPlan):
-        raise PlanError(
-            f"{where} is the plan of a script, not of ftkit's trainer",
-            meaning="ftkit knows neither the script's data nor its checkpoints",
-            fix="'ftkit status', 'logs', 'cancel', 'resume', 'rerun' and 'rm' work for it",
-            name="plan-of-script",
-        )
-    return plan
-
-
-def _parse_plan(text: str | bytes, where: str) -> RunPlan | ScriptPlan:
     try:
         header = parse_json(text, _Header)
     except InvalidJsonError:
@@ -310,12 +297,25 @@ def _parse_plan(text: str | bytes, where: str) -> RunPlan | ScriptPlan:
 
 def read_job_plan(layout: RunLayout) -> RunPlan | ScriptPlan:
     """Read the plan of a run, for either kind of job. Raises `PlanError` if it can't be read."""
-    return _parse_plan(_read_file(layout), str(layout.plan))
+    try:
+        text = layout.plan.read_bytes()
+    except OSError as error:
+        fix = "check that the run's folder is complete"
+        raise PlanError(f"can't read {layout.plan}: {error}", fix=fix, name="no-plan") from error
+    return parse_plan(text, str(layout.plan))
 
 
 def read_plan(layout: RunLayout) -> RunPlan:
-    """Read the plan of a run of ftkit's trainer. Raises `PlanError`."""
-    return plan_from_json(_read_file(layout), str(layout.plan))
+    """Read the plan of a run of ftkit's trainer. Raises `PlanError` if it can't be read, or is that of a script."""
+    plan = read_job_plan(layout)
+    if isinstance(plan, ScriptPlan):
+        raise PlanError(
+            f"{layout.plan} is the plan of a script, not of ftkit's trainer",
+            meaning="ftkit knows neither the script's data nor its checkpoints",
+            fix="'ftkit status', 'logs', 'cancel', 'resume', 'rerun' and 'rm' work for it",
+            name="plan-of-script",
+        )
+    return plan
 
 
 def read_plan_to_use(layout: RunLayout) -> RunPlan:
@@ -327,12 +327,3 @@ def read_plan_to_use(layout: RunLayout) -> RunPlan:
     plan = read_plan(layout)
     here = replace(plan, workspace=layout.root.parent.parent)
     return here if here.data.is_prepared else plan
-
-
-def _read_file(layout: RunLayout) -> bytes:
-    try:
-        return layout.plan.read_bytes()
-    except OSError as error:
-        raise PlanError(
-            f"can't read {layout.plan}: {error}", fix="check that the run's folder is complete", name="no-plan"
-        ) from error

@@ -314,10 +314,8 @@ def _notes_on_kernels(setup: Setup, image: ImageSpec | None, padding: float) -> 
         predictions.append(memory if speed is None else f"about {speed:,.0f} tokens/s per GPU and {memory}")
     with_kernel, without = predictions
     if image is not None and not setup.has_linear_kernel:
-        yield (
-            f"{image.reference} does not list {LINEAR_KERNELS}, so PyTorch computes the linear attention of "
-            f"'{family}': {without}; with a kernel that runs on the GPU: {with_kernel}"
-        )
+        lacks = f"{image.reference} does not list {LINEAR_KERNELS}, so PyTorch computes the linear attention"
+        yield f"{lacks} of '{family}': {without}; with a kernel that runs on the GPU: {with_kernel}"
         return
     may_be_hopper = gpu is None or (gpu.has_fast_attention and not gpu.is_blackwell)
     hopper = f". On Hopper GPUs, {LINEAR_KERNELS} 0.6.0 needs Triton 3.7.1 or newer, or tilelang"

@@ -10,21 +10,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.cluster import ClusterProfile
 from ftkit.errors import MemoryExhaustedError
-from ftkit.planning.choices import (
-    MODES,
-    MOST_TOKENS,
-    OPEN,
-    ROOM,
-    TRIED,
-    WORTHWHILE,
-    Option,
-    fastest_option,
-    fits_host,
-    micro_batch_sizes,
-    possible_options,
-    predict_option,
-    with_sharding,
-)
+from ftkit.planning import choices
 from ftkit.planning.fit import Fit, fit
 from ftkit.planning.training_setup import Gpu, Setup
 
@@ -85,9 +71,9 @@ def check_host_memory(plan: RunPlan, node_gib: float | None, owner: str) -> list
     return [f"{what}: the kernel may end the job's processes without a message; {fix}"]
 
 
-def _mildest_changes(choices: Iterable[list[Change]], fits: Callable[[Change], bool]) -> list[Change]:
+def _mildest_changes(knobs: Iterable[list[Change]], fits: Callable[[Change], bool]) -> list[Change]:
     """Return the mildest changes that fit: of one knob if there are `NUM_SUGGESTIONS`, else also of several."""
-    knobs = [knob for knob in choices if knob]
+    knobs = [knob for knob in knobs if knob]
     found: list[Change] = []
     used: list[set[int]] = []
     for size in range(1, len(knobs) + 1):
@@ -115,22 +101,24 @@ def suggest_faster(setup: Setup, gpu: Gpu) -> Suggestion | None:
     Activations are offloaded only if that is worthwhile beside the best without it.
     """
 
-    def find_fastest(setup: Setup) -> Option | None:
-        options = possible_options(setup, gpu, micro_batch_sizes(setup, MOST_TOKENS), TRIED, ROOM * gpu.usable_gib)
-        return fastest_option(options, gpu.usable_gib)
+    def find_fastest(setup: Setup) -> choices.Option | None:
+        sizes, room_gib = choices.micro_batch_sizes(setup, choices.MOST_TOKENS), choices.ROOM * gpu.usable_gib
+        return choices.fastest_option(
+            choices.possible_options(setup, gpu, sizes, choices.TRIED, room_gib), gpu.usable_gib
+        )
 
     best = find_fastest(setup)
     can_offload = not setup.training.activation_offload and setup.engine == "fsdp2"
     # Without checkpointing, copies have nothing to save.
     if best is not None and best.training.activation_checkpointing != "none" and can_offload:
         other = find_fastest(setup.with_training(activation_offload=True))
-        if other is not None and other.step_seconds * WORTHWHILE < best.step_seconds:
-            best = other if fits_host(replace(setup, training=other.training), gpu) else best
-    now = predict_option(setup, gpu).step_seconds
-    if best is None or now <= best.step_seconds * WORTHWHILE:
+        if other is not None and other.step_seconds * choices.WORTHWHILE < best.step_seconds:
+            best = other if choices.fits_host(replace(setup, training=other.training), gpu) else best
+    now = choices.predict_option(setup, gpu).step_seconds
+    if best is None or now <= best.step_seconds * choices.WORTHWHILE:
         return None
     numbers = ("checkpointed_layers", "offloaded_layers")
-    values = {field: getattr(best.training, field) for field in (*OPEN, "activation_offload", *numbers)}
+    values = {field: getattr(best.training, field) for field in (*choices.OPEN, "activation_offload", *numbers)}
     changed = {field: value for field, value in values.items() if value != getattr(setup.training, field)}
     if {*numbers} & changed.keys():  # a number alone needs a mode in the recipe
         changed = {"activation_checkpointing": best.training.activation_checkpointing} | changed
@@ -151,7 +139,7 @@ class _Run:
         num_processes = self.setup.num_processes
         if fields.pop("num_nodes", None):
             setup, num_processes = replace(setup, num_nodes=2 * setup.num_nodes), 2 * num_processes
-        return fit(with_sharding(replace(setup, num_shards=num_processes).with_training(**fields)))
+        return fit(choices.with_sharding(replace(setup, num_shards=num_processes).with_training(**fields)))
 
     def knobs(self) -> Iterator[list[Change]]:
         """Yield the knobs for a GPU's memory, cheapest first."""
@@ -181,14 +169,11 @@ class _Run:
 
     def _checkpointing(self) -> list[Change]:
         """Return the changes to stronger modes in all layers, and to offloaded inputs of layers."""
-        training, now = self.setup.training, MODES.index(self.setup.training.activation_checkpointing)
-        first = now + (training.checkpointed_layers is None)
-        modes = [mode for mode in ("selective", "full") if mode == "full" or self.setup.engine == "fsdp2"]
-        changes: list[Change] = [
-            {"activation_checkpointing": mode, "checkpointed_layers": None}
-            for mode in modes
-            if MODES.index(mode) >= first
-        ]
+        training, order = self.setup.training, choices.MODES.index
+        first = order(training.activation_checkpointing) + (training.checkpointed_layers is None)
+        modes = ("selective", "full") if self.setup.engine == "fsdp2" else ("full",)
+        stronger = [mode for mode in modes if order(mode) >= first]
+        changes: list[Change] = [{"activation_checkpointing": mode, "checkpointed_layers": None} for mode in stronger]
         offload: Change = {"activation_checkpointing": "full", "checkpointed_layers": None, "activation_offload": True}
         if not training.activation_offload and self._fits_host(offload):
             changes.append(offload)

@@ -26,7 +26,7 @@ from ftkit.launch.preflight import source_checks
 from ftkit.models.architecture import ArchitecturePlan, ArchitectureSpec, ModelPlan, ModelSpec
 from ftkit.models.weight_files import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX
 from ftkit.planning.layout import Workspace
-from ftkit.planning.plan import plan_from_json, plan_to_json
+from ftkit.planning.plan import parse_plan, plan_to_json
 from ftkit.runs.manifest import build_manifest
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ def test_a_run_is_submitted_with_the_commit_and_its_data_folder_is_unchanged(
     )
     pinned = pin_revision(replace(plan, recipe=recipe), environment)
     assert (pinned.recipe.model.revision, pinned.recipe.model.requested_revision) == (COMMIT, "v1")
-    assert plan_from_json(plan_to_json(pinned), "plan.json") == pinned
+    assert parse_plan(plan_to_json(pinned), "plan.json") == pinned
     assert build_manifest(pinned, ["ftkit"], tmp_path)["model"]["revision"] == COMMIT
     assert pin_revision(pinned, environment | {"HF_ENDPOINT": "http://127.0.0.1:9"}) == pinned
     assert pin_revision(plan, environment) == plan  # random weights

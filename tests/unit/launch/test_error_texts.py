@@ -21,7 +21,7 @@ from ftkit.launch.submission import read_resumable_plan
 from ftkit.launch.sweep import expand
 from ftkit.launch.user_script import ScriptArgs, resolve_script
 from ftkit.planning.layout import RunLayout
-from ftkit.planning.plan import plan_from_json
+from ftkit.planning.plan import parse_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -75,7 +75,7 @@ def failures_of_planning(folder: Path) -> Iterator[tuple[str, Callable[[], objec
     yield "nodes", partial(resolve, RunArgs("demo", num_nodes=2), ctx)
     yield "no image", partial(resolve, RunArgs("demo", cluster="a4-highgpu-8g"), ctx)
     yield "image without effect", partial(resolve, RunArgs("demo", image="olmo3:25.02", cluster="local"), ctx)
-    yield "plan of another version", partial(plan_from_json, '{"version": 1, "ftkit_version": "0.0.1"}', "plan.json")
+    yield "plan of another version", partial(parse_plan, '{"version": 1, "ftkit_version": "0.0.1"}', "plan.json")
 
 
 def _raise(error: FtkitError) -> None:

@@ -15,7 +15,7 @@ from ftkit.config.context import Context
 from ftkit.errors import ConfigError, SubmitError
 from ftkit.launch.resume import ResumeArgs, replan
 from ftkit.launch.submission import resume
-from ftkit.planning.plan import plan_from_json, plan_to_json, read_plan
+from ftkit.planning.plan import parse_plan, plan_to_json, read_plan
 from ftkit.runs.manifest import build_manifest
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def refusal(plan: RunPlan, args: ResumeArgs, ctx: Context) -> str:
 
 
 def test_another_number_of_processes_does_not_change_the_optimization(plan: RunPlan, ctx: Context) -> None:
-    read = plan_from_json(plan_to_json(plan), "plan.json")
+    read = parse_plan(plan_to_json(plan), "plan.json")
     changed = replan(read, ResumeArgs(gpus_per_node=4), ctx)
     new = changed.plan
     assert (new.id, new.fingerprint, new.created) == (plan.id, plan.fingerprint, plan.created)

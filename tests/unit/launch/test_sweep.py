@@ -12,7 +12,7 @@ from ftkit.config.context import Context
 from ftkit.errors import ConfigError
 from ftkit.launch.resolve import RunArgs
 from ftkit.launch.sweep import MAX_RUNS, expand, plan_sweep, split
-from ftkit.planning.plan import plan_from_json, plan_to_json
+from ftkit.planning.plan import parse_plan, plan_to_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,7 +73,7 @@ def test_several_clusters_are_a_sweep_with_one_name(ctx: Context) -> None:
     assert sweep[0].startswith("olmo3-7b-full-2")
     for plan in plans:
         assert plan.id.startswith(f"{plan.name}-2")
-        assert plan_from_json(plan_to_json(plan), "plan.json").sweep == plan.sweep
+        assert parse_plan(plan_to_json(plan), "plan.json").sweep == plan.sweep
 
 
 def test_one_impossible_run_rejects_the_sweep_with_its_values(ctx: Context) -> None:

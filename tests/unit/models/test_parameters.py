@@ -12,7 +12,7 @@ from ftkit.models.parameters import count_by_config, count_model, read_experts
 from ftkit.planning.choices import with_sharding
 from ftkit.planning.fit import fit
 from ftkit.planning.flops import token_flops
-from ftkit.planning.plan import plan_from_json, plan_to_json
+from ftkit.planning.plan import parse_plan, plan_to_json
 from ftkit.planning.planner import plan_for_counts
 from ftkit.planning.training_setup import GPUS, Setup
 
@@ -164,4 +164,4 @@ def test_the_run_decides_again_from_the_actual_model(demo_plan: RunPlan) -> None
     assert found.num_parameters == 6_919_161_856
     assert found.memory.total > planned.memory.total
     assert found.recipe.model.source == "run:earlier"
-    assert plan_from_json(plan_to_json(found), "plan.json") == found
+    assert parse_plan(plan_to_json(found), "plan.json") == found

@@ -13,7 +13,7 @@ from ftkit.config.image_reference import ImageFile
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.errors import MemoryExhaustedError
-from ftkit.planning.plan import RunPlan, plan_from_json, plan_to_json
+from ftkit.planning.plan import RunPlan, parse_plan, plan_to_json
 from ftkit.planning.planner import plan_run
 from ftkit.planning.suggestions import check_host_memory, suggest_changes
 
@@ -50,7 +50,7 @@ def test_the_plan_shows_host_memory_only_if_something_is_offloaded() -> None:
         "memory_per_node_gib to compare it with"
     )
     assert text(plan("training.activation_offload=true", node_gib=400)).endswith("processes 32.0 GiB")
-    assert plan_from_json(plan_to_json(made), "plan.json").host_memory == made.host_memory
+    assert parse_plan(plan_to_json(made), "plan.json").host_memory == made.host_memory
 
 
 def test_a_node_with_too_little_host_memory_is_a_warning_then_an_error() -> None:

@@ -26,7 +26,7 @@ from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 from ftkit.planning.plan import (
     PREPARATION_VERSION,
     RunPlan,
-    plan_from_json,
+    parse_plan,
     plan_to_json,
     read_plan,
     read_plan_to_use,
@@ -95,13 +95,13 @@ def print_of(recipe: RecipeSpec, stamp: str) -> str:
 
 def test_a_plan_round_trips_through_plan_json() -> None:
     original = plan()
-    assert plan_from_json(plan_to_json(original), "plan.json") == original
+    assert parse_plan(plan_to_json(original), "plan.json") == original
 
 
 def test_a_plan_written_before_auto_existed_can_be_read() -> None:
     old = json.loads(plan_to_json(plan(demo("training.micro_batch_size=2", "training.activation_checkpointing=full"))))
     del old["execution"]
-    read = plan_from_json(json.dumps(old), "plan.json")
+    read = parse_plan(json.dumps(old), "plan.json")
     assert (read.recipe.training.micro_batch_size, read.batch.micro_batch_size) == (2, 2)
     assert read.recipe.training.activation_checkpointing == "full"
     assert read.execution.chosen == ()
@@ -109,11 +109,11 @@ def test_a_plan_written_before_auto_existed_can_be_read() -> None:
 
 def test_a_plan_of_another_version_is_rejected_with_a_fix() -> None:
     with pytest.raises(FtkitError) as caught:
-        plan_from_json("{}", "somewhere/plan.json")
+        parse_plan("{}", "somewhere/plan.json")
     assert "somewhere/plan.json" in caught.value.what
     older = json.loads(plan_to_json(plan())) | {"version": 1}
     with pytest.raises(FtkitError, match="version") as caught:
-        plan_from_json(json.dumps(older), "somewhere/plan.json")
+        parse_plan(json.dumps(older), "somewhere/plan.json")
     assert "ftkit that submitted" in caught.value.fix
 
 
@@ -473,7 +473,7 @@ def test_the_plan_predicts_linear_attention_by_what_computes_it() -> None:
     assert other.startswith("olmo3:25.02 does not list flash-linear-attention")
     assert other.endswith(f": {slow}; with a kernel that runs on the GPU: {fast}")
     assert linear(with_kernel, "h200")[1].endswith("0.6.0 needs Triton 3.7.1 or newer, or tilelang")
-    assert not plan_from_json(plan_to_json(made), "plan.json").setup.has_linear_kernel
+    assert not parse_plan(plan_to_json(made), "plan.json").setup.has_linear_kernel
     dense = demo("training.global_batch_size=32", "model.architecture.family=olmo3")
     on_cpus = demo("model.architecture.family=qwen3_5_text")
     for without in (plan(dense, A4, IMAGE, replace(REQUEST, image=OLMO3)), plan(on_cpus)):
