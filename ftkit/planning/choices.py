@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, get_args
 from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, EngineName, TrainingPlan, TrainingSpec
 from ftkit.errors import plural
 from ftkit.models.parameters import count_model
-from ftkit.planning.fit import fit
+from ftkit.planning.fit import Fit
 from ftkit.planning.step_time import predict_step_time
 from ftkit.planning.training_setup import GPUS, Gpu, Setup
 
@@ -69,8 +69,8 @@ def choose_engine(shape: ArchitectureSpec, wanted: TrainingSpec, world_size: int
     if only := wanted.only_with_fsdp2:
         return EnginePlan("fsdp2", f"the only engine that supports the recipe's {' and '.join(only)}")
     setup = Setup(shape, least_memory(wanted), world_size)
-    fsdp2_gib = fit(setup).memory.total
-    zero3_gib = fit(replace(setup, engine="zero3")).memory.total
+    fsdp2_gib = Fit(setup).memory.total
+    zero3_gib = Fit(replace(setup, engine="zero3")).memory.total
     processes = plural(world_size, "process")
     if gpu is not None and zero3_gib <= GPUS[gpu].usable_gib < fsdp2_gib:
         reason = f"{zero3_gib:.0f} GiB per {gpu} with zero3, which fits ({GPUS[gpu].memory_gib:g} GiB)"
@@ -97,7 +97,7 @@ def with_sharding(setup: Setup) -> Setup:
     possible = list(_shardings(setup))
     if setup.gpu is None or len(possible) == 1:
         return possible[0]
-    fits = [fit(each) for each in possible]
+    fits = [Fit(each) for each in possible]
     fitting = [each.setup for each in fits if each.on_gpu(SPARE * setup.gpu.usable_gib)]
     if not fitting:
         return min(fits, key=lambda each: each.memory.total).setup
@@ -210,7 +210,7 @@ def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingP
 def predict_option(setup: Setup, gpu: Gpu) -> Option:
     """Return a setup's settings with their predictions, after choosing its sharding."""
     setup = with_sharding(setup)
-    return Option(setup.training, predict_step_time(setup, gpu).step_seconds, fit(setup).memory.total)
+    return Option(setup.training, predict_step_time(setup, gpu).step_seconds, Fit(setup).memory.total)
 
 
 def possible_options(
@@ -235,7 +235,7 @@ def possible_options(
             option = predict_option(most, gpu)
             yield option
             on_gpu = whole.with_training(offloaded_layers=numbers[0])
-            fits_on_gpu[mode] = fit(with_sharding(on_gpu)).memory.total <= room_gib
+            fits_on_gpu[mode] = Fit(with_sharding(on_gpu)).memory.total <= room_gib
             lighter = sized.training.lighter_checkpointing(setup.engine)
             if option.total_gib <= room_gib and mode != "none" and not fits_on_gpu[lighter]:
                 previous = math.inf
@@ -265,7 +265,7 @@ def numbers_of_offloaded_layers(setup: Setup, gpu: Gpu) -> Sequence[int | None]:
 def fits_host(setup: Setup, gpu: Gpu) -> bool:
     """Return whether nodes have memory to spare for what is offloaded."""
     node_gib = setup.node_memory_gib or gpu.memory_gib * setup.num_processes / setup.num_nodes
-    return fit(setup).on_host(HOST_ROOM * node_gib)
+    return Fit(setup).on_host(HOST_ROOM * node_gib)
 
 
 def _is_possible(setup: Setup, mode: ActivationCheckpointing) -> bool:
@@ -283,7 +283,7 @@ def with_fewest_layers(setup: Setup, room_gib: float) -> Setup:
     resharded = replace(setup, gpu=None)  # without spare memory, layers are resharded
 
     def fits(num: int) -> bool:
-        return fit(with_sharding(resharded.with_training(checkpointed_layers=num))).on_gpu(room_gib)
+        return Fit(with_sharding(resharded.with_training(checkpointed_layers=num))).on_gpu(room_gib)
 
     num_layers = setup.shape.num_hidden_layers
     fewest = 1 + bisect_left(range(1, num_layers), True, key=fits)  # noqa: FBT003 - what is searched for

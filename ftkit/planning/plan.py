@@ -17,8 +17,7 @@ from ftkit.config.recipe import RecipePlan, ResourcesSpec
 from ftkit.errors import UnusableFileError
 from ftkit.files import InvalidJsonError, parse_json, to_json
 from ftkit.planning.choices import EnginePlan, ExecutionPlan
-from ftkit.planning.fit import HostMemoryPlan
-from ftkit.planning.fit.memory import MemoryPlan
+from ftkit.planning.fit import HostMemoryPlan, MemoryPlan
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 from ftkit.planning.step_time import StepTimePlan
 from ftkit.planning.training_setup import GPUS, Setup

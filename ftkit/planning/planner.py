@@ -21,7 +21,7 @@ from ftkit.models.families import MEASURED, UNPACKED
 from ftkit.models.parameters import count_by_config, count_model
 from ftkit.planning.choices import choose_engine, choose_execution, least_memory, with_sharding
 from ftkit.planning.compatibility import check_job, check_mounts, find_problems
-from ftkit.planning.fit import Fit, fit
+from ftkit.planning.fit import Fit
 from ftkit.planning.flops import has_linear_attention
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import (
@@ -82,7 +82,7 @@ def plan_run(
             if chosen.max_steps is None and chosen.num_epochs is not None:  # an epoch's last step may have fewer packs
                 trained_packs = chosen.num_epochs * num_packs
             num_tokens = round(trained_packs * request.num_tokens / num_packs)
-    predicted = fit(setup)
+    predicted = Fit(setup)
     return RunPlan(
         **job,
         ftkit_version=ftkit_version,
@@ -199,8 +199,8 @@ def plan_for_counts(plan: RunPlan, counts: ModelCounts) -> RunPlan:
         plan,
         recipe=plan.recipe.model_copy(update={"model": model}),
         engine=replace(plan.engine, keeps_weights=setup.keeps_weights, defers_sync=setup.defers_sync),
-        memory=fit(setup).memory,
-        host_memory=fit(setup).host_memory,
+        memory=Fit(setup).memory,
+        host_memory=Fit(setup).host_memory,
         num_parameters=counts.total,
         num_trained=method_counts(counted, training).trained,
     )
@@ -309,7 +309,7 @@ def _notes_on_kernels(setup: Setup, image: ImageSpec | None, padding: float) -> 
     predictions = []
     for has_kernel in (True, False):
         each = replace(setup, has_linear_kernel=has_kernel)
-        memory = f"{fit(each).memory.total:.1f} GiB"
+        memory = f"{Fit(each).memory.total:.1f} GiB"
         speed = predict_step_time(each, gpu, padding).tokens_per_second / each.num_processes if gpu else None
         predictions.append(memory if speed is None else f"about {speed:,.0f} tokens/s per GPU and {memory}")
     with_kernel, without = predictions

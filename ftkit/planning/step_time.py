@@ -16,7 +16,7 @@ from ftkit.config.execution import FP32, count_repeated_parameters, is_quantized
 from ftkit.models.adapters import count_active_adapter_parameters
 from ftkit.models.families import family_of
 from ftkit.models.parameters import count_model
-from ftkit.planning.fit.activations import Activations, layer_bytes
+from ftkit.planning.activations import Activations, layer_bytes
 from ftkit.planning.flops import delta_rule_seconds, document_flops, token_flops
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ftkit.config.cluster import ClusterProfile
 from ftkit.errors import MemoryExhaustedError
 from ftkit.planning import choices
-from ftkit.planning.fit import Fit, fit
+from ftkit.planning.fit import Fit
 from ftkit.planning.training_setup import Gpu, Setup
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class _Run:
         num_processes = self.setup.num_processes
         if fields.pop("num_nodes", None):
             setup, num_processes = replace(setup, num_nodes=2 * setup.num_nodes), 2 * num_processes
-        return fit(choices.with_sharding(replace(setup, num_shards=num_processes).with_training(**fields)))
+        return Fit(choices.with_sharding(replace(setup, num_shards=num_processes).with_training(**fields)))
 
     def knobs(self) -> Iterator[list[Change]]:
         """Yield the knobs for a GPU's memory, cheapest first."""

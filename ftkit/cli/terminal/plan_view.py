@@ -16,8 +16,7 @@ from ftkit.models.parameters import count_model
 if TYPE_CHECKING:
     from ftkit.launch.preflight import Findings
     from ftkit.models.architecture import ModelPlan
-    from ftkit.planning.fit import HostMemoryPlan
-    from ftkit.planning.fit.memory import MemoryPlan, Moment
+    from ftkit.planning.fit import HostMemoryPlan, MemoryPlan, Moment
     from ftkit.planning.plan import JobPlan, RunPlan, ScriptPlan
 
 

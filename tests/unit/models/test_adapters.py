@@ -14,7 +14,7 @@ from ftkit.models.adapters import ALL_PROJECTIONS, LoraSpec, count_active_adapte
 from ftkit.models.config_json import read_shape
 from ftkit.models.parameters import count_model
 from ftkit.planning.choices import choose_engine, least_memory, with_sharding
-from ftkit.planning.fit import fit
+from ftkit.planning.fit import Fit
 from ftkit.planning.training_setup import GPUS, Setup
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def test_an_nf4_matrix_takes_about_half_a_byte_per_weight() -> None:
 
 def test_frozen_weights_take_two_bytes_per_parameter_and_4_bit_ones_a_quarter() -> None:
     shape = architecture("llama3.3-70b")
-    lora, qlora = (fit(Setup(shape, training(method=method), 8)).memory for method in ("lora", "qlora"))
+    lora, qlora = (Fit(Setup(shape, training(method=method), 8)).memory for method in ("lora", "qlora"))
     adapters = method_counts(shape, training(method="lora")).trained
     assert lora.parameters * GIB * 8 == pytest.approx(2 * count_model(shape).total + 4 * adapters)
     assert lora.optimizer * GIB * 8 == pytest.approx(8 * adapters)
@@ -71,7 +71,7 @@ def test_frozen_weights_take_two_bytes_per_parameter_and_4_bit_ones_a_quarter() 
 
 def test_each_gpu_that_divides_a_layer_has_one_matrix_of_its_adapters() -> None:
     shape = architecture("llama3-8b")
-    one, two = (fit(Setup(shape, training(method="lora", tensor_parallel=size), 8)).memory for size in (1, 2))
+    one, two = (Fit(Setup(shape, training(method="lora", tensor_parallel=size), 8)).memory for size in (1, 2))
     hidden_sizes = 32 * 7 * 16 * 4096  # each of seven projections has the hidden size at one side
     assert (two.parameters - one.parameters) * GIB * 8 == pytest.approx(4 * hidden_sizes)
     assert (two.optimizer - one.optimizer) * GIB * 8 == pytest.approx(8 * hidden_sizes)
@@ -81,7 +81,7 @@ def test_each_gpu_that_divides_a_layer_has_one_matrix_of_its_adapters() -> None:
 def test_offloaded_states_are_not_on_the_gpu(engine: Any) -> None:
     shape = architecture("olmo3-7b")
     none, optimizer, everything = (
-        fit(Setup(shape, training(offload=offload), 8, engine)).memory for offload in ("none", "optimizer", "all")
+        Fit(Setup(shape, training(offload=offload), 8, engine)).memory for offload in ("none", "optimizer", "all")
     )
     assert none.optimizer > 0
     assert optimizer.optimizer == everything.optimizer == everything.parameters == everything.gradients == 0

@@ -10,7 +10,7 @@ from ftkit.models.architecture import ArchitecturePlan, ArchitectureSpec, ModelP
 from ftkit.models.config_json import read_shape
 from ftkit.models.parameters import count_by_config, count_model, read_experts
 from ftkit.planning.choices import with_sharding
-from ftkit.planning.fit import fit
+from ftkit.planning.fit import Fit
 from ftkit.planning.flops import token_flops
 from ftkit.planning.plan import parse_plan, plan_to_json
 from ftkit.planning.planner import plan_for_counts
@@ -116,7 +116,7 @@ def test_experts_are_read_from_all_known_keys(config: dict[str, Any], expected: 
 
 def test_memory_counts_all_experts_and_flops_only_active_ones(training: Specs) -> None:
     shape = ArchitecturePlan.extend(shape_of(MIXTRAL), counts=count_by_config(MIXTRAL))
-    memory = fit(Setup(shape, training(sequence_length=64, global_batch_size=64), 32)).memory
+    memory = Fit(Setup(shape, training(sequence_length=64, global_batch_size=64), 32)).memory
     assert (memory.parameters + memory.gradients + memory.optimizer) * GIB * 32 == pytest.approx(16 * 46_702_792_704)
     flops = token_flops(shape, training(), 0, 0)
     assert flops.matrices == pytest.approx(6 * 12.8e9, rel=0.02)
@@ -127,7 +127,7 @@ def test_fused_experts_get_no_adapters_and_no_4_bit_weights(training: Specs) -> 
     counts = method_counts(shape, training(method="qlora", lora={"targets": ["q_proj", "o_proj"]}))
     assert counts.quantized == 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024)
     assert counts.trained == 32 * 2 * 16 * (4096 + 4096)
-    memory = fit(Setup(shape, training(method="qlora", lora={"targets": ["q_proj"]}))).memory
+    memory = Fit(Setup(shape, training(method="qlora", lora={"targets": ["q_proj"]}))).memory
     assert memory.parameters > 80  # GiB: 45 B of the 46.7 B parameters are experts, in bf16
 
 

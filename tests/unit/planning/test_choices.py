@@ -25,7 +25,7 @@ from ftkit.planning.choices import (
     least_memory,
     with_sharding,
 )
-from ftkit.planning.fit import fit
+from ftkit.planning.fit import Fit
 from ftkit.planning.planner import plan_model, plan_run
 from ftkit.planning.step_time import predict_step_time
 from ftkit.planning.suggestions import NUM_SUGGESTIONS, suggest_changes, suggest_faster
@@ -59,7 +59,7 @@ BATCHES = (
 
 
 def total(spec: RecipePlan, num_shards: int) -> float:
-    return fit(Setup(spec.model.architecture, spec.training, num_shards)).memory.total
+    return Fit(Setup(spec.model.architecture, spec.training, num_shards)).memory.total
 
 
 def setup(spec: RecipePlan, engine: EngineName = "fsdp2") -> Setup:
@@ -289,7 +289,7 @@ def choose(
 def predicted(spec: RecipeSpec, training: TrainingPlan, gpu: Gpu, num_processes: int = 8) -> tuple[float, float]:
     """Return the predicted seconds per step and GiB."""
     asked = with_sharding(Setup(spec.model.architecture, training, num_processes, gpu=gpu))
-    return predict_step_time(asked, gpu).step_seconds, fit(asked).memory.total
+    return predict_step_time(asked, gpu).step_seconds, Fit(asked).memory.total
 
 
 def test_auto_selects_large_micro_batches_of_small_packs_and_leaves_memory_free() -> None:
@@ -385,7 +385,7 @@ def test_as_many_selective_layers_are_offloaded_as_host_memory_and_copies_allow(
     training, _ = choose_execution(spec.training, setup)
     assert bool(training.offloaded_layers) == is_offloaded
     found = setup.with_training(**vars(training))
-    assert fit(found).memory.total <= ROOM * H200.usable_gib
+    assert Fit(found).memory.total <= ROOM * H200.usable_gib
     assert fits_host(found, H200) == is_offloaded  # inputs of layers are offloaded in any case
     set_by_recipe = spec.training.model_copy(update={"offloaded_layers": 3})
     fixed = replace(setup, training=least_memory(set_by_recipe))
@@ -458,7 +458,7 @@ def test_nothing_faster_is_suggested_for_shipped_recipes_on_shipped_clusters(nam
         for size, mode in product((n for n in range(1, per_process + 1) if per_process % n == 0), MODES):
             other = plan.setup.with_training(micro_batch_size=size, activation_checkpointing=mode)
             changed = with_sharding(other)
-            if fit(changed).memory.total <= ROOM * gpu.usable_gib:
+            if Fit(changed).memory.total <= ROOM * gpu.usable_gib:
                 best = max(best, predict_step_time(changed, gpu).tokens_per_second)
         assert plan.speed is not None
         assert best, f"{name} on {cluster.name}: nothing fits"
@@ -472,7 +472,7 @@ def test_a_run_that_nothing_makes_fit_is_rejected_without_trying_every_combinati
 
     def count(*arguments: Any, **options: Any) -> Any:
         calls.append(arguments)
-        return fit(*arguments, **options)
+        return Fit(*arguments, **options)
 
     monkeypatch.setattr("ftkit.planning.suggestions.fit", count)
     spec = recipe(
@@ -515,7 +515,7 @@ def test_replicas_are_used_if_the_network_would_slow_steps_down() -> None:
     one, other = (predict_step_time(each, H200) for each in (slow, fully))
     assert (one.step_seconds * 2 < other.step_seconds, other.bound) == (True, "network")
     states = "parameters", "optimizer"
-    less, more = (sum(fit(each).memory.parts[name] for name in states) for each in (fully, slow))
+    less, more = (sum(Fit(each).memory.parts[name] for name in states) for each in (fully, slow))
     assert more == pytest.approx(4 * less, rel=0.02)  # the peak may be at another stage
 
 
@@ -524,7 +524,7 @@ def test_gradients_are_reduced_once_per_step_if_memory_allows() -> None:
     assert (deferred.defers_sync, deferred.keeps_weights, deferred.num_replicas) == (True, True, 1)
     each = replace(deferred, defers_sync=False)
     assert predict_step_time(deferred, H200).step_seconds * 2 < predict_step_time(each, H200).step_seconds
-    more, less = (fit(one).memory for one in (deferred, each))
+    more, less = (Fit(one).memory for one in (deferred, each))
     assert more.total > less.total
     tight = sharding(4, 100, "training.shard_degree=32", gpu=replace(H200, memory_gib=less.total / 0.9 / 0.8))
     assert not tight.defers_sync

@@ -7,7 +7,7 @@ import pytest
 
 from ftkit.config.execution import GIB
 from ftkit.models.parameters import count_model
-from ftkit.planning.fit import PROCESS_GIB, fit
+from ftkit.planning.fit import PROCESS_GIB, Fit
 from ftkit.planning.training_setup import Setup
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 def test_nothing_is_predicted_without_offload_or_without_a_gpu(architecture: Shapes, training: Specs) -> None:
     shape = architecture("qwen3-8b")
-    assert fit(Setup(shape, training(), 8)).host_memory is None
-    assert fit(Setup(shape, training(offload="optimizer"), 8, device="cpu")).host_memory is None
+    assert Fit(Setup(shape, training(), 8)).host_memory is None
+    assert Fit(Setup(shape, training(offload="optimizer"), 8, device="cpu")).host_memory is None
 
 
 @pytest.mark.parametrize(("mode", "gib"), [("full", 288), ("except_attention", 576 + 4.5)])
@@ -32,12 +32,12 @@ def test_layers_wait_in_host_memory_with_their_inputs_and_outputs_of_attention(
 ) -> None:
     length = 2**20
     spec = training(activation_checkpointing=mode, activation_offload=True, sequence_length=length, global_batch_size=8)
-    memory = fit(Setup(architecture("qwen3-8b"), spec)).host_memory
+    memory = Fit(Setup(architecture("qwen3-8b"), spec)).host_memory
     assert memory is not None
     assert memory.activations == pytest.approx(gib)
     assert memory.total == pytest.approx(gib + PROCESS_GIB)
     divided = spec.model_copy(update={"context_parallel": 2})
-    on_two = fit(Setup(architecture("qwen3-8b"), divided, 2)).host_memory
+    on_two = Fit(Setup(architecture("qwen3-8b"), divided, 2)).host_memory
     assert on_two is not None
     assert on_two.activations == pytest.approx(memory.activations)
 
@@ -50,7 +50,7 @@ def test_offloaded_state_is_divided_among_nodes(
 ) -> None:
     shape = architecture("olmo3-32b")
     setup = Setup(shape, training(offload=offload, global_batch_size=32, engine=engine), 16, engine, num_nodes=2)
-    memory = fit(setup).host_memory
+    memory = Fit(setup).host_memory
     assert memory is not None
     state = (memory.total - memory.processes) * GIB
     assert state == pytest.approx(width * count_model(shape).total / 2)
@@ -59,11 +59,11 @@ def test_offloaded_state_is_divided_among_nodes(
 def test_parameters_and_gradients_of_fsdp2_are_pinned_in_powers_of_two(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3-8b")
     setup = Setup(shape, training(offload="all"), 8)
-    memory = fit(setup).host_memory
+    memory = Fit(setup).host_memory
     assert memory is not None
     assert memory.optimizer * GIB == pytest.approx(8 * count_model(shape).total)
     assert 1.05 < memory.parameters * GIB / (4 * count_model(shape).total) < 1.4
     assert memory.gradients == memory.parameters
-    frozen = fit(replace(setup, training=training(offload="all", method="lora"))).host_memory
+    frozen = Fit(replace(setup, training=training(offload="all", method="lora"))).host_memory
     assert frozen is not None
     assert frozen.gradients < 1 < frozen.parameters < memory.parameters

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.planning.fit import fit
+from ftkit.planning.fit import Fit
 from ftkit.planning.flops import EFFICIENCY, count_operations, delta_rule_seconds
 from ftkit.planning.step_time import predict_step_time
 from ftkit.planning.training_setup import GPUS, Setup
@@ -26,7 +26,7 @@ def test_the_measured_run_without_a_kernel_is_predicted(architecture: Shapes, tr
     spec = training(**LORA, activation_checkpointing="full")
     setup = Setup(architecture("qwen3.5-9b"), spec, gpu=H200, has_linear_kernel=False)
     assert predict_step_time(setup, H200).tokens_per_second == pytest.approx(4476, rel=0.1)
-    assert fit(setup).memory.total == pytest.approx(24.7, abs=0.5)
+    assert Fit(setup).memory.total == pytest.approx(24.7, abs=0.5)
 
 
 def test_a_measured_layer_is_predicted() -> None:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from ftkit.config.execution import GIB
 from ftkit.config.training import ActivationCheckpointing
 from ftkit.models.parameters import count_model
-from ftkit.planning.fit import fit
-from ftkit.planning.fit.memory import CPU_LIBRARIES_GIB
+from ftkit.planning.fit import CPU_LIBRARIES_GIB, Fit
 from ftkit.planning.training_setup import Setup
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def test_param_counts_match_the_model_card_or_the_weights(name: str, architectur
 
 def test_states_take_sixteen_bytes_per_parameter_divided_by_the_shards(architecture: Shapes, training: Specs) -> None:
     shape = architecture("olmo3-32b")
-    plan = fit(Setup(shape, training(sequence_length=64, global_batch_size=32), 16)).memory
+    plan = Fit(Setup(shape, training(sequence_length=64, global_batch_size=32), 16)).memory
     states = plan.parameters + plan.gradients + plan.optimizer
     assert states * GIB == pytest.approx(16 * count_model(shape).total / 16)
 
@@ -50,33 +49,33 @@ def test_activation_checkpointing_takes_less_memory_and_longer_sequences_more(
 ) -> None:
     shape = architecture("llama3-8b")
     none, selective, except_attention, full = (
-        fit(Setup(shape, training(activation_checkpointing=mode), 8)).memory.total
+        Fit(Setup(shape, training(activation_checkpointing=mode), 8)).memory.total
         for mode in get_args(ActivationCheckpointing)
     )
     assert none > selective > except_attention > full
     output = 2 * 8192 * shape.num_attention_heads * (shape.head_dim + 2)  # bf16, and a log-sum-exp in fp32
     assert (except_attention - full) * GIB == pytest.approx(32 * output, rel=0.1)
     most, few = (
-        fit(Setup(shape, training(activation_checkpointing="full", checkpointed_layers=num), 8)).memory.total
+        Fit(Setup(shape, training(activation_checkpointing="full", checkpointed_layers=num), 8)).memory.total
         for num in (31, 1)
     )
     assert full < most < few < selective
     offloaded = training(activation_checkpointing="full", activation_offload=True)
-    assert fit(Setup(shape, offloaded, 8)).memory.total < full
-    longer = fit(Setup(shape, training(sequence_length=16384), 8)).memory
-    assert longer.activations == pytest.approx(2 * fit(Setup(shape, training(), 8)).memory.activations)
+    assert Fit(Setup(shape, offloaded, 8)).memory.total < full
+    longer = Fit(Setup(shape, training(sequence_length=16384), 8)).memory
+    assert longer.activations == pytest.approx(2 * Fit(Setup(shape, training(), 8)).memory.activations)
 
 
 def test_accumulated_gradients_count_while_the_loss_is_computed(architecture: Shapes, training: Specs) -> None:
     shape = architecture("gemma3-1b")
-    at_once, in_two = (fit(Setup(shape, training(global_batch_size=size), 16)).memory for size in (16, 32))
+    at_once, in_two = (Fit(Setup(shape, training(global_batch_size=size), 16)).memory for size in (16, 32))
     assert in_two.total > at_once.total
     assert in_two.gradients * GIB == pytest.approx(4 * count_model(shape).total / 16)
 
 
 def test_adapters_on_one_gpu_do_not_shard_the_weights(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3-8b")
-    plan = fit(Setup(shape, training(method="lora", global_batch_size=1), 1)).memory
+    plan = Fit(Setup(shape, training(method="lora", global_batch_size=1), 1)).memory
     assert plan.parameters * GIB > 2 * count_model(shape).total
     assert plan.communication < 0.2
 
@@ -87,7 +86,7 @@ def test_no_part_is_negative_and_more_shards_never_increase_persistent_memory(
 ) -> None:
     shape = architecture("olmo3-7b")
     one, more = (
-        fit(Setup(shape, training(sequence_length=length, method=method), n)).memory for n in (shards, 2 * shards)
+        Fit(Setup(shape, training(sequence_length=length, method=method), n)).memory for n in (shards, 2 * shards)
     )
     assert all(part >= 0 for part in one.parts.values())
     assert more.parameters + more.optimizer < one.parameters + one.optimizer
@@ -95,7 +94,7 @@ def test_no_part_is_negative_and_more_shards_never_increase_persistent_memory(
 
 def test_8_bit_states_take_a_quarter_plus_their_scales(architecture: Shapes, training: Specs) -> None:
     whole, small = (
-        fit(Setup(architecture("llama3-8b"), training(optimizer=name), 8)).memory for name in ("adamw", "adamw8bit")
+        Fit(Setup(architecture("llama3-8b"), training(optimizer=name), 8)).memory for name in ("adamw", "adamw8bit")
     )
     assert small.optimizer == pytest.approx(whole.optimizer * (1 + 1 / 64) / 4)
 
@@ -163,14 +162,14 @@ def test_a_prediction_is_within_ten_percent_of_the_measurement(
         shape = shape.model_copy(update={"num_hidden_layers": layers})
     spec = training(**({"global_batch_size": num_gpus} | changes))
     engine = "zero3" if spec.engine == "zero3" else "fsdp2"
-    plan = fit(Setup(shape, spec, num_gpus, engine, keeps_weights=spec.reshard_after_forward == "never")).memory
+    plan = Fit(Setup(shape, spec, num_gpus, engine, keeps_weights=spec.reshard_after_forward == "never")).memory
     assert plan.total == pytest.approx(gib, rel=0.1)
 
 
 def test_with_offloaded_inputs_the_peak_is_at_complete_gradients(architecture: Shapes, training: Specs) -> None:
     shape = architecture("olmo3-32b")
     here, away = (
-        fit(Setup(shape, training(**SAVING, **LONG, activation_offload=offload, global_batch_size=4), 4)).memory
+        Fit(Setup(shape, training(**SAVING, **LONG, activation_offload=offload, global_batch_size=4), 4)).memory
         for offload in (False, True)
     )
     assert away.moment == here.moment == "backward"
@@ -180,7 +179,7 @@ def test_with_offloaded_inputs_the_peak_is_at_complete_gradients(architecture: S
 
 def test_unsharded_layers_hold_their_full_weights(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3-8b")
-    given_back, kept = (fit(Setup(shape, training(), 4, keeps_weights=keeps)).memory.total for keeps in (False, True))
+    given_back, kept = (Fit(Setup(shape, training(), 4, keeps_weights=keeps)).memory.total for keeps in (False, True))
     layers = 2 * (count_model(shape).total - 2 * shape.vocab_size * shape.hidden_size) / GIB
     assert kept - given_back == pytest.approx(layers, rel=0.1)
 
@@ -188,7 +187,7 @@ def test_unsharded_layers_hold_their_full_weights(architecture: Shapes, training
 def test_gradients_reduced_in_bf16_need_smaller_buffers(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3-8b")
     exact, rounded = (
-        fit(Setup(shape, training(reduce_precision=width, global_batch_size=4, **SAVING), 4)).memory
+        Fit(Setup(shape, training(reduce_precision=width, global_batch_size=4, **SAVING), 4)).memory
         for width in ("fp32", "bf16")
     )
     assert rounded.communication < exact.communication
@@ -197,7 +196,7 @@ def test_gradients_reduced_in_bf16_need_smaller_buffers(architecture: Shapes, tr
 
 def test_frozen_fp8_weights_take_half_of_bf16_weights(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3.3-70b")
-    bf16, fp8 = (fit(Setup(shape, training(method="lora", base_precision=each))).memory for each in ("auto", "fp8"))
+    bf16, fp8 = (Fit(Setup(shape, training(method="lora", base_precision=each))).memory for each in ("auto", "fp8"))
     linears = sum(linear.count * linear.size for linear in count_model(shape).linears)
     assert bf16.parameters - fp8.parameters == pytest.approx(linears / GIB, rel=0.01)
 
@@ -205,7 +204,7 @@ def test_frozen_fp8_weights_take_half_of_bf16_weights(architecture: Shapes, trai
 def test_a_process_on_a_cpu_takes_memory_for_its_libraries_too(architecture: Shapes, training: Specs) -> None:
     """The recipe `demo` took 0.45 to 0.51 GiB a process, of which its tensors are a tenth."""
     shape = architecture("llama3-8b")
-    gpu, cpu = (fit(Setup(shape, training(attention="sdpa"), 8, device=each)).memory for each in ("cuda", "cpu"))
+    gpu, cpu = (Fit(Setup(shape, training(attention="sdpa"), 8, device=each)).memory for each in ("cuda", "cpu"))
     assert (gpu.libraries, cpu.libraries) == (0.0, CPU_LIBRARIES_GIB)
     assert cpu.total == pytest.approx(sum(cpu.parts.values()))
     assert cpu.parts["libraries"] == CPU_LIBRARIES_GIB
