@@ -241,9 +241,7 @@ def _check_it_ended(run: SubmittedRun, plan: RunPlan | ScriptPlan) -> Job:
         if isinstance(plan, RunPlan):
             longer = f", or train this one for longer: ftkit resume {run.id} {_override_for_more_steps(plan)}"
         raise SubmitError(
-            f"{run.id} has completed: there is nothing left to do",
-            fix=f"start a new run{longer}",
-            name="run-completed",
+            f"{run.id} has completed: there is nothing left to do", fix=f"start a new run{longer}", name="run-completed"
         )
     is_lost = seen.state is RunState.UNKNOWN and run.submission.scheduler == "slurm"
     if not seen.is_final and not is_lost:
