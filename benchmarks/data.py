@@ -167,7 +167,7 @@ def make_plan(folder: Path, source: Path, name: str) -> RunPlan:
     cluster = load_cluster("local", ctx).model_copy(update={"device": "cpu", "gpus_per_node": 1})
     workspace = Path(tempfile.mkdtemp(dir=folder))
     request = RunRequest(name, None, None, None, False, workspace, sys.executable, datetime.now(UTC), "benchmark")  # noqa: FBT003
-    return replace(plan_run(recipe, cluster, None, request, ftkit_version="benchmark"), id=name)
+    return replace(plan_run(recipe, cluster, None, request), id=name)
 
 
 def measure(folder: Path, source: Path, name: str, workers: int) -> Cost:

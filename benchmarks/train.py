@@ -231,7 +231,7 @@ def make_plan(
     machine = {"device": device, "gpus_per_node": num, "cpus_per_node": 8 * num}
     cluster = local.model_copy(update=machine | ({"gpu": training.gpu} if device == "cuda" else {}))
     request = RunRequest(name, None, None, None, False, workspace, sys.executable, datetime.now(UTC), "benchmark")  # noqa: FBT003
-    return replace(plan_run(recipe, cluster, None, request, ftkit_version="benchmark"), id=name)
+    return replace(plan_run(recipe, cluster, None, request), id=name)
 
 
 def document_lengths(documents: tuple[float, ...], plan: RunPlan) -> list[int]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ftkit import __version__
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.image_reference import parse_image
 from ftkit.config.layers import Layers
@@ -87,7 +86,7 @@ def plan_rerun(original: Original, args: RerunArgs, ctx: Context, workspace: Wor
     )
     origins = Origins(recipe=loaded.layers, cluster=layers)
     request = build_request(loaded.spec, recipe.model, new_request(run_args, image, workspace, origins))
-    plan = plan_run(loaded.spec, profile, image_definition(image, ctx), request, ftkit_version=__version__)
+    plan = plan_run(loaded.spec, profile, image_definition(image, ctx), request)
     file = Path(str(manifest.get("container_image")))
     is_same = plan.image_file and plan.image_file.suffix == file.suffix and plan.image == manifest.get("image")
     if is_same and file.is_file():  # named by digest, while the tag may now refer to another image

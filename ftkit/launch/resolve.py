@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ftkit import __version__
 from ftkit.config.cluster import ClusterProfile, recognize_gpu
 from ftkit.config.image_reference import AnyImage, NamedImage, parse_image
 from ftkit.config.layers import COMMAND_LINE, Layers
@@ -80,7 +79,7 @@ class Place:
 
 
 def load_place(args: RunArgs, ctx: Context) -> Place:
-    """Load the cluster and the image that the options and the settings select. Raises as `resolve` does."""
+    """Load the cluster and the image that options and settings select. Raises as `resolve` does."""
     loaded = read_settings(args, ctx)
     _check_cluster_is_chosen(loaded, ctx)
     return Place(loaded, _load_cluster(loaded.settings.cluster, loaded, ctx).spec, _image_of(loaded))
@@ -141,7 +140,7 @@ def resolve(args: RunArgs, ctx: Context) -> RunPlan:
     model = _resolve_model(read.spec, ctx, workspace, origins)
     request = build_request(read.spec, model, new_request(args, wanted, workspace, origins))
     here = detect_hardware(site.spec, ctx.environment, ctx.root)
-    plan = resolve_image_link(plan_run(read.spec, here, image, request, ftkit_version=__version__))
+    plan = resolve_image_link(plan_run(read.spec, here, image, request))
     notes = plan.notes
     if is_assumed:
         gpus = f"{plural(here.gpus_per_node, 'GPU')} of unknown model per node"

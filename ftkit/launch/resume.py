@@ -14,7 +14,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ftkit import __version__
 from ftkit.config.image_reference import AnyImage, NamedImage, parse_image
 from ftkit.config.layers import COMMAND_LINE, Layers
 from ftkit.config.load import load_image, override_recipe, read_cluster
@@ -169,7 +168,7 @@ def replan(
     request = replace(request, model=plan.recipe.model, python=plan.python, created=plan.created)
     definition = image_definition(image, ctx)
     try:
-        new = plan_run(recipe, cluster, definition, request, ftkit_version=__version__)
+        new = plan_run(recipe, cluster, definition, request)
     except ConfigError as error:
         fix = "Use a number of GPUs, or a training.micro_batch_size, that divides the run's global batch, which stays."
         problems = [replace(each, fix=fix) if each.key == _GLOBAL_BATCH else each for each in error.problems]

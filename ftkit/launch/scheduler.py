@@ -110,7 +110,7 @@ class SlurmScheduler:
         preparation_job_id = None
         after = []
         if has_preparation:
-            preparation_job_id, _ = _sbatch([layout.preparation_script.name], layout, environment)
+            preparation_job_id, _ = sbatch([layout.preparation_script.name], layout, environment)
             after = [f"--dependency=afterok:{preparation_job_id}", "--kill-on-invalid-dep=yes"]
         requeue = ["--requeue=expedite"] if _expedites_requeues(environment) else []
         try:
@@ -149,7 +149,7 @@ class SlurmScheduler:
 def _sbatch_or_find(args: list[str], layout: RunLayout, environment: Mapping[str, str]) -> tuple[str, str]:
     """Return the job id, and sbatch's other output. If Slurm's answer is lost, look for the job."""
     try:
-        return _sbatch(args, layout, environment)
+        return sbatch(args, layout, environment)
     except (UncertainSubmitError, process.ProgramTimeoutError) as error:
         job_id = None
         with suppress(FtkitError):
@@ -159,13 +159,8 @@ def _sbatch_or_find(args: list[str], layout: RunLayout, environment: Mapping[str
         return job_id, f"{error.what}; but Slurm has accepted the job"
 
 
-def submit_script(layout: RunLayout, name: str, environment: Mapping[str, str]) -> str:
-    """Submit another script of a run's folder; return the job's id. Raises `SubmitError` if Slurm refused it."""
-    return _sbatch([name], layout, environment)[0]
-
-
-def _sbatch(args: list[str], layout: RunLayout, environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return the job id, and sbatch's other output."""
+def sbatch(args: list[str], layout: RunLayout, environment: Mapping[str, str]) -> tuple[str, str]:
+    """Submit a script of a run's folder; return the job's id, and sbatch's other output. Raises `SubmitError`."""
     answer = slurm.ask(["sbatch", "--parsable", *args], environment, cwd=layout.root)
     lines = answer.stdout.split()
     job_id = lines[-1].partition(";")[0] if lines else ""

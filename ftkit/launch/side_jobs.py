@@ -29,7 +29,7 @@ from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, read_s
 from ftkit.launch.job_states import observe
 from ftkit.launch.render import NodeChecks, SideJob, render_checks, render_side_job
 from ftkit.launch.resolve import resolve_image_link
-from ftkit.launch.scheduler import explain_refusal, submit_script
+from ftkit.launch.scheduler import explain_refusal, sbatch
 from ftkit.launch.slurm import clean_stderr
 from ftkit.launch.slurm import observe as observe_jobs
 from ftkit.models.folder import ADAPTER_CONFIG, VLLM_LORA_RANKS
@@ -215,7 +215,8 @@ def submit(job: SideJob, environment: Mapping[str, str]) -> str:
             meaning="the run is somebody else's, or its file system is full or read-only",
             fix="use one of your own runs",
         ) from error
-    return submit_script(job.plan.layout, job.path.name, environment)
+    job_id, _ = sbatch([job.path.name], job.plan.layout, environment)
+    return job_id
 
 
 # --- Checks of nodes: one job from salloc, with a step for each node --------------------------------

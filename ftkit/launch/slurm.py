@@ -94,6 +94,7 @@ def _no_states(stderr: str) -> NoAnswerError:
 # The folder comes last, because only it may contain the separator.
 _SQUEUE_FORMAT = "%A|%T|%r|%S|%e|%N|%Z"
 _SACCT_FIELDS = "JobIDRaw,State,Start,End,NodeList,ExitCode,WorkDir"
+_NUM_FIELDS = 7
 
 _PENDING = {
     "CONFIGURING", "EXPEDITING", "PENDING", "POWER_UP_NODE", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD",
@@ -145,7 +146,7 @@ _LIMIT = re.compile("(?:Assoc|QOS)(?:Grp|Max|Min)|Max[A-Z]+Per")
 def read_squeue(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Job]:
     """Parse squeue's output: the state of each run. A job that is listed exists, also in a state unknown here."""
     states = {}
-    for run, (state, reason, start, end, nodes) in _rows(text, 7, runs):
+    for run, (state, reason, start, end, nodes) in _rows(text, runs):
         seen = _read_job(run, state, start, end, nodes)
         if seen is None and _word(state):
             seen = Job(run.job_id, RunState.RUNNING, reason=f"Slurm reports the state {_word(state)}")
@@ -161,19 +162,19 @@ def read_sacct(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Job]:
     once pending.
     """
     states = {}
-    for run, (state, start, end, nodes, exit_code) in _rows(text, 7, runs):
+    for run, (state, start, end, nodes, exit_code) in _rows(text, runs):
         seen = _read_job(run, state, start, end, nodes)
         if seen and seen.is_final:
             states[run.id] = replace(seen, exit_code=_exit_code(exit_code))
     return states
 
 
-def _rows(text: str, num_fields: int, runs: Sequence[SubmittedRun]) -> Iterator[tuple[SubmittedRun, list[str]]]:
+def _rows(text: str, runs: Sequence[SubmittedRun]) -> Iterator[tuple[SubmittedRun, list[str]]]:
     by_job = {run.job_id: run for run in runs}
     for line in text.splitlines():
-        job_id, *values = line.split("|", num_fields - 1)
+        job_id, *values = line.split("|", _NUM_FIELDS - 1)
         run = by_job.get(job_id)
-        if run and len(values) == num_fields - 1 and values.pop().rstrip("/").endswith(f"/{run.id}"):
+        if run and len(values) == _NUM_FIELDS - 1 and values.pop().rstrip("/").endswith(f"/{run.id}"):
             yield run, values
 
 

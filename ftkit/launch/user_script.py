@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftkit import __version__
 from ftkit.config.image_reference import NamedImage
 from ftkit.config.layers import COMMAND_LINE, Layers
 from ftkit.config.load import load_image
@@ -114,7 +113,7 @@ def _without_recipe(script: Script, code: tuple[CodePlan, ...], run_args: RunArg
     origins = Origins(settings=place.settings.layers)
     request = new_request(replace(run_args, name=name), place.image, workspace, origins)
     cluster = detect_hardware(place.cluster, ctx.environment, ctx.root)
-    return plan_script(script, code, cluster, request, ftkit_version=__version__)
+    return plan_script(script, code, cluster, request)
 
 
 def _resources(overrides: Sequence[str]) -> ResourcesSpec:

@@ -249,10 +249,7 @@ def possible_options(
 
 
 def numbers_of_offloaded_layers(setup: Setup, gpu: Gpu) -> Sequence[int | None]:
-    """Return possible numbers of `selective` layers whose activations host memory has room for, from 0 in steps.
-
-    The number that the recipe sets stays.
-    """
+    """Return numbers of `selective` layers that host memory has room for, from 0 in steps; or the recipe's only."""
     training, num_layers = setup.training, setup.shape.num_hidden_layers
     if training.offloaded_layers is not None or not training.activation_offload or setup.engine != "fsdp2":
         return [training.offloaded_layers]

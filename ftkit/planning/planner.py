@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftkit import __version__
 from ftkit.config.cluster import ClusterProfile, site_folders
 from ftkit.config.execution import are_quantized, method_counts
 from ftkit.config.image_reference import AnyImage, ImageFile, NamedImage, RegistryImage
@@ -48,13 +49,8 @@ if TYPE_CHECKING:
 LINEAR_KERNELS = "flash-linear-attention"  # the package with kernels for linear attention
 
 
-def plan_run(
-    recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | None, request: RunRequest, *, ftkit_version: str
-) -> RunPlan:
-    """Resolve recipe, cluster, image and request into a plan.
-
-    Raises `ConfigError` with every reason why the combination is impossible.
-    """
+def plan_run(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | None, request: RunRequest) -> RunPlan:
+    """Resolve recipe, cluster, image and request into a plan; ConfigError with every reason why that is impossible."""
     model = request.model or plan_model(recipe.model, None)
     shape = model.architecture
     training = recipe.training.with_targets(default_targets(shape))
@@ -85,7 +81,6 @@ def plan_run(
     predicted = Fit(setup)
     return RunPlan(
         **job,
-        ftkit_version=ftkit_version,
         fingerprint=fingerprint(recipe, model, request.data_stamp),
         recipe=RecipePlan.extend(recipe, model=model, training=chosen),
         engine=engine.resolved(setup),
@@ -113,9 +108,7 @@ def plan_run(
     )
 
 
-def plan_script(
-    script: Script, code: tuple[CodePlan, ...], cluster: ClusterProfile, request: RunRequest, *, ftkit_version: str
-) -> ScriptPlan:
+def plan_script(script: Script, code: tuple[CodePlan, ...], cluster: ClusterProfile, request: RunRequest) -> ScriptPlan:
     """Plan a script with its copies of code, its own folder's first; ConfigError with all reasons against it."""
     job = _plan_job(cluster, request, script.resources, "script")
     folders = site_folders(cluster, request.workspace, job["placement"].num_nodes)
@@ -126,7 +119,7 @@ def plan_script(
     ]
     if problems:
         raise ConfigError([request.origins.locate(problem) for problem in problems])
-    return ScriptPlan(**job, ftkit_version=ftkit_version, code=code, script=script)
+    return ScriptPlan(**job, code=code, script=script)
 
 
 def accelerate_config(plan: RunPlan) -> dict[str, object]:
@@ -248,10 +241,7 @@ def container_image(cluster: ClusterProfile, image: AnyImage | None, workspace: 
 
 
 def _plan_job(cluster: ClusterProfile, request: RunRequest, resources: ResourcesSpec, name: str) -> dict[str, Any]:
-    """Return the fields that every kind of plan takes from cluster, request and resources.
-
-    The placement has one process for each GPU, and divides a node's CPUs among them.
-    """
+    """Return the fields of every kind of plan: one process for each GPU, among which a node's CPUs are divided."""
     if cluster.device == "auto":
         raise AssertionError("device 'auto' is resolved before a run is planned")
     per_node = request.gpus_per_node or resources.gpus_per_node or cluster.gpus_per_node
@@ -259,6 +249,7 @@ def _plan_job(cluster: ClusterProfile, request: RunRequest, resources: Resources
     has_container, name = cluster.runtime != "none", request.name or name
     return {
         "version": 2,
+        "ftkit_version": __version__,
         "id": f"{name}-{request.created:%Y%m%dT%H%M%SZ}-{request.suffix}",
         "name": name,
         "created": request.created,

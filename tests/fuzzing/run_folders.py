@@ -39,7 +39,7 @@ def _whole(name: str) -> Case:
     recipe = load_recipe("demo", _NOWHERE, ("training.max_steps=400",))
     created = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     request = RunRequest(None, None, None, None, False, Path(_WORKSPACE.decode()), "/venv/bin/python", created, "ab12")
-    plan = replace(plan_run(recipe, cluster, None, request, ftkit_version="1"), id=_IDS[name], name=name)
+    plan = replace(plan_run(recipe, cluster, None, request), id=_IDS[name], name=name)
     samples = (Sample("q", "a", "a", True), Sample("q", "a", "b", False))
     step = StepRecord(10.0, 7, 400, 0.5, 1.5, 1e-3, 1.0, 8192, 4096, 12345.6, 0.5, 0.1, 0.0, None, None)
     records = (

@@ -131,7 +131,7 @@ def make_run(workspace: Path, ranks: ForkedRanks) -> Callable[..., Run]:
         request = RunRequest(name, None, None, None, False, workspace, sys.executable, datetime.now(UTC), "test")
         if recipe.model.weights.startswith(RUN) or recipe.model.added_tokens:
             request = replace(request, model=resolve_model(recipe.model, os.environ, Workspace(workspace)))
-        plan = plan_run(recipe, cluster, None, request, ftkit_version="test")
+        plan = plan_run(recipe, cluster, None, request)
         run = Run(replace(plan, id=name), ranks)
         export_weights(run.plan, lambda _: None)
         prepare(run.plan, lambda _: None)

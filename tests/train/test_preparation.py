@@ -45,7 +45,7 @@ def plan_for(workspace: Path, *overrides: str) -> RunPlan:
     recipe = load_recipe("olmo3-32b-malware-full", ctx, (*SMALL, *overrides))
     request = RunRequest("malware", None, None, recipe.image, False, workspace, "python3", datetime.now(UTC), "test")
     cluster, image = load_cluster("slurm", ctx), load_image(str(recipe.image), ctx)
-    plan = replace(plan_run(recipe, cluster, image, request, ftkit_version="test"), id="malware")
+    plan = replace(plan_run(recipe, cluster, image, request), id="malware")
     plan.layout.root.mkdir(parents=True)
     plan.layout.plan.write_text(plan_to_json(plan))
     return plan

@@ -46,7 +46,7 @@ def demo_plan() -> RunPlan:
     """The plan of the demo on the local profile, on the CPU. Shared by all tests, since specs are frozen."""
     cluster = load_cluster("local", NOWHERE).model_copy(update={"device": "cpu", "cpus_per_node": 2})
     request = RunRequest(None, None, None, None, False, Path("/nowhere"), "/venv/bin/python", LONG_AGO, "ab12")
-    return plan_run(load_recipe("demo", NOWHERE, OVERRIDES), cluster, None, request, ftkit_version="1")
+    return plan_run(load_recipe("demo", NOWHERE, OVERRIDES), cluster, None, request)
 
 
 @pytest.fixture

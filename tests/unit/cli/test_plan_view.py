@@ -36,5 +36,5 @@ def test_the_method_is_printed_with_the_precision_of_trained_and_frozen_weights(
     request = RunRequest(None, None, None, None, False, Path("/shared/me"), "/venv/bin/python", now, "ab12")
     request = replace(request, image=ImageFile(Path("/images/olmo3.sqsh")))
     recipe = load_recipe("olmo3-7b-full", NOWHERE, overrides)
-    made = plan_run(recipe, load_cluster("a3-ultragpu-8g", NOWHERE), None, request, ftkit_version="1")
+    made = plan_run(recipe, load_cluster("a3-ultragpu-8g", NOWHERE), None, request)
     assert str(dict(plan_facts(made))["method"]).startswith(expected)

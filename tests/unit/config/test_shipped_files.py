@@ -117,7 +117,7 @@ def _plan(recipe_name: str, cluster_name: str, num_nodes: int | None) -> RunPlan
         suffix="4f2a",
     )
     cluster, image = load_cluster(cluster_name, SHIPPED_ONLY), load_image(recipe.image, SHIPPED_ONLY)
-    return plan_run(recipe, cluster, image, request, ftkit_version="0.1.0")
+    return plan_run(recipe, cluster, image, request)
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])

@@ -208,7 +208,7 @@ def notes_on(*overrides: str, cluster: str = "a3-megagpu-8g", image: str = "olmo
     model = plan_model(spec.model, shipped_config(spec.model.weights))
     site, defined = load_cluster(cluster, NOWHERE), load_image(named.reference, NOWHERE)
     site = site.model_copy(update={"gpu": gpu or site.gpu})
-    return list(plan_run(spec, site, defined, replace(request, model=model), ftkit_version="1").notes)
+    return list(plan_run(spec, site, defined, replace(request, model=model)).notes)
 
 
 @pytest.mark.parametrize(
@@ -452,7 +452,7 @@ def test_nothing_faster_is_suggested_for_shipped_recipes_on_shipped_clusters(nam
         image, created = NamedImage(spec.image or "any:1"), datetime(2026, 1, 2, tzinfo=UTC)
         request = RunRequest(None, None, None, image, False, Path("/w"), "python", created, "a")
         model = plan_model(spec.model, shipped_config(spec.model.weights))
-        plan = plan_run(spec, cluster, None, replace(request, model=model), ftkit_version="1")
+        plan = plan_run(spec, cluster, None, replace(request, model=model))
         per_process = spec.training.global_batch_size // plan.placement.world_size
         best = 0.0
         for size, mode in product((n for n in range(1, per_process + 1) if per_process % n == 0), MODES):
@@ -537,4 +537,4 @@ def test_a_shard_degree_that_does_not_divide_the_gpus_is_rejected() -> None:
     request = RunRequest(None, 3, None, None, False, Path("/w"), "python", created, "a")
     spec = load_recipe("olmo3-7b-full", NOWHERE, ("training.shard_degree=16", "training.global_batch_size=24"))
     with pytest.raises(ConfigError, match="groups of 16"):
-        plan_run(spec, CLUSTER, None, request, ftkit_version="1")
+        plan_run(spec, CLUSTER, None, request)

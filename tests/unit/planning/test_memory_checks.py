@@ -29,7 +29,7 @@ def plan(*overrides: str, node_gib: float | None = None) -> RunPlan:
     cluster = CLUSTER.model_copy(update={"memory_per_node_gib": node_gib})
     request = replace(REQUEST, image=ImageFile(Path("/images/olmo3.sqsh")))
     recipe = load_recipe("olmo3-32b-malware-full", NOWHERE, (*LONG, *overrides))
-    return plan_run(recipe, cluster, None, request, ftkit_version="1")
+    return plan_run(recipe, cluster, None, request)
 
 
 def total(made: RunPlan) -> float:
@@ -80,8 +80,7 @@ def test_a_plan_without_a_gpu_model_asks_for_it() -> None:
     request = replace(REQUEST, image=ImageFile(Path("/images/olmo3.sqsh")))
     recipe = load_recipe("olmo3-32b-malware-full", NOWHERE)
     unknown, known = (
-        plan_run(recipe, load_cluster(name, NOWHERE), None, request, ftkit_version="1")
-        for name in ("soperator", "a3-ultragpu-8g")
+        plan_run(recipe, load_cluster(name, NOWHERE), None, request) for name in ("soperator", "a3-ultragpu-8g")
     )
     assert [note for note in unknown.notes if "has no 'gpu'" in note]
     assert not [note for note in known.notes if "has no 'gpu'" in note]

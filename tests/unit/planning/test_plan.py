@@ -71,7 +71,7 @@ def plan(
     image: ImageSpec | None = None,
     request: RunRequest = REQUEST,
 ) -> RunPlan:
-    return plan_run(recipe, cluster, image, request, ftkit_version="1")
+    return plan_run(recipe, cluster, image, request)
 
 
 def problems(
@@ -124,7 +124,7 @@ def test_planned_tokens_and_throughput_leave_out_the_padding_of_the_prepared_pac
     length, batch = recipe.training.sequence_length, recipe.training.global_batch_size
     request = replace(REQUEST, num_packs=3 * batch + 1, num_tokens=(3 * batch + 1) * length * 3 // 4)
     cluster = LOCAL.model_copy(update={"device": "cuda", "gpu": "h200"})
-    unknown, known = (plan_run(recipe, cluster, None, each, ftkit_version="0") for each in (REQUEST, request))
+    unknown, known = (plan_run(recipe, cluster, None, each) for each in (REQUEST, request))
     assert (unknown.fill_ratio, unknown.num_tokens) == (None, None)
     assert (known.num_steps, known.num_tokens) == (7, 2 * request.num_tokens)  # the last step has fewer packs
     assert known.fill_ratio == pytest.approx(0.75, rel=1e-3)
@@ -748,7 +748,7 @@ def test_steps_follow_from_epochs_once_the_packs_are_known() -> None:
 def test_data_that_fills_fewer_packs_than_a_step_gets_a_note() -> None:
     recipe = demo("training.global_batch_size=16")
     for num_packs, is_noted in ((3, True), (16, False), (None, False)):
-        notes = plan_run(recipe, LOCAL, None, replace(REQUEST, num_packs=num_packs), ftkit_version="0").notes
+        notes = plan_run(recipe, LOCAL, None, replace(REQUEST, num_packs=num_packs)).notes
         assert any("fills 3 packs" in note for note in notes) == is_noted
 
 

@@ -80,7 +80,7 @@ class PlanMaker:
             created=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
             suffix="4f2a",
         )
-        return plan_run(self.recipe, profile, self.image, request, ftkit_version="0.1.0")
+        return plan_run(self.recipe, profile, self.image, request)
 
 
 KNOWN_CHANGES: dict[str, dict[str, object]] = {
