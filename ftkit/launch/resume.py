@@ -158,13 +158,13 @@ def replan(
     _check_changes([change for change in changes if change.before != change.after], args)
     _check_length(plan, recipe.training.max_steps)
     stays = args.cluster in (None, plan.cluster.name)
-    place = RunArgs(
+    wanted = RunArgs(
         name=plan.name,
         num_nodes=args.num_nodes or plan.placement.num_nodes,
         gpus_per_node=args.gpus_per_node or (plan.placement.processes_per_node if stays else None),
     )
     origins = Origins(recipe=loaded.layers, cluster=layers)
-    request = with_packs(new_request(place, image, Workspace(plan.workspace), origins), plan.data)
+    request = with_packs(new_request(wanted, image, Workspace(plan.workspace), origins), plan.data)
     request = replace(request, model=plan.recipe.model, python=plan.python, created=plan.created)
     definition = image_definition(image, ctx)
     try:
