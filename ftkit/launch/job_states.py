@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from ftkit.runs.listing import RunEntry
 
 
-LOST = "Slurm no longer knows the job, and it left no exit code"
-"""The reason for an unknown state when the scheduler answered."""
-
+LOST = "Slurm no longer knows the job, and it left no exit code"  # of an unknown state, although Slurm answered
 _JOB = TypeAdapter(Job)
 
 
@@ -171,9 +169,7 @@ def _read_slurms_words(run: SubmittedRun) -> Job | None:
 
 def _completed_from_files(run: SubmittedRun) -> Job | None:
     """Recognize a completed run by its files, without asking the scheduler, and record that."""
-    if _exit_code(run) != 0:
-        return None
-    end = _end(run.layout)
+    end = _end(run.layout) if _exit_code(run) == 0 else None
     if end is None or end.outcome != "completed":
         return None
     began = run.submission.submitted

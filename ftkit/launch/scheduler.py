@@ -167,10 +167,9 @@ def sbatch(args: list[str], layout: RunLayout, environment: Mapping[str, str]) -
     if answer.returncode != 0:
         raise explain_refusal(answer.stderr or answer.stdout)
     if not job_id.isdigit():
-        said = one_line(f"{answer.stdout} {clean_stderr(answer.stderr)}".strip() or "nothing")
-        raise UncertainSubmitError(
-            f"sbatch succeeded, but printed no job id: {said}", meaning="a wrapper of the site changes its output"
-        )
+        what = f"{answer.stdout} {clean_stderr(answer.stderr)}".strip() or "nothing"
+        what = f"sbatch succeeded, but printed no job id: {one_line(what)}"
+        raise UncertainSubmitError(what, meaning="a wrapper of the site changes its output")
     return job_id, answer.stderr
 
 
@@ -257,9 +256,8 @@ def explain_refusal(stderr: str) -> SubmitError:
     """Convert sbatch's message to an error with its usual meaning."""
     message = clean_stderr(stderr) or "sbatch printed no error"
     if re.search(_NO_ANSWER, message, re.IGNORECASE):
-        return UncertainSubmitError(
-            f"Slurm did not answer: {message}", meaning="its controller is down, restarting or overloaded"
-        )
+        meaning = "its controller is down, restarting or overloaded"
+        return UncertainSubmitError(f"Slurm did not answer: {message}", meaning=meaning)
     for pattern, (meaning, fix) in _REFUSALS.items():
         if re.search(pattern, message, re.IGNORECASE):
             return SubmitError(f"Slurm refused the job: {message}", meaning=meaning, fix=fix)

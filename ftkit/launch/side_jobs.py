@@ -85,9 +85,8 @@ def plan_serving(
 
 def _with_image(plan: RunPlan, image: AnyImage, ctx: Context) -> RunPlan:
     if not isinstance(image, NamedImage):
-        return replace(
-            plan, image=str(image), container_image=str(image.path if isinstance(image, ImageFile) else image)
-        )
+        container_image = str(image.path if isinstance(image, ImageFile) else image)
+        return replace(plan, image=str(image), container_image=container_image)
     spec = load_image(image.reference, ctx)
     if spec.purpose != "serving":
         fix = f"Use {SERVING_IMAGE}, or another image with purpose 'serving'."
@@ -260,14 +259,14 @@ def check_nodes(
 def salloc_command(checks: NodeChecks, hosts: Sequence[str]) -> list[str]:
     """Return the command that allocates nodes as the profile's jobs do."""
     cluster, place = checks.cluster, checks.placement
-    command = ["salloc", "--job-name=ftkit-doctor", f"--nodes={place.num_nodes}", "--ntasks-per-node=1"]
-    command.append(f"--time={_JOB_MINUTES}")
-    gpus = {"gpus-per-node": "--gpus-per-node=", "gres": "--gres=gpu:"}.get(cluster.gpu_request)
-    if gpus:
-        command.append(f"{gpus}{place.processes_per_node}")
-    if cluster.exclusive:
-        command += ["--exclusive", "--mem=0"]
+    gpus = {"gpus-per-node": "", "gres": "gpu:"}.get(cluster.gpu_request)
     options = {
+        "job-name": "ftkit-doctor",
+        "nodes": place.num_nodes,
+        "ntasks-per-node": 1,
+        "time": _JOB_MINUTES,
+        cluster.gpu_request: None if gpus is None else f"{gpus}{place.processes_per_node}",
+        "mem": "0" if cluster.exclusive else None,
         "cpus-per-task": cluster.cpus_per_node,
         "nodelist": ",".join(hosts),
         "partition": cluster.partition,
@@ -275,7 +274,8 @@ def salloc_command(checks: NodeChecks, hosts: Sequence[str]) -> list[str]:
         "qos": cluster.qos,
         "reservation": cluster.reservation,
     }
-    return command + [f"--{option}={value}" for option, value in options.items() if value]
+    exclusive = ["--exclusive"] if cluster.exclusive else []
+    return ["salloc", *(f"--{option}={value}" for option, value in options.items() if value), *exclusive]
 
 
 def idle_nodes(cluster: ClusterProfile) -> tuple[list[str], int]:

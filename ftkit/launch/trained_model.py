@@ -127,9 +127,8 @@ def _plan_of_export(model: ModelSpec, base: ModelPlan, trained: TrainedWeights) 
         raise ConfigError([Problem("", f"model.{key}", what, fix) for key in changed])
     update = {name: field.get_default() for name, field in ModelPlan.model_fields.items() if not field.is_required()}
     shape = base.architecture.model_copy(update={"rope_scaling": None})  # the export's own
-    return base.model_copy(
-        update=update | {"weights": trained.folder, "architecture": shape, "tokenizer": model.tokenizer}
-    )
+    own = {"weights": trained.folder, "architecture": shape, "tokenizer": model.tokenizer}
+    return base.model_copy(update=update | own)
 
 
 # --- Adapters from elsewhere ---------------------------------------------------------------------
@@ -176,8 +175,7 @@ def _unsupported_options(stored: dict[str, Any]) -> Iterator[tuple[str, str, str
         yield "peft_type", f"these are adapters of kind {stored.get('peft_type')}; ftkit trains LORA.", merge
         return
     known = {*_LORA_KEYS.values(), *_WITHOUT_EFFECT, "target_parameters"}
-    if _has_joined_experts(stored):
-        known |= {"rank_pattern", "alpha_pattern"}
+    known |= {"rank_pattern", "alpha_pattern"} if _has_joined_experts(stored) else set()
     for key, value in stored.items():
         if key == "init_lora_weights":
             if value not in _INIT_KEEPS_BASE:

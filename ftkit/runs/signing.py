@@ -27,9 +27,8 @@ def require_signing_key(key: Path) -> None:
     _require_ssh_keygen()
     text = _key_text(key)
     if "PRIVATE KEY" not in text and not _is_public_key(text.split()):
-        raise PrerequisiteError(
-            f"{key} is not an SSH key", fix="give another key: --key FILE, such as ~/.ssh/id_ed25519"
-        )
+        fix = "give another key: --key FILE, such as ~/.ssh/id_ed25519"
+        raise PrerequisiteError(f"{key} is not an SSH key", fix=fix)
 
 
 def signature_file(path: Path) -> Path:
@@ -82,9 +81,8 @@ def verify(path: Path, signature: Path, key: Path, purpose: Purpose) -> None:
     _require_ssh_keygen()
     text = _key_text(key)
     if "PRIVATE KEY" in text:
-        raise PrerequisiteError(
-            f"{key} is a private key", meaning="a signature is checked with the public one", fix="give the public key"
-        )
+        meaning = "a signature is checked with the public one"
+        raise PrerequisiteError(f"{key} is a private key", meaning=meaning, fix="give the public key")
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     with tempfile.TemporaryDirectory(prefix="ftkit-") as folder:
         signers = key
@@ -96,10 +94,8 @@ def verify(path: Path, signature: Path, key: Path, purpose: Purpose) -> None:
             with path.open("rb") as file:
                 shutil.copyfileobj(file, stdin)
 
-        done = process.run_with_input(
-            ["ssh-keygen", "-Y", "verify", "-f", str(signers), "-I", PRINCIPAL, "-n", purpose, "-s", str(signature)],
-            feed,
-        )
+        asked = ["-f", str(signers), "-I", PRINCIPAL, "-n", purpose, "-s", str(signature)]
+        done = process.run_with_input(["ssh-keygen", "-Y", "verify", *asked], feed)
     if done.returncode != 0:
         raise SignatureError(
             f"{path.name} does not match its signature: {one_line(done.stderr)}",

@@ -174,17 +174,14 @@ class Store:
         except FileNotFoundError as error:
             if local is not None and not local.exists():
                 raise
-            raise NotFoundError(
-                f"there is nothing at {self.address}: {one_line(error)}", fix="check the address"
-            ) from error
+            what = f"there is nothing at {self.address}: {one_line(error)}"
+            raise NotFoundError(what, fix="check the address") from error
         except Exception as error:
-            raise PrerequisiteError(
-                f"can't {verb} {self.address}: {one_line(error) or type(error).__name__}",
-                meaning="there are no credentials, they lack access to this address, or there is no network"
-                if self._scheme in ADVICE
-                else "the disk is full, not mounted, or not writable",
-                fix=ADVICE.get(self._scheme, "check the folder"),
-            ) from error
+            what = f"can't {verb} {self.address}: {one_line(error) or type(error).__name__}"
+            meaning = "the disk is full, not mounted, or not writable"
+            if self._scheme in ADVICE:
+                meaning = "there are no credentials, they lack access to this address, or there is no network"
+            raise PrerequisiteError(what, meaning=meaning, fix=ADVICE.get(self._scheme, "check the folder")) from error
 
 
 def upload_folder(folder: Path, store: Store, last: str, report: Callable[[str], None]) -> None:
@@ -265,9 +262,8 @@ def open_driver(scheme: str, **options: object) -> AbstractFileSystem:
     try:
         found = import_module("fsspec").get_filesystem_class(scheme)  # heavy, and only needed for addresses
     except (ImportError, ValueError) as error:
-        raise PrerequisiteError(
-            f"{scheme}:// needs a package that is missing here: {one_line(error)}", fix="pip install 'ftkit[storage]'"
-        ) from error
+        what = f"{scheme}:// needs a package that is missing here: {one_line(error)}"
+        raise PrerequisiteError(what, fix="pip install 'ftkit[storage]'") from error
     for name in _LOGGERS:
         if not (logger := logging.getLogger(name)).handlers:
             logger.addHandler(logging.NullHandler())
