@@ -31,7 +31,7 @@ from ftkit.planning.plan import DocumentFit, RunPlan
 if TYPE_CHECKING:
     import os
 
-    from ftkit.config.recipe import RecipeSpec
+    from ftkit.config.recipe import RecipePlan, RecipeSpec
     from ftkit.data.rows import Row
 
 
@@ -168,16 +168,17 @@ MAX_CHARACTERS = 4 << 20  # maximum length of the texts that are tokenized for a
 
 def count_documents(plans: Sequence[RunPlan], environment: Mapping[str, str]) -> list[RunPlan]:
     """Return plans with the numbers of documents that fit their packs, if known; rows of several are read once."""
-    lengths: dict[str, list[int]] = {}
+    read: list[tuple[RecipePlan, list[int]]] = []
     counted = []
     for plan in plans:
         if plan.data.is_prepared:
             counted.append(replace(plan, documents=_count_prepared(plan)))
             continue
-        key = plan.recipe.model_dump_json(include={"data", "model"})
-        if key not in lengths:
-            lengths[key] = _read_lengths(plan, environment)
-        found, most = lengths[key], plan.recipe.training.sequence_length
+        data, model, most = plan.recipe.data, plan.recipe.model, plan.recipe.training.sequence_length
+        found = next((lengths for other, lengths in read if (other.data, other.model) == (data, model)), None)
+        if found is None:
+            found = _read_lengths(plan, environment)
+            read.append((plan.recipe, found))
         fit = DocumentFit(len(found), sum(each <= most for each in found), max(found, default=0), is_complete=False)
         counted.append(replace(plan, documents=fit if found else None))
     return counted

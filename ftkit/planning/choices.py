@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, get_args
 
@@ -88,6 +89,7 @@ def least_memory(training: TrainingSpec) -> TrainingPlan:
     )
 
 
+@lru_cache(maxsize=64)  # the choice of settings and the suggestions try the same setups
 def with_sharding(setup: Setup) -> Setup:
     """Decide over how many GPUs a copy of the model is sharded, and when layers are resharded and gradients reduced.
 
@@ -207,6 +209,7 @@ def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingP
     )
 
 
+@lru_cache(maxsize=64)
 def predict_option(setup: Setup, gpu: Gpu) -> Option:
     """Return a setup's settings with their predictions, after choosing its sharding."""
     setup = with_sharding(setup)

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ftkit.planning.plan import read_plan
+from ftkit.planning.plan import plan_to_json, read_plan
 from ftkit.runs.manifest import build_manifest
 
 if TYPE_CHECKING:
@@ -17,7 +18,9 @@ def test_a_dry_run_lists_the_differences_and_refuses_unknown_parts(
     ftkit: Callable[..., Result], make_run: RunMaker, tmp_path: Path
 ) -> None:
     run = make_run(scheduler="local")
-    run.layout.manifest.write_text(json.dumps(build_manifest(read_plan(run.layout), ["ftkit"], tmp_path)))
+    plan = replace(read_plan(run.layout), ftkit_version="0.0.1")
+    run.layout.plan.write_text(plan_to_json(plan))
+    run.layout.manifest.write_text(json.dumps(build_manifest(plan, ["ftkit"], tmp_path)))
     done = ftkit("rerun", run.id, "--dry-run")
     assert (done.code, done.out.startswith("#!")) == (0, True), done.err
     assert "versions: ftkit is " in done.err  # another version than the original's

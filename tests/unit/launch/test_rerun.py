@@ -37,7 +37,8 @@ def original(make_run: RunMaker, tmp_path: Path) -> Original:
     layout = make_run().layout
     plan = read_plan(layout)
     execution = replace(plan.execution, chosen=("micro_batch_size",))
-    plan = replace(plan, execution=execution, cluster=plan.cluster.model_copy(update={"setup": ("module load x",)}))
+    cluster = plan.cluster.model_copy(update={"setup": ("module load x",)})
+    plan = replace(plan, execution=execution, cluster=cluster, ftkit_version="0.0.1")
     layout.plan.write_text(plan_to_json(plan))
     manifest = build_manifest(plan, ["ftkit"], tmp_path) | {"image_id": "sha256:1"}
     layout.manifest.write_text(json.dumps(manifest))

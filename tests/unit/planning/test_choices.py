@@ -474,7 +474,7 @@ def test_a_run_that_nothing_makes_fit_is_rejected_without_trying_every_combinati
         calls.append(arguments)
         return Fit(*arguments, **options)
 
-    monkeypatch.setattr("ftkit.planning.suggestions.fit", count)
+    monkeypatch.setattr("ftkit.planning.suggestions.Fit", count)
     spec = recipe(
         "training.micro_batch_size=55440", "training.global_batch_size=887040", "training.sequence_length=16777216",
         "model.architecture.max_position_embeddings=16777216", "training.reshard_after_forward=never",
