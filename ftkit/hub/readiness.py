@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit.config.data_sources import HubSource, Source
-from ftkit.errors import ConfigError, NotFoundError, Problem, one_line
+from ftkit.errors import NotFoundError, one_line
 from ftkit.hub.client import (
     MODEL_CACHE,
     Repository,
@@ -24,7 +24,7 @@ from ftkit.hub.client import (
     read_token,
     repository_of,
 )
-from ftkit.models.config_json import find_contradictions
+from ftkit.models.config_json import check_shape
 from ftkit.models.folder import SMALL_FILES, check_folder, missing_files, read_model_config
 from ftkit.models.weight_files import CONFIG_FILE, UNREADABLE, WEIGHTS_FILE, WEIGHTS_INDEX, check_tensors, weight_files
 from ftkit.paths import is_path
@@ -53,7 +53,7 @@ def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home
         check_folder(folder)
     if folder is not None:
         config = read_model_config(folder)
-        _check_shape(model, config)
+        check_shape(model.architecture_of_weights, config, model.weights)
         if is_path(model.weights) or not missing_files(folder):
             return check_tensors(model.architecture_of_weights, config, folder)
     wanted = repository_of(model)
@@ -63,16 +63,8 @@ def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home
     answer = ask(wanted, (CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX), environment)
     _check_complete(wanted, answer.missing)
     if answer.warning is None and (fetched := fetch_config(model, environment, default_home)):
-        _check_shape(model, fetched)
+        check_shape(model.architecture_of_weights, fetched, model.weights)
     return answer.warning
-
-
-def _check_shape(model: ModelSpec, config: JsonFile) -> None:
-    """Refuse a shape that contradicts the weights' configuration, which defines the trained model."""
-    found = find_contradictions(model.architecture_of_weights, config)
-    where, fix = f"{CONFIG_FILE} of {model.weights}", "Correct the recipe, or leave it out."
-    if found:
-        raise ConfigError([Problem(where, f"model.architecture.{key}", f"{each}.", fix) for key, each in found.items()])
 
 
 def _check_complete(wanted: Repository, missing: list[str]) -> None:

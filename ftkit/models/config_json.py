@@ -175,9 +175,7 @@ def resolve_shape(model: ModelSpec, config: Mapping[str, Any] | None) -> Archite
             fix = "Correct the path; if the folder exists only on the nodes"
         what = f"the config.json of '{model.weights}' can't be read from here."
         raise ConfigError([Problem("", "model.weights", what, f"{fix}, or give the complete model.architecture.")])
-    if found := find_contradictions(given, config):
-        where, fix = f"config.json of {model.weights}", "Correct the recipe, or leave it out."
-        raise ConfigError([Problem(where, f"model.architecture.{key}", f"{each}.", fix) for key, each in found.items()])
+    check_shape(given, config, model.weights)
     return _with_more_positions(read_shape(config, model.weights), given)
 
 
@@ -231,6 +229,13 @@ def _with_more_positions(shape: ArchitectureSpec, given: ArchitectureFields) -> 
     if wanted is not None and (scaling is None or wanted > shape.max_position_embeddings):
         positions = wanted
     return shape.model_copy(update={"max_position_embeddings": positions, "rope_scaling": scaling})
+
+
+def check_shape(shape: ArchitectureFields, config: Mapping[str, Any], weights: str) -> None:
+    """Refuse (ConfigError) a recipe's shape that contradicts the weights' configuration, which defines the model."""
+    if found := find_contradictions(shape, config):
+        where, fix = f"config.json of {weights}", "Correct the recipe, or leave it out."
+        raise ConfigError([Problem(where, f"model.architecture.{key}", f"{each}.", fix) for key, each in found.items()])
 
 
 def find_contradictions(shape: ArchitectureFields, config: Mapping[str, Any]) -> dict[str, str]:

@@ -266,9 +266,6 @@ def _experts(config: Mapping[str, Any], family: Family, experts: Experts) -> _La
     return routed + _Layer(shared)
 
 
-# --- Attention -----------------------------------------------------------------------------------
-
-
 def count_attention(config: Mapping[str, Any]) -> tuple[AttentionLayers, ...]:
     """Count the layers with each kind of attention in a configuration with defaults; KeyError: without heads."""
     kinds = Counter(_layer_type(config, index) for index in range(config["num_hidden_layers"]))

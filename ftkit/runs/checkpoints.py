@@ -114,9 +114,6 @@ def list_checkpoints(layout: RunLayout) -> list[tuple[int, Path]]:
         return []
 
 
-# --- The best one --------------------------------------------------------------------------------
-
-
 def read_selection(layout: RunLayout) -> BestEvaluation | None:
     """Return the best evaluation by `evaluation.best`, from the newest checkpoint; None if its checkpoint is gone."""
     found = layout.list_checkpoints()

@@ -191,9 +191,6 @@ def _flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{key}", value
 
 
-# --- Comparisons ---------------------------------------------------------------------------------
-
-
 def find_differences(runs: Sequence[ComparedRun]) -> list[Difference]:
     """Return the inputs that differ between runs, in the order of sections."""
     found = []

@@ -136,9 +136,6 @@ def append_record(path: Path, record: Record, *, begins_line: bool = False) -> N
         file.write("\n" * begins_line + to_line(record) + "\n")
 
 
-# --- Lines ---------------------------------------------------------------------------------------
-
-
 def _lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file with their line breaks, without those longer than `MAX_LINE_BYTES`."""
     try:

@@ -246,9 +246,6 @@ def _etag(path: Path, progress: Progress) -> str:
     return f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
 
 
-# --- Drivers -------------------------------------------------------------------------------------
-
-
 def _callback(progress: Progress) -> object:
     return import_module("fsspec.callbacks").Callback(hooks={"progress": progress})
 
