@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.files import read_json_if_valid
 from ftkit.models.architecture import ArchitectureFields, ModelPlan, ModelSpec, TokenizerSpec, TrainedWeights
-from ftkit.models.folder import ADAPTER_CONFIG, ADAPTER_FILE, EXPORT_RECORD, check_adapters
+from ftkit.models.folder import ADAPTER_CONFIG, ADAPTER_FILE, EXPORT_RECORD, check_adapters, read_adapter_config
 from ftkit.models.parameters import count_model
 from ftkit.models.weight_files import readable_tensors
 from ftkit.planning.layout import RunLayout, Workspace
@@ -141,7 +141,7 @@ def continue_adapters(model: ModelSpec) -> Continued:
     `NotFoundError` if it can't be read.
     """
     folder = Path(model.weights)
-    stored, where = _read_adapter_config(folder), str(folder / ADAPTER_CONFIG)
+    stored, where = read_adapter_config(folder), str(folder / ADAPTER_CONFIG)
     problems = [Problem(where, key, what, fix) for key, what, fix in _unsupported_options(stored)]
     base = stored.get("base_model_name_or_path")
     if not isinstance(base, str) or not base or base == "random":
@@ -155,17 +155,6 @@ def continue_adapters(model: ModelSpec) -> Continued:
     fields = {"weights": base, "revision": model.revision or stored.get("revision"), "tokenizer": tokenizer}
     given = {"architecture": model.architecture, "added_tokens": model.added_tokens}
     return Continued(ModelSpec.model_validate(fields | given), str(folder))
-
-
-def _read_adapter_config(folder: Path) -> dict[str, Any]:
-    stored = read_json_if_valid(folder / ADAPTER_CONFIG, dict[str, Any])
-    if stored is None:
-        raise NotFoundError(
-            f"can't read {folder / ADAPTER_CONFIG}",
-            meaning="a copy was interrupted, or the file was edited manually",
-            fix="copy the adapters again, or continue from another run",
-        )
-    return stored
 
 
 def _unsupported_options(stored: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -200,7 +189,7 @@ def check_adapter(recipe: RecipePlan) -> list[str]:
         return []
     folder = Path(recipe.model.adapter)
     if folder.is_dir():
-        there = _read_adapter_config(folder)
+        there = read_adapter_config(folder)
         check_adapters(folder)
     else:  # a checkpoint, which is exported when the data is prepared
         trained = read_plan(RunLayout(folder.parents[1])).recipe.training.adapters

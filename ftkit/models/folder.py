@@ -176,6 +176,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return stored
 
 
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Return the configuration of a folder of peft's adapters; raise NotFoundError if it can't be read."""
+    return _read_json(folder / ADAPTER_CONFIG)
+
+
 def read_generation_config(folder: Path) -> dict[str, Any]:
     """Return the generation settings of a model, empty if it has none; raise NotFoundError if they can't be read."""
     path = folder / GENERATION_FILE
