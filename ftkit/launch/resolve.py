@@ -19,7 +19,6 @@ from ftkit.config.recipe import RecipePlan, RecipeSpec
 from ftkit.config.request import LoadedSettings, Origins, RunRequest, load_settings
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem, plural
 from ftkit.files import read_json_if_valid
-from ftkit.health.site import list_partitions
 from ftkit.launch.inputs import data_stamp
 from ftkit.launch.model import resolve_model
 from ftkit.planning.choices import least_memory
@@ -89,6 +88,8 @@ def _check_cluster_is_chosen(loaded: LoadedSettings, ctx: Context) -> None:
     """Refuse to train on a cluster's login node by accident: it has Slurm, even if the controller does not respond."""
     if loaded.has_cluster:
         return
+    from ftkit.health.site import list_partitions  # noqa: PLC0415 - few commands ask Slurm
+
     partitions = list_partitions(ctx.environment)
     if partitions == ():
         return
