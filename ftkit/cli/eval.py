@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 import click
 
@@ -18,6 +17,8 @@ from ftkit.cli.inference import engine_option, find_model, load_here, load_into_
 from ftkit.cli.submit import say_overridden
 from ftkit.cli.terminal.console import Cell, Facts, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
+from ftkit.evaluate.source import MeasureSettings
+from ftkit.files import to_json
 from ftkit.launch.side_jobs import plan_evaluation, submit
 from ftkit.planning.plan import read_plan
 
@@ -29,16 +30,6 @@ if TYPE_CHECKING:
 
 _MAX_SHOWN = 300
 """Maximum characters of a prompt or a completion in an example."""
-
-
-class _Settings(TypedDict):
-    """`ftkit.evaluate.scoring.MeasureSettings`, which needs torch."""
-
-    metrics: tuple[str, ...]
-    limit: int
-    max_new_tokens: int
-    batch_size: int
-    file: str | None
 
 
 @forwarded_command(
@@ -99,7 +90,7 @@ def eval_command(  # noqa: PLR0913 - one for each option
     {MODEL}
     """
     names = tuple(name for name in metrics.split(",") if name)
-    settings = _Settings(
+    settings = MeasureSettings(
         metrics=names, limit=limit, max_new_tokens=max_new_tokens, batch_size=batch_size,
         file=str(file.resolve()) if file else None,
     )  # fmt: skip
@@ -125,7 +116,7 @@ def eval_command(  # noqa: PLR0913 - one for each option
         _run_harness(target, tasks, harness_tasks, settings, terminal, as_json=as_json)
         return
     from ftkit.data.completion_metrics import choose_metrics
-    from ftkit.evaluate.scoring import MeasureSettings, is_a_rank, joined_ranks, measure_target, run_ranks
+    from ftkit.evaluate.scoring import is_a_rank, joined_ranks, measure_target, run_ranks
 
     if names:  # report an unknown metric before a model is loaded
         choose_metrics(names, [], target.plan.recipe.data.task if target.plan else None)
@@ -135,7 +126,7 @@ def eval_command(  # noqa: PLR0913 - one for each option
     engine = "transformers" if num_gpus > 1 else _engine_of(target, engine)
     with joined_ranks() as ranks:
         found = measure_target(
-            target, MeasureSettings(**settings), lambda source: load_into_engine(source, engine, terminal),
+            target, settings, lambda source: load_into_engine(source, engine, terminal),
             terminal.say, ranks,
         )  # fmt: skip
     if ranks.is_first:
@@ -173,11 +164,17 @@ def _engine_of(target: Target, engine: EngineName) -> EngineName:
 
 
 def _run_harness(
-    target: Target, tasks: list[str], folder: Path | None, settings: _Settings, terminal: Terminal, *, as_json: bool
+    target: Target,
+    tasks: list[str],
+    folder: Path | None,
+    settings: MeasureSettings,
+    terminal: Terminal,
+    *,
+    as_json: bool,
 ) -> None:
     from ftkit.evaluate.results import Harness, compare_harness
 
-    harness, limits = Harness(tasks, folder), (settings["limit"], settings["batch_size"])
+    harness, limits = Harness(tasks, folder), (settings.limit, settings.batch_size)
     after, before = harness.evaluate(load_here(target.source, terminal), *limits), None
     if target.before and target.before != target.source:
         before = harness.evaluate(load_here(target.before, terminal), *limits)
@@ -188,10 +185,10 @@ def _run_harness(
         _show(results, terminal)
 
 
-def _submit(reference: str, settings: _Settings, num_gpus: int, time_limit: str | None, *, dry_run: bool) -> None:
+def _submit(reference: str, settings: MeasureSettings, num_gpus: int, time_limit: str | None, *, dry_run: bool) -> None:
     terminal, folder, project = Terminal(), arguments.get_run(reference), current_context().project
-    file = Path(settings["file"]) if settings["file"] else None
-    job = plan_evaluation(read_plan(folder.layout), json.dumps(settings), num_gpus, time_limit, file, project)
+    file = Path(settings.file) if settings.file else None
+    job = plan_evaluation(read_plan(folder.layout), to_json(settings), num_gpus, time_limit, file, project)
     say_overridden(terminal, project)
     if dry_run:
         terminal.data(job.script)

@@ -25,8 +25,7 @@ from ftkit.config.yaml_files import read_yaml
 from ftkit.errors import ConfigError, NoAnswerError, PrerequisiteError, Problem, UnfitMachineError, plural
 from ftkit.health.findings import Finding, Status, failures
 from ftkit.health.login_node import LoginNode, check_login_node
-from ftkit.health.site import Site, detect_site
-from ftkit.health.site_profile import ProposedCluster, propose_cluster
+from ftkit.health.site import ProposedCluster, Site, detect_site, propose_cluster
 from ftkit.launch.render import NodeChecks
 from ftkit.launch.resolve import Place, RunArgs, load_place
 from ftkit.launch.side_jobs import NodeResult, check_nodes, checks_folder, idle_nodes

@@ -52,7 +52,9 @@ def export_run(
     if request.merges and plan.recipe.training.adapters is None:
         report("this run trained all weights: there is nothing to merge")
         request = replace(request, merges=False)
-    step, checkpoint = choose_checkpoint(layout, request.step)
+    checkpoints = dict(layout.list_checkpoints())
+    step = choose_step(layout, request.step, checkpoints)
+    checkpoint = checkpoints[step]
     words = [f"step-{step:06d}", "merged" if request.merges else "", request.precision or ""]
     folder = request.folder or layout.exports / "-".join(filter(None, words))
     _check_replaceable(folder)
@@ -89,13 +91,6 @@ def export_run(
             report("loading the export in another process to compare it with the trained model")
             verify(temporary)
     return folder
-
-
-def choose_checkpoint(layout: RunLayout, typed: str) -> tuple[int, Path]:
-    """Return step and folder of the requested checkpoint. Arguments and errors as in `choose_step`."""
-    folders = dict(layout.list_checkpoints())
-    step = choose_step(layout, typed, folders)
-    return step, folders[step]
 
 
 def _check_replaceable(folder: Path) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from ftkit.errors import FtkitError, one_line
 from ftkit.evaluate.loaded_model import LoadedModel, available_devices, load_model
 from ftkit.evaluate.results import to_record
-from ftkit.evaluate.scoring import MeasureSettings, Ranks, evaluation_set, joined_ranks, measure
-from ftkit.evaluate.source import TrainedStep
+from ftkit.evaluate.scoring import Ranks, evaluation_set, joined_ranks, measure
+from ftkit.evaluate.source import MeasureSettings, TrainedStep
 from ftkit.files import parse_json
 from ftkit.planning.plan import RunPlan, read_plan
 from ftkit.runs.history import read_summary

@@ -53,6 +53,20 @@ def read_inputs(given: str) -> list[Row]:
     return [Row({"prompt": given}, "--input")]
 
 
+@dataclass(frozen=True)
+class Reply:
+    """A completion as text; `is_ended` tells whether it has its end token."""
+
+    text: str
+    is_ended: bool
+
+    @classmethod
+    def of(cls, model: GeneratingModel, completion: Sequence[int], *, is_raw: bool = False) -> Reply:
+        """Return a completion without its end token; `is_raw` keeps other special tokens."""
+        text = model.generation.text_of(model.tokenizer, completion, is_raw=is_raw)
+        return cls(text, bool(completion) and completion[-1] in model.generation.end_tokens)
+
+
 def generate_rows(
     model: GeneratingModel,
     rows: Sequence[Row],
@@ -75,15 +89,12 @@ def generate_rows(
     config = decoding.config(model)
     for first in range(0, len(rows), batch_size):
         completions = model.complete(prompts[first : first + batch_size], config)
+        replies = [Reply.of(model, completion) for completion in completions]
         yield [
-            row.columns
-            | {
-                "completion": model.text_of(completion),
-                "finish_reason": "stop" if model.is_ended(completion) else "length",
-                "model": model.label,
-            }
-            for row, completion in zip(rows[first : first + batch_size], completions, strict=True)
-        ]
+            {**row.columns, "completion": reply.text, "finish_reason": "stop" if reply.is_ended else "length",
+             "model": model.label}
+            for row, reply in zip(rows[first : first + batch_size], replies, strict=True)
+        ]  # fmt: skip
 
 
 def count_done(output: Path, rows: Sequence[Row], label: str) -> int:
@@ -115,14 +126,6 @@ def count_done(output: Path, rows: Sequence[Row], label: str) -> int:
 # --- Chat ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Reply:
-    """An assistant turn; `is_ended` tells whether it has its end token."""
-
-    text: str
-    is_ended: bool
-
-
 @dataclass
 class ChatSession:
     """A model and the turns so far."""
@@ -146,7 +149,7 @@ class ChatSession:
         prompt = encode_text(self.model.tokenizer, renderer.render(conversation, open_turn=True))
         streamer = None if on_text is None else _Streamer(self.model, on_text, is_raw=bool(self.tools))
         (completion,) = self.model.complete([prompt], self.decoding.config(self.model), streamer=streamer)
-        reply = Reply(self.model.text_of(completion, is_raw=bool(self.tools)), self.model.is_ended(completion))
+        reply = Reply.of(self.model, completion, is_raw=bool(self.tools))
         self.messages = [*turns, Message("assistant", reply.text)]
         return reply
 

@@ -75,13 +75,6 @@ class GeneratingModel(ABC):
     def losses(self, documents: Sequence[Document]) -> list[list[float]]:
         """Return each document's summed loss, its number of labels, and how many labels are the most probable token."""
 
-    def text_of(self, completion: Sequence[int], *, is_raw: bool = False) -> str:
-        """Return a completion as text, without its end token; `is_raw` keeps other special tokens."""
-        return self.generation.text_of(self.tokenizer, completion, is_raw=is_raw)
-
-    def is_ended(self, completion: Sequence[int]) -> bool:
-        return bool(completion) and completion[-1] in self.generation.end_tokens
-
     def close(self) -> None:  # noqa: B027 - a model in this process has nothing to end
         """End other processes of the model, and free their memory."""
 

@@ -26,7 +26,7 @@ from ftkit.process import num_usable_cpus
 if TYPE_CHECKING:
     from ftkit.data.packing import Document
     from ftkit.evaluate.loaded_model import GeneratingModel
-    from ftkit.evaluate.source import ModelSource, Target
+    from ftkit.evaluate.source import MeasureSettings, ModelSource, Target
     from ftkit.planning.plan import RunPlan
 
 ItemT = TypeVar("ItemT")
@@ -110,17 +110,6 @@ class Measured:
     loss: NDArray[np.float64]
     completions: list[Completion]  # of each case
     scores: dict[str, list[float | None]]  # of each case, by metric; None if a metric does not apply
-
-
-@dataclass(frozen=True)
-class MeasureSettings:
-    """Settings of an evaluation on at most `limit` rows."""
-
-    metrics: tuple[str, ...] = ()  # of completions; selected by the data if empty
-    limit: int = 200
-    max_new_tokens: int = 128
-    batch_size: int = 16  # completions per batch
-    file: str | None = None  # the validation split if None
 
 
 @dataclass(frozen=True)

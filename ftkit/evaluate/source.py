@@ -68,6 +68,17 @@ class Target:
         return self.plan.recipe.data if self.plan else None
 
 
+@dataclass(frozen=True)
+class MeasureSettings:
+    """Settings of an evaluation on at most `limit` rows."""
+
+    metrics: tuple[str, ...] = ()  # of completions; selected by the data if empty
+    limit: int = 200
+    max_new_tokens: int = 128
+    batch_size: int = 16  # completions per batch
+    file: str | None = None  # the validation split if None
+
+
 def find_target(reference: str, workspace: Workspace) -> Target:
     """Resolve `RUN`, `RUN@STEP`, `RUN@best`, a folder or a hub id to a model.
 

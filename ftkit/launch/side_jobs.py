@@ -180,7 +180,7 @@ def plan_evaluation(
 ) -> SideJob:
     """Render the script of the job that evaluates a run's checkpoints.
 
-    `settings` are those of the evaluation, as JSON (`ftkit.evaluate.scoring.MeasureSettings`). It evaluates on the rows
+    `settings` are those of the evaluation, as JSON (`ftkit.evaluate.source.MeasureSettings`). It evaluates on the rows
     of `file`; on the validation split if null.
     """
     _check_on_slurm(plan, "--as-job", "omit --as-job to evaluate the checkpoint here")

@@ -24,7 +24,7 @@ from waiting import PATIENCE_SECONDS, wait_until
 from ftkit.config.image import ImageSpec
 from ftkit.config.problems import validate
 from ftkit.config.yaml_files import read_yaml
-from ftkit.images.lock import inputs_digest
+from ftkit.images.build_context import inputs_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from ftkit.cli.main import cli
 from ftkit.errors import NotFoundError, PrerequisiteError, TrainingError
-from ftkit.evaluate.checkpoint_export import ExportRequest, choose_checkpoint, export_run
+from ftkit.evaluate.checkpoint_export import ExportRequest, export_run
 from ftkit.evaluate.verify_export import read_record, require_passed, verify_export
 from ftkit.files import write_json
 from ftkit.models.folder import EXPORT_RECORD
@@ -228,7 +228,7 @@ def test_the_command_exports_a_zero3_checkpoint_and_removes_a_failed_export(
         export_run(run.layout, failing, refuse, quiet)
     assert [path.name for path in tmp_path.iterdir()] == ["of-zero3"]
     with pytest.raises(NotFoundError, match="its steps: 3;"):
-        choose_checkpoint(run.layout, "2")
+        export_run(run.layout, ExportRequest("2", False, None, None), None, lambda _: None)
 
     killed = subprocess.CompletedProcess((), -signal.SIGKILL, "", "")
     monkeypatch.setattr("ftkit.process.run_stoppable", lambda *_, **__: killed)

@@ -20,8 +20,8 @@ from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.evaluate.loaded_model import load_model
-from ftkit.evaluate.scoring import MeasureSettings, measure_target
-from ftkit.evaluate.source import ModelFolder, Target, TrainedStep
+from ftkit.evaluate.scoring import measure_target
+from ftkit.evaluate.source import MeasureSettings, ModelFolder, Target, TrainedStep
 from ftkit.evaluate.verify_export import read_record
 from ftkit.evaluate.vllm import load_with_vllm
 from ftkit.launch.side_jobs import serve_command

@@ -50,6 +50,7 @@ class Registry:
     ) -> None:
         self._reference = reference
         self._report = report
+        self.stage = f"downloading {reference}"  # for progress reports
         self._waits = waits
         self._connection = Connection(reference, credentials)
 
@@ -61,10 +62,6 @@ class Registry:
 
     def close(self) -> None:
         self._connection.session.close()
-
-    @property
-    def stage(self) -> str:
-        return f"downloading {self._reference}"
 
     def resolve(self) -> Digest:
         """Return the digest of the reference: that of the index, if the image has several architectures."""

@@ -16,11 +16,11 @@ from ftkit.health.site import (
     parse_gres,
     parse_mounts,
     parse_partitions,
+    propose_cluster,
 )
-from ftkit.health.site_profile import propose_cluster
 
 if TYPE_CHECKING:
-    from ftkit.health.site_profile import ProposedCluster
+    from ftkit.health.site import ProposedCluster
 
 SHIPPED = Context(Path("/nowhere/project"), Path("/nowhere/user"), {})
 PROFILES = [load_cluster(name, SHIPPED) for name in list_names("cluster", SHIPPED)]

@@ -20,9 +20,8 @@ from ftkit.config.image import BaseImageSpec
 from ftkit.config.load import ImageDefinition, find_image
 from ftkit.errors import ImageError
 from ftkit.images import inside
-from ftkit.images.build_context import assemble, definition_file
+from ftkit.images.build_context import assemble, definition_file, inputs_digest, read_lock
 from ftkit.images.inside import make_sbom, parse_pins
-from ftkit.images.lock import inputs_digest, read_lock
 from ftkit.wheel import make_wheel
 
 CHECKOUT = Path(__file__).parents[3]

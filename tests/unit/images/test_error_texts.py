@@ -12,9 +12,9 @@ from ftkit.config.context import Context
 from ftkit.config.image_reference import parse_importable, parse_reference
 from ftkit.config.load import find_image, load_cluster
 from ftkit.images.build import follow_build
+from ftkit.images.build_context import read_lock
 from ftkit.images.events import ignore_progress
 from ftkit.images.import_image import ImportRequest, select_source
-from ftkit.images.lock import read_lock
 from ftkit.images.oci.credentials import Credentials, access_denied, explain_tls, from_user
 from ftkit.images.oci.documents import Configuration, parse_json, read_document
 from ftkit.images.squashfs import check_squashfs

@@ -12,8 +12,8 @@ from ftkit import process
 from ftkit.config.context import Context
 from ftkit.config.load import find_image
 from ftkit.errors import ImageError
+from ftkit.images.build_context import read_lock, write_lock
 from ftkit.images.inside import parse_pins
-from ftkit.images.lock import read_lock, write_lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
