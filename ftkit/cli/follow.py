@@ -10,7 +10,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.text import Text
 
+from ftkit.cli.terminal.curves import Points, Scale, draw_curve
 from ftkit.cli.terminal.format import count, duration
 from ftkit.cli.terminal.record_lines import record_line
 from ftkit.cli.terminal.run_view import show_end
@@ -23,6 +25,8 @@ from ftkit.runs.metrics_file import RecordTail
 from ftkit.runs.records import EndRecord, MemoryRecord, Record, ScriptStepRecord, StageRecord, StartRecord, StepRecord
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from ftkit.cli.terminal.console import Terminal
     from ftkit.planning.layout import RunLayout
 
@@ -30,6 +34,9 @@ _READ_SECONDS = 0.3
 _LOST_SECONDS = 60
 _REDRAWS_PER_SECOND = 4
 _SECONDS_BETWEEN_STEPS = 30
+_CURVE_WIDTH, _CURVE_HEIGHT = 100, 6
+_ROOM_FOR_CURVE = 16
+"""Lines of a terminal from which the curve is drawn while the run is followed."""
 
 
 def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None) -> None:
@@ -132,12 +139,29 @@ class PlainView:
     def close(self) -> None: ...
 
 
+class _CurveAndBar(Progress):
+    """A progress bar under the loss curve."""
+
+    points: Points = ()
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """Yield the curve, if the terminal has room for it, and the bar."""
+        if self.points and self.console.height >= _ROOM_FOR_CURVE:
+            yield Text(self.draw(), no_wrap=True)
+        yield self.make_tasks_table(self.tasks)
+
+    def draw(self) -> str:
+        """Return the curve in lines; empty with losses of fewer than two steps."""
+        scale = Scale.of([self.points])
+        return draw_curve(self.points, scale, min(self.console.width - 1, _CURVE_WIDTH), _CURVE_HEIGHT) if scale else ""
+
+
 class LiveView(PlainView):
-    """A progress bar for the steps; a line above it for every other record."""
+    """A loss curve and a progress bar for the steps; a line above them for every other record."""
 
     def __init__(self, terminal: Terminal) -> None:
         super().__init__(terminal)
-        self._progress = Progress(
+        self._progress = _CurveAndBar(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
@@ -188,6 +212,8 @@ class LiveView(PlainView):
 
     def _show_step(self, record: StepRecord) -> None:
         """Move the bar; the time left is unknown from the first record of a start, which includes compiling."""
+        before = [point for point in self._progress.points if point[0] < record.step]  # a restart repeats steps
+        self._progress.points = [*before, (record.step, record.loss)]
         seconds = (record.num_steps - record.step) * record.step_seconds
         left = "" if self._is_first_step else f" {duration(seconds)} left"
         speed = f"{count(record.tokens_per_second)} tok/s"
@@ -202,4 +228,8 @@ class LiveView(PlainView):
         self._progress.update(self._task, description=description, completed=0, numbers="")
 
     def close(self) -> None:
+        """Leave the curve on the screen, without the bar."""
         self._progress.stop()
+        if curve := self._progress.draw():
+            self.note(curve)
+            self._progress.points = ()
