@@ -39,8 +39,8 @@ class Styled:
 
 
 Cell = str | Styled
-Facts = list[tuple[str, Cell]]
-"""Names with their values."""
+Facts = list[tuple[str, Cell | Sequence[Styled]]]
+"""Names with their values, which may have parts in several styles."""
 
 
 class Terminal:
@@ -95,7 +95,7 @@ class Terminal:
         _print(console, Segments(_table_segments(titles, rows, console.width)))
 
     def facts(self, rows: Sequence[tuple[str, Cell | Sequence[Styled]]], *, is_data: bool) -> None:
-        """Write names with their values, which may have parts in several styles: to stdout if they are data."""
+        """Write names with their values: to stdout if they are data."""
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_column(style="bold", no_wrap=True)
         grid.add_column(overflow="fold")

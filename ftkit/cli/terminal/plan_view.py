@@ -12,11 +12,12 @@ from ftkit.config.data_sources import GeneratedSource
 from ftkit.errors import plural
 from ftkit.launch.inputs import describe_detected
 from ftkit.models.parameters import count_model
+from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
     from ftkit.launch.preflight import Findings
     from ftkit.models.architecture import ModelPlan
-    from ftkit.planning.fit import HostMemoryPlan, MemoryPlan, Moment
+    from ftkit.planning.fit import HostMemoryPlan, Moment
     from ftkit.planning.plan import JobPlan, RunPlan, ScriptPlan
 
 
@@ -30,7 +31,7 @@ def plan_facts(plan: RunPlan) -> Facts:
         ("batch", _batch(plan)),
         ("execution", _execution(plan)),
         ("steps", _steps(plan)),
-        ("memory", _memory(plan.memory)),
+        *_memory(plan),
         *([("host memory", _host_memory(plan, plan.host_memory))] if plan.host_memory else []),
         ("speed", _speed(plan)),
         *_place(plan),
@@ -178,20 +179,37 @@ def _steps(plan: RunPlan) -> str:
     return f"{plan.num_steps:,} ({f'{epochs}, ' if epochs else ''}{tokens})"
 
 
-def _memory(memory: MemoryPlan) -> str:
-    return f"peak about {gib(memory.total)} per process, {_MOMENTS[memory.moment]}{_parts(memory)}"
-
-
-def _parts(memory: MemoryPlan | HostMemoryPlan) -> str:
-    return ": " + " + ".join(f"{name} {gib(amount)}" for name, amount in memory.parts.items() if amount)
+def _memory(plan: RunPlan) -> Facts:
+    """Return the predicted peak with a bar of its parts, each drawn as its letter; `|` is the GPU's limit, if known."""
+    memory, have = plan.memory, GPUS[plan.cluster.gpu].usable_gib if plan.cluster.gpu else 0.0
+    most, limit = max(memory.total, have), f"; the GPU has {gib(have)} for tensors" if have else ""
+    cells, legend, end = list[Styled](), list[Styled](), 0.0
+    for (name, letter, color), amount in zip(_PARTS, memory.parts.values(), strict=True):
+        end += amount
+        style = f"black on {color}"
+        cells += [Styled(letter, style)] * (round(_BAR * end / most) - len(cells))
+        if amount:
+            legend += [Styled(letter, style), Styled(f" {name} {gib(amount)}  ", "")]
+    cells += [Styled("·", "dim")] * (_BAR - len(cells))
+    if have:
+        cells.insert(round(_BAR * have / most), Styled("|", "bold"))
+    text = f"peak about {gib(memory.total)} per process, {_MOMENTS[memory.moment]}{limit}"
+    return [("memory", text), ("", cells), ("", legend)]
 
 
 def _host_memory(plan: RunPlan, memory: HostMemoryPlan) -> str:
     is_compared = plan.cluster.scheduler == "local" or plan.cluster.memory_per_node_gib is not None
     unknown = "" if is_compared else "; the profile sets no memory_per_node_gib to compare it with"
-    return f"about {gib(memory.total)} per node{_parts(memory)}{unknown}"
+    parts = " + ".join(f"{name} {gib(amount)}" for name, amount in memory.parts.items() if amount)
+    return f"about {gib(memory.total)} per node: {parts}{unknown}"
 
 
+_BAR = 60
+_PARTS = (
+    ("parameters", "P", "blue"), ("gradients", "G", "magenta"), ("optimizer", "O", "yellow"),
+    ("activations", "A", "green"), ("logits", "L", "cyan"), ("communication", "C", "red"), ("libraries", "R", "white"),
+)  # fmt: skip
+"""Names of the parts of `MemoryPlan`, with the letter and the color of each in the bar."""
 _MOMENTS: dict[Moment, str] = {
     "loading": "while loading the weights",
     "loss": "while computing the loss",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ftkit.cli.terminal.console import Styled
 from ftkit.cli.terminal.plan_view import plan_facts
 from ftkit.config.context import Context
 from ftkit.config.image_reference import ImageFile
@@ -38,3 +39,22 @@ def test_the_method_is_printed_with_the_precision_of_trained_and_frozen_weights(
     recipe = load_recipe("olmo3-7b-full", NOWHERE, overrides)
     made = plan_run(recipe, load_cluster("a3-ultragpu-8g", NOWHERE), None, request)
     assert str(dict(plan_facts(made))["method"]).startswith(expected)
+
+
+@pytest.mark.parametrize(("nodes", "fits"), [(2, False), (4, True)])
+def test_the_memory_bar_shows_each_part_by_its_letter_and_the_limit_without_colors(nodes: int, fits: bool) -> None:
+    request = RunRequest(None, nodes, None, None, False, Path("/shared/me"), "/venv/bin/python",
+                         datetime(2026, 1, 2, tzinfo=UTC), "ab12")  # fmt: skip
+    request = replace(request, image=ImageFile(Path("/images/llama3.sqsh")))
+    recipe = load_recipe("llama3.3-70b-full", NOWHERE, ("training.optimizer=adamw",))
+    made = plan_run(recipe, load_cluster("a3-megagpu-8g", NOWHERE), None, request)
+    facts = plan_facts(made)
+    at = [name for name, _ in facts].index("memory")
+    bar, legend = ("".join(each.text for each in facts[at + line][1] if isinstance(each, Styled)) for line in (1, 2))
+    most = max(made.memory.total, 0.95 * 79.6)
+    for name, amount in made.memory.parts.items():
+        if amount:
+            letter = legend[legend.index(f" {name} ") - 1]
+            assert abs(bar.count(letter) - 60 * amount / most) <= 1
+    assert (bar.rstrip("·|")[-1].isalpha(), bar.endswith("|")) == (True, fits)
+    assert len(bar) == 61
