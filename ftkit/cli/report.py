@@ -17,7 +17,7 @@ from ftkit.cli.forwarded import forwarded_command
 from ftkit.cli.page.charts import require_matplotlib
 from ftkit.cli.page.run_report import read_report
 from ftkit.cli.page.write import comparison_page, run_page, save_page
-from ftkit.cli.terminal.comparison_view import comparison_as_json, show_comparison
+from ftkit.cli.terminal.comparison_view import comparison_as_json, show_comparison, show_curves
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.errors import PrerequisiteError, one_line
@@ -61,6 +61,8 @@ def report_command(references: tuple[str, ...], *, output: Path | None, live: bo
             terminal.warn(f"{folder.id}: {problem}")
     path = output or (folders[0].layout.report if len(folders) == 1 else Path("comparison.html"))
     save_page(_render(folders), path)
+    if len(folders) > 1:
+        show_curves([read_run(folder.layout) for folder in folders], terminal, is_data=False)
     terminal.data(f"{short_path(path.absolute())}\n")
 
 

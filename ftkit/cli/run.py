@@ -229,8 +229,10 @@ def _cells(plan: RunPlan) -> list[Cell]:
 def _submit_sweep(ready: Sequence[NewJob[RunPlan]], terminal: Terminal) -> None:
     """Submit the runs of a sweep, and follow those on this machine, one after another."""
     from ftkit.cli.follow import follow
+    from ftkit.cli.terminal.comparison_view import show_curves
     from ftkit.cli.terminal.console import Styled
     from ftkit.launch.submission import submit
+    from ftkit.runs.compare import read_run
 
     submitted: list[SubmittedRun] = []
     for each in ready:
@@ -250,6 +252,7 @@ def _submit_sweep(ready: Sequence[NewJob[RunPlan]], terminal: Terminal) -> None:
         terminal.say(Styled(f"submitted {run.id} as {run.job_id}", "bold"))
         if run.submission.scheduler == "local":
             follow(run, terminal)
+    show_curves([read_run(run.layout) for run in submitted], terminal, is_data=False)
     name = ready[0].plan.sweep.id if ready[0].plan.sweep else ""
     terminal.say(
         f"\n{plural(len(ready), 'run')}. To see and compare them:\n  ftkit runs {name}\n  ftkit compare {name}"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from ftkit.cli.terminal.console import Styled, Terminal
+from ftkit.cli.terminal.curves import Scale, draw_curve
 from ftkit.cli.terminal.format import count, duration, energy, gib
 from ftkit.errors import plural
 from ftkit.runs.compare import ComparedRun, align_losses, compare_curves, find_differences, have_same_documents
@@ -33,6 +34,7 @@ _RESULTS: dict[str, tuple[str, Callable[[float], str]]] = {
     "restarts": ("num_restarts", str),
 }
 """Rows of the result table: field of `RunResults`, and its format."""
+_CURVE_WIDTH, _CURVE_HEIGHT = 76, 3
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,12 @@ class Comparison:
     remarks: list[str]
 
 
+def run_letters(num_runs: int) -> list[str]:
+    return [chr(ord("A") + index) if index < 26 else str(index) for index in range(num_runs)]  # noqa: PLR2004
+
+
 def compare_runs(runs: Sequence[ComparedRun]) -> Comparison:
-    names = [chr(ord("A") + index) if index < 26 else str(index) for index in range(len(runs))]  # noqa: PLR2004
+    names = run_letters(len(runs))
     results = []
     for title, (field, form) in _RESULTS.items():
         values = [getattr(run.results, field) for run in runs]
@@ -127,9 +133,19 @@ def show_comparison(runs: Sequence[ComparedRun], terminal: Terminal) -> None:
         terminal.table(titles, rows)
         if aligned.num_common > len(rows):
             terminal.text(f"{len(rows)} of {aligned.num_common} such records")
+    show_curves(runs, terminal, is_data=True)
     terminal.text()
     for line in found.remarks:
         terminal.text(line)
+
+
+def show_curves(runs: Sequence[ComparedRun], terminal: Terminal, *, is_data: bool) -> None:
+    """Draw the loss of each run by tokens, all on the same axes."""
+    curves = [[(point.tokens, point.loss) for point in run.curve] for run in runs]
+    if scale := Scale.of(curves):
+        terminal.text(f"\nloss, {count(scale.first)} to {count(scale.last)} tokens", is_data=is_data)
+        drawn = [draw_curve(curve, scale, _CURVE_WIDTH, _CURVE_HEIGHT) for curve in curves]
+        terminal.facts(list(zip(run_letters(len(runs)), drawn, strict=True)), is_data=is_data)
 
 
 def comparison_as_json(runs: Sequence[ComparedRun]) -> dict[str, object]:

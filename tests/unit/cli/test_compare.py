@@ -48,6 +48,22 @@ def test_equal_runs_are_reported_as_equal(ftkit: Callable[..., Result], make_run
     assert max(map(len, result.out.splitlines())) <= 80
 
 
+def test_the_curves_of_compared_runs_are_drawn_on_the_same_axes(
+    ftkit: Callable[..., Result], make_run: RunMaker, records: Any
+) -> None:
+    for name, scale in (("fast", 1.0), ("slow", 5.0)):
+        records.write(make_run(name), *(records.step(n, scale / n) for n in range(1, 9)))
+    lines = ftkit("compare", "fast", "slow").out.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("loss, "))
+    curves = [line for line in lines[at + 1 :] if line]
+    assert [line.split()[:2] for line in curves[:6:3]] == [["A", "5"], ["B", "5"]]  # both reach from 0.125 to 5
+    assert "0.125" in curves[2]
+    assert max(map(len, curves[:6])) <= 80
+    report = ftkit("report", "fast", "slow")
+    assert "\n".join(curves[:6]) in report.err
+    assert report.out == "comparison.html\n"
+
+
 def test_a_comparison_of_runs_on_different_documents_says_so(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
     for name, kept in (("long", 500), ("other", 500), ("short", 170)):
         layout = make_run(name).layout
