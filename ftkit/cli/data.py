@@ -15,13 +15,15 @@ from ftkit.cli import arguments
 from ftkit.cli.commands import command, current_context
 from ftkit.cli.inference import require_packages
 from ftkit.cli.terminal.console import Facts, Styled, Terminal
-from ftkit.cli.terminal.format import count, duration
+from ftkit.cli.terminal.format import count, duration, short_path
 from ftkit.errors import DataError, plural
 from ftkit.launch.inputs import prepare_here
 from ftkit.launch.resolve import RunArgs, read_settings, resolve, resolve_recipe
 from ftkit.planning.plan import read_plan_to_use
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from ftkit.cli.arguments import RunOptions
     from ftkit.data.inspection import DataInspector, DataStats, Sample
 
@@ -47,53 +49,81 @@ def _open_data(terminal: Terminal, args: RunArgs) -> DataInspector:
     "ftkit data show demo -n 10 data.train_on=last",
     "ftkit data show demo --json",
     "ftkit data show --packs 3,17 last",
+    "ftkit data show demo --html samples.html",
 )
 @arguments.run_options
 @arguments.number_option("-n", "--rows", "num_rows", default=3, about="Number of rows (default 3).")
 @click.option("--packs", metavar="IDS", help="Print these packs (3,17) of a run; give RUN instead of RECIPE.")
+@arguments.file_option("--html", exists=False, about="Write a page of the samples, with the ids of the tokens.")
 @arguments.json_option
 def show_command(
-    words: tuple[str, ...], *, num_rows: int, packs: str | None, as_json: bool, **options: Unpack[RunOptions]
+    words: tuple[str, ...],
+    *,
+    num_rows: int,
+    packs: str | None,
+    html: Path | None,
+    as_json: bool,
+    **options: Unpack[RunOptions],
 ) -> None:
     """Print samples as the trainer sees them: the text that the chat template renders, turn by turn.
 
     Tokens in the loss are green, between ⟦ and ⟧. Special tokens are printed unchanged; ↵ is a line break.
     """
     terminal = Terminal()
+    if html and as_json:
+        raise arguments.usage_error("--html and --json can't be combined")
     if packs is not None:
-        _show_all(_samples_of_run(words, packs), terminal, as_json=as_json)
+        samples, tokenizer = _samples_of_run(words, packs)
+        notes = []
+    else:
+        inspector = _open_data(terminal, arguments.run_args(words, **options))
+        samples, tokenizer = list(inspector.samples(num_rows)), inspector.encoder.encoders[0].tokenizer
+        notes = _notes(inspector, samples)
+    if html:
+        from ftkit.cli.page.write import samples_page, save_page
+        from ftkit.data.inspection import pieces_by_turn
+
+        shown = [(sample, list(pieces_by_turn(sample, tokenizer))) for sample in samples]
+        save_page(samples_page(" ".join(words), notes, shown), html, "--html")
+        terminal.data(f"{short_path(html.absolute())}\n")
         return
-    inspector = _open_data(terminal, arguments.run_args(words, **options))
-    samples = list(inspector.samples(num_rows))
-    if not as_json:
-        is_text = all(encoder.format.kind == "text" for encoder in inspector.encoder.encoders.values())
-        train_on = "all" if is_text else inspector.recipe.data.train_on
-        parts = {"assistant": "assistant turns", "last": "the last assistant turn", "completion": "the completion",
-                 "all": "all tokens"}  # fmt: skip
-        trained = parts[train_on] if isinstance(train_on, str) else f"turns of {', '.join(train_on)}"
-        terminal.say(f"trained: {trained}")
-        if any(sample.num_renderings > 1 for sample in samples):
-            terminal.say(
-                "The chat template rewrites earlier turns, so a row becomes several documents: each trained turn "
-                "follows the same text as in inference."
-            )
+    for note in () if as_json else notes:
+        terminal.say(note)
     _show_all(samples, terminal, as_json=as_json)
 
 
-def _samples_of_run(words: tuple[str, ...], packs: str) -> Iterable[Sample]:
+def _notes(inspector: DataInspector, samples: Iterable[Sample]) -> list[str]:
+    is_text = all(encoder.format.kind == "text" for encoder in inspector.encoder.encoders.values())
+    train_on = "all" if is_text else inspector.recipe.data.train_on
+    parts = {"assistant": "assistant turns", "last": "the last assistant turn", "completion": "the completion",
+             "all": "all tokens"}  # fmt: skip
+    trained = parts[train_on] if isinstance(train_on, str) else f"turns of {', '.join(train_on)}"
+    notes = [f"trained: {trained}"]
+    if any(sample.num_renderings > 1 for sample in samples):
+        notes.append(
+            "The chat template rewrites earlier turns, so a row becomes several documents: each trained turn "
+            "follows the same text as in inference."
+        )
+    return notes
+
+
+def _samples_of_run(words: tuple[str, ...], packs: str) -> tuple[Iterable[Sample], PreTrainedTokenizerBase]:
     from ftkit.data.inspection import samples_of_packs
     from ftkit.data.prepared_data import PreparedData
+    from ftkit.data.tokenizers import load_saved_tokenizer
 
     ids = [word.strip() for word in packs.split(",")]
     if len(words) != 1 or not all(word.isdigit() for word in ids):
         raise arguments.usage_error("--packs takes numbers and one run: ftkit data show --packs 3,17 RUN")
     data = PreparedData(read_plan_to_use(arguments.get_run(words[0]).layout).data_directory)
-    return samples_of_packs(data, [int(word) for word in ids])
+    tokenizer = load_saved_tokenizer(data.tokenizer)
+    return samples_of_packs(data, [int(word) for word in ids], tokenizer), tokenizer
 
 
 def _show_all(samples: Iterable[Sample], terminal: Terminal, *, as_json: bool) -> None:
     if as_json:
-        terminal.json([asdict(sample) for sample in samples])
+        hidden = {"ids", "trained"}
+        terminal.json([{k: v for k, v in asdict(sample).items() if k not in hidden} for sample in samples])
         return
     for sample in samples:
         part = f", document {sample.number} of {sample.num_renderings}" if sample.num_renderings > 1 else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice, pairwise
@@ -22,12 +22,13 @@ from ftkit.data.packing import IGNORED, Document, Packer, shorten
 from ftkit.data.prepared_data import PreparedData, SourceStats
 from ftkit.data.row_formats import read_example
 from ftkit.data.selection import read_rows
-from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.data.workers import BatchEncoder, EncodedBatch, Totals, check_skipped, encode_rows
 from ftkit.errors import DataError, one_line, plural
 from ftkit.process import num_usable_cpus
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from ftkit.data.encoding import RowEncoder
     from ftkit.data.rendering import ChatRenderer
     from ftkit.data.rows import Row
@@ -49,7 +50,8 @@ class Segment:
 class Sample:
     """A document as it will be trained: rendering `number` of the row at `where`.
 
-    `fate` is the effect of `data.too_long` on it; empty if it fits.
+    `fate` is the effect of `data.too_long` on it; empty if it fits. `trained` says of each token in `ids` whether it is
+    in the loss.
     """
 
     where: str
@@ -58,12 +60,52 @@ class Sample:
     num_tokens: int
     num_trained: int
     segments: tuple[Segment, ...]
+    ids: tuple[int, ...]
+    trained: tuple[bool, ...]
     fate: str = ""
 
 
-def samples_of_packs(data: PreparedData, packs: Sequence[int]) -> Iterator[Sample]:
+@dataclass(frozen=True)
+class Piece:
+    """The text of a token, or of several that encode one character."""
+
+    text: str
+    ids: tuple[int, ...]
+    is_trained: bool
+
+
+def pieces_by_turn(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[Piece]]]:
+    """Yield the role and the pieces of each turn; a token that is in two turns is in the first."""
+    pieces = deque(_pieces(sample, tokenizer))
+    begin = end = 0
+    for _, turn in groupby(sample.segments, key=lambda segment: segment.turn):
+        segments = list(turn)
+        end += sum(len(segment.text) for segment in segments)
+        taken = []
+        while pieces and (begin < end or segments[-1] is sample.segments[-1]):
+            taken.append(pieces.popleft())
+            begin += len(taken[-1].text)
+        yield segments[0].role, taken
+
+
+def _pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
+    """Yield the text of each token, decoded after the token before: SentencePiece drops the first space of a text."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    begin = 0
+    for end in range(1, len(sample.ids) + 1):
+        before = sample.ids[max(0, begin - 1) : begin]
+        text = decode(sample.ids[max(0, begin - 1) : end])[len(decode(before)) :]
+        if not text.endswith("\ufffd") or end == len(sample.ids):  # else the next token has the rest of a character
+            yield Piece(text, sample.ids[begin:end], all(sample.trained[begin:end]))
+            begin = end
+
+
+def samples_of_packs(data: PreparedData, packs: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[Sample]:
     """Yield the documents of packs that were prepared to be trained on, in their order."""
-    store, tokenizer = data.read_train(), load_saved_tokenizer(data.tokenizer)
+    store = data.read_train()
     for pack in packs:
         if not 0 <= pack < len(store):
             raise DataError(f"there is no pack {pack}: the data has packs 0 to {len(store) - 1}")
@@ -79,7 +121,10 @@ def samples_of_packs(data: PreparedData, packs: Sequence[int]) -> Iterator[Sampl
                 for trained, part in groupby(pairs, itemgetter(0))
             )
             num_trained = int(is_trained[begin:end].sum())
-            yield Sample(f"pack {pack}", number, len(bounds), end - begin, num_trained, segments)
+            yield Sample(
+                f"pack {pack}", number, len(bounds), end - begin, num_trained, segments,
+                tuple(tokens[begin:end].tolist()), tuple(is_trained[begin:end].tolist()),
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -147,7 +192,9 @@ class DataInspector:
                 for number, document in enumerate(documents, start=1):
                     yield Sample(
                         row.where, number, len(documents), len(document.tokens), document.num_targets,
-                        tuple(self._segments(self.encoder.encoders[taken.source], row, document)), self._fate(document),
+                        tuple(self._segments(self.encoder.encoders[taken.source], row, document)),
+                        tuple(document.tokens.tolist()), (False, *(document.labels[:-1] != IGNORED).tolist()),
+                        self._fate(document),
                     )  # fmt: skip
 
     def check(self) -> Iterator[EncodedBatch]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ftkit.cli.main import main
+from ftkit.cli.terminal.format import printable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,6 +84,32 @@ def test_a_sample_is_shown_turn_by_turn_with_the_trained_tokens(
         "assistant  <|im_start|>assistant↵",
         "           ⟦4<|im_end|>⟧",
     ]
+
+
+def test_the_page_of_samples_has_each_token_with_its_id_and_is_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = "naïve <script>alert(1)</script> 🤖\u202e done"
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]
+    file, page = write(tmp_path / "chats.jsonl", {"messages": talk}), tmp_path / "samples.html"
+    code, out, _ = call(capsys, "show", file, "--html", str(page))
+    assert (code, out) == (0, "samples.html\n")
+    text = page.read_text()
+    assert "<script" not in text
+    tokens = re.findall(r'<span class="token( trained)?" title="([\d, ]+)">(.*?)</span>', text, re.DOTALL)
+    shown = "".join(html.unescape(token) for _, _, token in tokens)
+    assert shown == (
+        f"<|im_start|>user↵\nhi<|im_end|>↵\n<|im_start|>assistant↵\n{printable(answer)}<|im_end|>↵\n".removesuffix(
+            "↵\n"
+        )
+    )
+    trained = "".join(html.unescape(token) for is_trained, _, token in tokens if is_trained)
+    assert trained == f"{printable(answer)}<|im_end|>"
+    num_tokens = sum(len(ids.split(",")) for _, ids, _ in tokens)
+    assert f": {num_tokens} tokens" in text
+    assert re.findall(r"<dt>(.*?)</dt>", text) == ["user", "assistant"]
+    code, _, err = call(capsys, "show", file, "--html", str(tmp_path / "missing" / "x.html"))
+    assert (code, "--html" in err) == (5, True)
 
 
 def test_each_rendering_of_a_template_that_rewrites_turns_is_shown_with_a_note(

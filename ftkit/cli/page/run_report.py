@@ -232,12 +232,14 @@ def _samples(layout: RunLayout) -> tuple[TrainedSample, ...]:
         return ()
     from ftkit.data.inspection import samples_of_packs
     from ftkit.data.prepared_data import PreparedData
+    from ftkit.data.tokenizers import load_saved_tokenizer
 
     try:
         plan = read_plan_to_use(layout)
         if not plan.data.is_prepared:
             return ()
-        found = samples_of_packs(PreparedData(plan.data_directory), [0])
+        data = PreparedData(plan.data_directory)
+        found = samples_of_packs(data, [0], load_saved_tokenizer(data.tokenizer))
         return tuple(map(_shortened, islice(found, _NUM_SAMPLES)))
     except (FtkitError, OSError, ValueError):  # a page without samples is better than none
         return ()

@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ftkit import __version__
 from ftkit.cli.page.charts import Chart, Line, draw_lines
 from ftkit.cli.terminal.comparison_view import compare_runs
-from ftkit.cli.terminal.format import count
+from ftkit.cli.terminal.format import count, printable
 from ftkit.errors import PrerequisiteError, one_line
 from ftkit.files import output_file
 from ftkit.runs.compare import read_run
@@ -21,7 +21,10 @@ from ftkit.runs.gpu_samples import gpu_curve, read_samples
 from ftkit.runs.history import read_history
 
 if TYPE_CHECKING:
+    from ftkit.data.inspection import Piece, Sample
     from ftkit.planning.layout import RunLayout
+
+    Turns = Sequence[tuple[str, Sequence[Piece]]]
 
 _FOLDER = Path(__file__).parent
 
@@ -38,7 +41,12 @@ def comparison_page(layouts: Sequence[RunLayout], *, refresh_seconds: int | None
     return _render("comparison.html.j2", report=found, charts=charts, refresh_seconds=refresh_seconds)
 
 
-def save_page(page: str, path: Path) -> None:
+def samples_page(title: str, notes: Sequence[str], samples: Sequence[tuple[Sample, Turns]]) -> str:
+    """Return the page of samples of training data, each with the pieces of its turns by role."""
+    return _render("samples.html.j2", title=title, notes=notes, samples=samples, refresh_seconds=None)
+
+
+def save_page(page: str, path: Path, option: str = "--output") -> None:
     try:
         with output_file(path) as temporary:
             temporary.write_bytes(page.encode())
@@ -46,7 +54,7 @@ def save_page(page: str, path: Path) -> None:
         raise PrerequisiteError(
             f"can't write {path}: {one_line(error)}",
             meaning="the folder does not exist, its disk is full, or you lack write permission",
-            fix="write it to another file: ftkit report RUN --output FILE",
+            fix=f"write it to another file: {option} FILE",
         ) from error
 
 
@@ -81,7 +89,7 @@ def _render(template: str, **values: object) -> str:
         loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters["clock"] = _clock
+    environment.filters |= {"clock": _clock, "printable": printable}
     environment.globals["zip"] = zip
     css = (_FOLDER / "page.css").read_text(encoding="utf-8")
     values |= {"css": css, "version": __version__, "written": _clock(time.time())}
