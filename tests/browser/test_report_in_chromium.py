@@ -33,6 +33,7 @@ onload = () => {
     const charts = [...page.querySelectorAll("svg")].map(each => each.getBoundingClientRect());
     found[frame.id] = {
       width: root.scrollWidth,
+      tables: [...page.querySelectorAll(".scroll")].map(each => each.scrollWidth - each.clientWidth),
       charts: charts.filter(each => each.width > 0).map(each => [each.width, each.height]),
       text: Math.min(...[...page.querySelectorAll("svg text")].map(each => each.getBoundingClientRect().height)
         .filter(height => height > 0)),
@@ -93,6 +94,7 @@ def test_nothing_overflows_on_a_phone_or_a_wide_screen(page: Path) -> None:
     found = json.loads(re.search(r"<pre>(.*)</pre>", chromium(page.parent, "--dump-dom", harness.as_uri()))[1])  # type: ignore[index]
     for name, width in WIDTHS.items():
         assert found[name]["width"] <= width, name
+        assert max(found[name]["tables"]) <= 0, name
         assert len(found[name]["charts"]) == 8  # only one of a chart's two variants is shown
         assert min(each[0] for each in found[name]["charts"]) >= 300, name
         assert found[name]["text"] >= 8, name  # pixels
