@@ -11,17 +11,23 @@ from itertools import islice
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from ftkit.config.data_sources import GeneratedSource
 from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
     from ftkit.config.data import DataSpec, TaskFile
-    from ftkit.config.data_sources import GeneratedSource
     from ftkit.data.rows import Columns
 
 
 def generate_rows(data: DataSpec, source: GeneratedSource) -> tuple[list[Columns], list[Columns]]:
     """Return the rows of a task to train and to validate on."""
-    task, numbers = _task_of(data), (source.num_train, source.num_heldout)
+    return _generate(_task_of(data), source.model_dump_json())
+
+
+@lru_cache(maxsize=1)  # training a tokenizer and encoding read the same rows
+def _generate(task: TaskFile, source_json: str) -> tuple[list[Columns], list[Columns]]:
+    source = GeneratedSource.model_validate_json(source_json)
+    numbers = (source.num_train, source.num_heldout)
     with _errors_of(task, "generate"):
         made = _load(task).generate(seed=source.seed, num_train=numbers[0], num_heldout=numbers[1], **source.options)
         train, heldout = (list(islice(rows, number)) for rows, number in zip(made, numbers, strict=True))

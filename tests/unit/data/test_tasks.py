@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +14,7 @@ from ftkit.data.cases import Case
 from ftkit.data.completion_metrics import Completion, choose_metrics
 from ftkit.data.conversations import Conversation
 from ftkit.data.row_formats import read_example
-from ftkit.data.selection import first_rows
+from ftkit.data.selection import first_rows, read_rows
 from ftkit.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -75,6 +77,17 @@ def test_rows_prompts_and_metrics_are_those_of_the_task(project: Context) -> Non
     (metric,) = choose_metrics(["too_much"], [case], data.task)
     with pytest.raises(DataError, match="'too_much' returned 7"):
         metric.score(case, texts[0])
+
+
+def test_rows_that_are_read_again_are_not_generated_again(project: Context) -> None:
+    counted = OWN.replace("    return [{", "    print('generated')\n    return [{")
+    (project.project / "tasks/sums.py").write_text(counted)
+    data = load_recipe("sums", project).data
+    with redirect_stdout(StringIO()) as printed:
+        assert [*read_rows(data)] == [*read_rows(data)]
+        assert printed.getvalue() == "generated\n"
+        [*read_rows(data.model_copy(update={"source": data.source.model_copy(update={"seed": 7})}))]  # type: ignore[union-attr]
+    assert printed.getvalue() == "generated\n" * 2
 
 
 def test_a_loaded_recipe_needs_the_file_no_more(project: Context) -> None:
