@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from waiting import PATIENCE_SECONDS
 
 from ftkit.runs.metrics_file import read_records
@@ -19,12 +23,43 @@ pytestmark = pytest.mark.train
 FTKIT = Path(sys.executable).with_name("ftkit")
 
 
-def ftkit(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"FTKIT_WORKSPACE": str(workspace), "XDG_CONFIG_HOME": "/nonexistent"}
+HIDING = """
+import os, sys
+from importlib.machinery import PathFinder
+
+class OfTheDemo(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in os.environ["HIDDEN"].split() else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = OfTheDemo
+"""
+"""A sitecustomize.py that hides packages from imports."""
+
+
+def modules_beside(extra: str) -> list[str]:
+    """Return the modules that an installation of ftkit with one extra would lack."""
+    normal = {name: canonicalize_name(name) for names in packages_distributions().values() for name in names}
+    wanted, todo = set[str](), [("ftkit", extra)]
+    while todo:
+        name, of_extra = todo.pop()
+        for line in requires(name) or []:
+            each = Requirement(line)
+            found = canonicalize_name(each.name)
+            if found in normal.values() and (each.marker is None or each.marker.evaluate({"extra": of_extra})):
+                todo += [(found, word) for word in (each.extras or {""}) if f"{found} {word}" not in wanted]
+                wanted |= {f"{found} {word}" for word in (each.extras or {""})}
+    installed = {each.partition(" ")[0] for each in wanted} | {"ftkit"}
+    return [module for module, names in packages_distributions().items() if not installed & {normal[n] for n in names}]
+
+
+def ftkit(workspace: Path, *arguments: str, typed: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"FTKIT_WORKSPACE": str(workspace), "XDG_CONFIG_HOME": "/nonexistent"} | variables
     return subprocess.run(
         [str(FTKIT), *arguments],
         cwd=workspace,
         env=environment,
+        input=typed,
         capture_output=True,
         text=True,
         timeout=PATIENCE_SECONDS,
@@ -51,3 +86,13 @@ def test_the_demo_model_answers_questions_about_unseen_tables(tmp_path: Path) ->
     assert "step 700/700" in done.stderr
     assert "execution accuracy 0% →" in done.stderr
     assert "\x1b" not in done.stdout + done.stderr
+    # What it prints to type next needs no package that scripts/demo does not install.
+    commands = re.findall(r"^(?:next)? +ftkit (.+)$", done.stderr, re.MULTILINE)
+    assert [each.split()[0] for each in commands] == ["chat", "eval", "export", "status"]
+    (tmp_path / "hiding").mkdir()
+    (tmp_path / "hiding" / "sitecustomize.py").write_text(HIDING)
+    hidden = modules_beside("train")
+    assert not {"torch", "transformers", "rich"} & {*hidden}
+    for command in commands:
+        ftkit(tmp_path, *command.split(), typed="How many ships are there?\n", HIDDEN=" ".join(hidden),
+              PYTHONPATH=str(tmp_path / "hiding"))  # fmt: skip
