@@ -96,12 +96,13 @@ _SQUEUE_FORMAT = "%A|%T|%r|%S|%e|%N|%Z"
 _SACCT_FIELDS = "JobIDRaw,State,Start,End,NodeList,ExitCode,WorkDir"
 _NUM_FIELDS = 7
 
-_PENDING = {
-    "CONFIGURING", "EXPEDITING", "PENDING", "POWER_UP_NODE", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD",
+_ACTIVE = {
+    RunState.PENDING: "CONFIGURING EXPEDITING PENDING POWER_UP_NODE REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD "
     "SPECIAL_EXIT",
-}  # fmt: skip
-_RUNNING = {"COMPLETING", "RESIZING", "RUNNING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"}
-_FINAL = {
+    RunState.RUNNING: "COMPLETING RESIZING RUNNING SIGNALING STAGE_OUT STOPPED SUSPENDED",
+}
+_STATES = {
+    **{word: state for state, words in _ACTIVE.items() for word in words.split()},
     "BOOT_FAIL": RunState.NODE_FAILURE,
     "CANCELLED": RunState.CANCELED,
     "COMPLETED": RunState.COMPLETED,
@@ -179,22 +180,17 @@ def _rows(text: str, runs: Sequence[SubmittedRun]) -> Iterator[tuple[SubmittedRu
 
 
 def _read_job(run: SubmittedRun, state: str, start: str, end: str, nodes: str) -> Job | None:
-    word = _word(state)
-    if word in _PENDING:
-        known = RunState.PENDING
-    elif word in _RUNNING:
-        known = RunState.RUNNING
-    elif word in _FINAL:
-        known = _FINAL[word]
-    else:
+    known = _STATES.get(_word(state))
+    if known is None:
         return None
+    is_final = known not in _ACTIVE
     return Job(
         run.job_id,
         known,
-        is_final=word in _FINAL,
+        is_final=is_final,
         nodes="" if nodes in ("None assigned", "(null)") else nodes,
         started=float(start) if start.isdigit() else None,
-        ended=float(end) if end.isdigit() and word in _FINAL else None,
+        ended=float(end) if end.isdigit() and is_final else None,
     )
 
 
