@@ -34,6 +34,7 @@ INTERRUPTED = 130
 _SECTIONS = {
     "Start": (
         LazyCommand("init", "ftkit.cli.machine", "Set up a project on this cluster or machine."),
+        LazyCommand("convert", "ftkit.cli.convert", "Write a recipe from another tool's configuration."),
         LazyCommand("plan", "ftkit.cli.run", "Preview a run and check that it fits."),
         LazyCommand("run", "ftkit.cli.run", "Plan a run, submit it, and follow it."),
         LazyCommand("status", "ftkit.cli.status", "Show the state and results of a run."),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeVar, Union
 from pydantic import BaseModel, ValidationError
 
 from ftkit.config.layers import COMMAND_LINE, KeyPath, Layers
+from ftkit.config.other_tools import find_name
 from ftkit.errors import ConfigError, Problem, plural
 from ftkit.spec import attribute_docstrings
 
@@ -43,47 +44,6 @@ _SENTENCES: Final = {
     "tuple_type": ("must be a list", "Put it in brackets."),
 }
 """Messages for pydantic's error types in the terms of YAML, with fixes."""
-_KEYS_OF_OTHER_TOOLS: Final = {
-    "data.chat_template": "template",
-    "data.packing": "sample_packing",
-    "data.source": "dataset dataset_name dataset_path datasets train_file",
-    "data.source: {kind: files, train: FILE, num_train: N}": "max_samples max_train_samples",
-    "data.train_on: all": "train_on_inputs",
-    "data.validation": "val_set_size",
-    "evaluation.every_steps": "eval_steps",
-    "model": "base_model model_id model_name model_name_or_path",
-    "name": "experiment_id run_name",
-    "the workspace, in ftkit.yaml or --workspace: each run gets a folder in it": "output_dir",
-    "tracking": "report_to use_wandb wandb_project",
-    "training.activation_checkpointing": "gradient_checkpointing use_gradient_checkpointing",
-    "training.attention": "attn_implementation flash_attention flash_attn",
-    "training.base_precision: fp8, or training.method: qlora for 4 bits": "load_in_8bit",
-    "training.betas": "adam_beta1 adam_beta2",
-    "training.checkpoint_every_steps": "save_steps",
-    "training.engine, which ftkit chooses and configures": "deepspeed ds_config fsdp fsdp_config",
-    "training.global_batch_size, in packs of training.sequence_length tokens": "batch_size",
-    "training.global_batch_size, from which accumulation follows": "gradient_accumulation_steps",
-    "training.keep_checkpoints": "save_total_limit",
-    "training.learning_rate": "lr",
-    "training.log_every_steps": "logging_steps",
-    "training.lora.alpha": "lora_alpha",
-    "training.lora.dropout": "lora_dropout",
-    "training.lora.rank": "lora_r lora_rank r",
-    "training.lora.targets": "lora_target lora_target_modules target_modules",
-    "training.method": "adapter finetuning_type peft_method use_peft",
-    "training.method: qlora": "load_in_4bit",
-    "training.micro_batch_size, in packs per process": "per_device_train_batch_size",
-    "training.num_epochs": "epochs num_train_epochs",
-    "training.optimizer": "optim",
-    "training.precision: bf16, the default on GPUs": "bf16 fp16",
-    "training.schedule": "lr_scheduler lr_scheduler_type",
-    "training.sequence_length": "cutoff_len max_length max_seq_length model_max_length sequence_len",
-    "training.warmup_ratio, a fraction of all steps": "num_warmup_steps warmup_steps",
-}
-"""Keys here, with units where they differ, each with its equivalents in Axolotl, LLaMA-Factory, TRL and torchtune."""
-_NO_REMOTE_CODE: Final = (
-    "ftkit never runs code that comes with a model: choose one whose model_type is in transformers itself."
-)
 _LONGEST_DESCRIPTION: Final = 200
 
 
@@ -172,20 +132,19 @@ def _description(owner: type[BaseModel] | None, path: KeyPath) -> str:
 
 
 def _fix_for_unknown_key(word: str, known: list[str], model: type[BaseModel]) -> str:
-    if word == "trust_remote_code":
-        return _NO_REMOTE_CODE
     name, colon, value = word.partition(":")
     if colon and value and name in known:
         return f"Put a space after the colon: '{name}: {value}'."
     if here := key_here(word, model):
         return f"Here it is {here}."
+    if reason := find_name(word)[1]:
+        return f"Leave it out: {reason}."
     return _suggestion(word, known) or (f"Known here: {', '.join(sorted(known))}." if known else "")
 
 
 def key_here(word: str, model: type[BaseModel]) -> str:
     """Return the key of a spec that another tool calls `word`, or that is `word` in another section; or nothing."""
-    here = next((key for key, words in _KEYS_OF_OTHER_TOOLS.items() if word in words.split()), "")
-    return here or " or ".join(_paths_to(word, model))
+    return find_name(word)[0] or " or ".join(_paths_to(word, model))
 
 
 def _paths_to(word: str, model: type[BaseModel], prefix: str = "") -> list[str]:

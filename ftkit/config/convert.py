@@ -1,0 +1,250 @@
+"""Convert the configuration of another tool to a recipe, with a row for each of its keys, without reading files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ftkit.config.convert_data import read_datasets
+from ftkit.config.convert_rows import DATASET, Conversion, Row
+from ftkit.config.foreign_files import Code, Settings
+from ftkit.config.other_tools import TOOLS, read_tool, read_values
+from ftkit.errors import ConfigError, Problem, plural
+from ftkit.models.adapters import ALL_PROJECTIONS
+
+_DOCUMENTS: Final = (
+    ", each one document there; a pack here has as many as fit, so a step trains more of them. To train as many, "
+    "convert with --mean-length TOKENS, which 'ftkit data stats' prints"
+)
+
+
+_FILE_NAMES: Final = (".file_name", ".hf_hub_url", ".script_url")
+"""Keys of the entries of `dataset_info.json`."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A recipe that is valid, and the rows."""
+
+    tool: str
+    recipe: dict[str, Any]
+    rows: list[Row]
+
+
+def detect_tool(parts: Mapping[str, Settings]) -> str:
+    """Return the tool whose marks the input has most of. Raises ConfigError: it has none of any tool."""
+    keys = {mark for part in parts.values() for key, value in part.items() for mark in (key, f"{key}={value}")}
+    keys |= {f"*{key.rpartition('.')[2]}" for key in keys}
+    marks = {tool: len(keys & read_tool(tool).marks) for tool in TOOLS}
+    if not any(marks.values()):
+        fix = f"Set the tool with --tool {' | '.join(TOOLS)}. A program that reads its command line has no values: "
+        fix += "convert the shell script that calls it."
+        raise ConfigError([Problem(next(iter(parts)), "", "its keys are of no tool that ftkit knows.", fix)])
+    return max(TOOLS, key=lambda tool: marks[tool])
+
+
+def convert(
+    parts: Mapping[str, Settings], tool: str, name: str, *, num_gpus: int | None = None, mean_length: int | None = None
+) -> Converted:
+    """Convert the parts of a configuration, by file: those of the tool, and of what starts it.
+
+    Args:
+        parts: settings by file.
+        tool: one of `TOOLS`.
+        name: the recipe's name, unless the input has one.
+        num_gpus: number of GPUs, if the input does not say it.
+        mean_length: mean tokens of a document, to convert a batch of documents to packs.
+
+    Raises ConfigError: the input trains with something other than supervised fine-tuning.
+    """
+    it = Conversion(read_tool(tool))
+    lists = {file: part for file, part in parts.items() if any(key.endswith(_FILE_NAMES) for key in part)}
+    for file, part in parts.items():
+        for key, value in part.items() if file not in lists else ():
+            it.sort(Row(file, key, value), key)
+    _find_named_datasets(it, lists)
+    it.add_defaults()
+    _set_method(it)
+    _set_targets(it)
+    _set_length(it)
+    _set_batch(it, num_gpus, mean_length)
+    _set_schedule(it)
+    _set_data(it)
+    _set_trackers(it)
+    recipe = it.validated(re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:63] or "converted")
+    return Converted(it.tool.name, recipe, [row for row in it.rows if row.became or not row.is_default])
+
+
+def _find_named_datasets(it: Conversion, lists: Mapping[str, Settings]) -> None:
+    """Read what LLaMA-Factory's `dataset_info.json` says about the datasets that the configuration names."""
+    note = "see the rows of dataset_info.json" if lists else "dataset_info.json defines it: give that file, too"
+    folder = next((row.value for row in it.rows if row.key == "dataset_dir"), "data")
+    for names in it.take(f"{DATASET}names", note):
+        for index, name in enumerate(each.strip() for each in str(names.value).split(",")):
+            for file, part in lists.items():
+                for key in [key for key in part if key.startswith(f"{name}.")]:
+                    value = f"{folder}/{part[key]}" if key.endswith(".file_name") else part[key]
+                    it.sort(Row(file, key, value, index=index), f"info{key.removeprefix(name)}")
+    for file, part in lists.items():
+        others = len({key.partition(".")[0] for key in part} - {row.key.partition(".")[0] for row in it.rows})
+        it.rows.append(Row(file, "(others)", others, note="datasets that this configuration does not use"))
+
+
+def _set_method(it: Conversion) -> None:
+    kinds = [*it.take("method", "off"), *it.take("lora", "off")]
+    bits = it.take("load_in_4bit", "off, or for 4 bits: training.method: qlora")
+    words = ["lora" if row.value is True else str(row.value).lower() for row in kinds if row.value is not False]
+    has_adapters = any("lora" in word for word in words)
+    is_4bit = any(row.value in {True, 4} for row in bits) or any("qlora" in word for word in words)
+    method = ("qlora" if is_4bit else "lora") if has_adapters else "full"
+    other = next((word for word in words if word not in {"full", "none"} and method == "full" and "." not in word), "")
+    note = f"ftkit has no '{other}': it trains all weights, or LoRA" if other else ""
+    used = [row for row in (*kinds, *bits) if row in kinds or (row.value and has_adapters)]
+    it.put("training.method", method, *used, note=note, is_changed=bool(other))
+
+
+def _set_targets(it: Conversion) -> None:
+    rows = it.take("targets", "all linear layers, as by default here (in a mixture of experts: of attention only)")
+    targets: list[str] = []
+    for row in rows:
+        value = row.value.split(",") if isinstance(row.value, str) and not set("(|") & set(row.value) else row.value
+        if row.key.endswith("apply_lora_to_mlp"):
+            value = ["gate_proj", "up_proj", "down_proj"] if value else []
+        names = [str(name).strip() for name in (value if isinstance(value, list) else [value])]
+        if {"all-linear", "all", "*", "True"} & set(names):
+            return
+        targets += [found for name in names for found in _match_projections(name)]
+    if targets:
+        note = "embeddings and the output projection are left out: they stay frozen here"
+        is_changed = any(word in str(row.value) for row in rows for word in ("lm_head", "embed_tokens"))
+        it.put(
+            "training.lora.targets",
+            list(dict.fromkeys(targets)),
+            *rows,
+            note=note * is_changed,
+            is_changed=is_changed,
+        )
+
+
+def _set_length(it: Conversion) -> None:
+    (steps, by_steps), (part, by_part) = it.number("max_steps"), it.number("max_steps_per_epoch")
+    epochs, by_epochs = it.number("epochs", "the number of steps counts, there and here")
+    if steps:
+        it.put("training.max_steps", steps, *by_steps)
+    elif part:
+        note = f"{part:g} steps × {epochs or 1:g} epochs"
+        it.put("training.max_steps", part * (epochs or 1), *by_part, *by_epochs, note=note)
+    elif epochs:
+        whole = max(1, round(epochs))
+        note = "" if whole == epochs else "whole epochs here; for a part of one, set training.max_steps"
+        it.put("training.num_epochs", whole, *by_epochs, note=note, is_changed=bool(note))
+
+
+def _count_gpus(it: Conversion, num_gpus: int | None) -> tuple[int, str, list[Row]]:
+    note = "the number of processes counts"
+    (total, rows), (per_node, by_node) = it.number("num_processes"), it.number("processes_per_node", note)
+    nodes, by_nodes = it.number("nodes", note)
+    devices = [row for row in it.take("devices", note) if not isinstance(row.value, Code)]
+    if not total and per_node:
+        total, rows = per_node * (nodes or 1), [*by_node, *by_nodes]
+    if not total and devices:
+        total, rows = len(str(devices[0].value).split(",")), devices[:1]
+    assumed = "" if total or num_gpus else " (assumed: --gpus N)"
+    return int(total or num_gpus or 1), assumed, rows
+
+
+def _set_batch(it: Conversion, num_gpus: int | None, mean_length: int | None) -> None:
+    (total, by_total), (each, by_each) = it.number("global_batch"), it.number("per_device_batch")
+    accumulation, by_steps = it.number("accumulation")
+    gpus, assumed, by_gpus = _count_gpus(it, num_gpus)
+    packed = it.take("packed", "ftkit always packs; packed documents do not attend to each other")
+    if size := next((row for row in packed if type(row.value) is int and row.value > 1), None):
+        it.remove("training.sequence_length", "the length of a pack counts")
+        it.put("training.sequence_length", size.value, size)
+    if not total and not each:
+        return
+    sequences = int(total or (each or 1) * (accumulation or 1) * gpus)
+    factors = f"{each or 1:g} per GPU × {accumulation or 1:g} accumulation × {plural(gpus, 'GPU')}{assumed}"
+    note = f"{'over all GPUs' if total else factors} = {plural(sequences, 'sequence')}"
+    size_here, length = sequences, it.recipe.get("training.sequence_length")
+    is_packed = any(row.value and not isinstance(row.value, Code) for row in packed)
+    if not is_packed and mean_length and isinstance(length, int):
+        size_here = max(1, round(sequences * mean_length / max(1, length)))
+        note += f", each one document: × {mean_length} tokens / {length} = {plural(size_here, 'pack')}"
+    elif not is_packed:
+        note += _DOCUMENTS
+    rows = by_total or [*by_each, *by_steps, *by_gpus]
+    is_changed = bool(assumed and not total) or not is_packed
+    it.put("training.global_batch_size", size_here, *rows, note=note, is_changed=is_changed)
+
+
+def _set_schedule(it: Conversion) -> None:
+    steps, rows = it.number("warmup_steps", "the number of steps is not known yet; 'ftkit data stats' prints it: set "
+                              "training.warmup_ratio to these steps / all steps")  # fmt: skip
+    total = it.recipe.get("training.max_steps", 0)
+    if steps:
+        it.remove("training.warmup_ratio", "the number of steps counts")
+    if steps is not None and (steps < 1 or total):
+        ratio, note = (steps, "") if steps < 1 else (min(1.0, round(steps / total, 4)), f"{steps:g} of {total} steps")
+        it.put("training.warmup_ratio", ratio, *rows, note=note)
+    lowest, by_lowest = it.number("min_lr")
+    highest = it.recipe.get("training.learning_rate")
+    if lowest is not None and isinstance(highest, int | float) and highest > 0:
+        ratio = min(1.0, round(lowest / highest, 6))
+        it.put("training.min_learning_rate_ratio", ratio, *by_lowest, note=f"{lowest:g} / {highest:g}")
+    (beta1, by_1), (beta2, by_2) = it.number("beta1"), it.number("beta2")
+    if beta1 is not None or beta2 is not None:
+        betas = [0.9 if beta1 is None else beta1, 0.999 if beta2 is None else beta2]
+        it.put("training.betas", betas, *by_1, *by_2)
+    for row in it.take("max_grad_norm"):
+        it.put("training.max_grad_norm", row.value or 10**9, row, note="" if row.value else "no clipping")
+
+
+def _set_data(it: Conversion) -> None:
+    found = read_datasets({fact: it.take(fact) for fact in list(it.facts) if fact.startswith(DATASET)})
+    if found.source is not None:
+        it.put("data.source", found.source, *found.rows, note=found.note, is_changed=bool(found.note))
+    for row in [row for row in found.rows if not row.became]:
+        row.note = row.note or "data.source is not in the input; this belongs to it"
+    if found.form is not None:
+        it.put("data.format", found.form, *found.form_rows)
+    if found.train_on:
+        it.put("data.train_on", found.train_on)
+    for row in it.take("validation", "no validation split"):
+        if isinstance(row.value, int | float) and row.value > 0:
+            it.put("data.validation", {"fraction": row.value} if row.value < 1 else {"count": int(row.value)}, row)
+    note = "there is no validation split here: set data.validation, for example {fraction: 0.02}, and this key"
+    for key in [key for key in it.recipe if key.startswith("evaluation.") and "data.validation" not in it.recipe]:
+        it.remove(key, note)
+
+
+def _set_trackers(it: Conversion) -> None:
+    table, sinks, used = read_values()["trackers"], [], []
+    for row in it.take("tracker", "ftkit writes metrics.jsonl, and sends it to tensorboard, wandb, mlflow, or none"):
+        words = [row.key.removeprefix("use_")] if row.value is True else row.value
+        found = [
+            table.get(str(word).rpartition(".")[2].lower()) for word in (words if isinstance(words, list) else [words])
+        ]
+        sinks += [sink for sink in found if sink]
+        used += [row] if any(found) else []
+    for row in it.take("wandb_project"):
+        it.put("tracking.project", row.value, row)
+        sinks.append("wandb")
+    if sinks:
+        it.put("tracking.sinks", list(dict.fromkeys(sinks)), *used)
+
+
+def _match_projections(name: str) -> list[str]:
+    """Return the linear layers that a name, a pattern with `*`, or a regular expression selects."""
+    last = {"output_proj": "o_proj"}.get(name, name.rpartition(".")[2].lstrip("*"))
+    if re.fullmatch(r"[A-Za-z]\w*", last):
+        return [] if last in {"lm_head", "embed_tokens", "output", "False", "None"} else [last]
+    pattern = name if set("(|[\\") & set(name) else re.escape(name).replace(r"\*", ".*")
+    paths = {f"{model}.layers.0.{'self_attn' if each[0] in 'qkvo' else 'mlp'}.{each}": each
+             for model in ("model", "model.language_model") for each in ALL_PROJECTIONS}  # fmt: skip
+    try:
+        return [each for path, each in paths.items() if re.fullmatch(pattern, path)]
+    except re.error:
+        return []

@@ -1,0 +1,228 @@
+"""The rows of a conversion, and the recipe that they become.
+
+A name of another tool is a key of the recipe, which is copied (through the names in `values.yaml` if there are any), or
+a fact, which a rule combines with others, or has a reason why there is nothing for it here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from ftkit.config.foreign_files import Code
+from ftkit.config.layers import Layers
+from ftkit.config.other_tools import LAUNCHERS, Tool, read_tool, read_values
+from ftkit.config.problems import validate
+from ftkit.config.recipe import RecipeSpec
+from ftkit.errors import ConfigError, Problem
+from ftkit.spec import Spec
+
+_FALLBACKS: Final = {
+    "model": "OWNER/MODEL", "data.source": "OWNER/DATASET", "training.sequence_length": 2048,
+    "training.global_batch_size": 16, "training.num_epochs": 1, "training.learning_rate": 1e-4,
+}  # fmt: skip
+"""Values of required keys that the input does not have; the rows say so."""
+DATASET: Final = "dataset."
+"""Beginning of the facts that are about one of the datasets."""
+_BNB: Final = re.compile(r"(-unsloth)?-bnb-4bit$")
+_NO_BNB: Final = "the model before bitsandbytes: ftkit quantizes it itself, and refuses weights in 4 bits"
+_UNKNOWN: Final = "ftkit does not know this key: look it up in the tool's documentation"
+_SUPERVISED: Final = "Convert the configuration of the supervised stage before it."
+
+
+@dataclass(eq=False)
+class Row:
+    """A key of the input, or what had to be assumed.
+
+    Attributes:
+        became: key and value in the recipe; empty if there is none.
+        note: the arithmetic, what is different here, or why there is no counterpart.
+        status: `changed`: there is a counterpart, and the note says what is not the same.
+        is_default: the input does not have the key; the value is the tool's default.
+        index: number of the dataset in a list that the key belongs to.
+    """
+
+    file: str
+    key: str
+    value: Any
+    became: str = ""
+    note: str = ""
+    status: Literal["converted", "changed", "none", "unknown"] = "none"
+    is_default: bool = False
+    index: int = 0
+
+
+@dataclass
+class Conversion:
+    """The recipe of one configuration while it is made, and the rows of all keys."""
+
+    tool: Tool
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """Values by dotted key."""
+    rows: list[Row] = field(default_factory=list)
+    sources: dict[str, Sequence[Row]] = field(default_factory=dict)
+    """The rows that a key of the recipe is from."""
+    facts: dict[str, list[Row]] = field(default_factory=dict)
+    """The rows that a rule converts."""
+    computed: set[str] = field(default_factory=set)
+    """Keys of the recipe whose values only the program knows: its tool's defaults don't apply."""
+
+    def add_defaults(self) -> None:
+        """Sort what the tool does without keys that are not given, as if they were."""
+        given = {word for row in self.rows if row.value for word in (row.key, row.key.partition(".")[0])}
+        for name, value in sorted(self.tool.defaults.items(), key=lambda item: "?" not in item[0]):
+            needed, _, key = name.rpartition("?")
+            target = self._meaning(key)[0]
+            target = read_values()["values"].get(target, {}).get("key", target)
+            if (
+                value is None
+                or (needed and needed not in given)
+                or target in {*self.sources, *self.facts, *self.computed}
+            ):
+                continue
+            of = self.recipe.get(value["of"]) if isinstance(value, dict) else None
+            shown = round(value["times"] * of, 12) if isinstance(of, int | float) else value
+            self.sort(Row("", key, shown, is_default=True), key)
+
+    def _meaning(self, word: str) -> tuple[str, str]:
+        target, reason = self.tool.find(word)
+        return (target, reason) if target or reason else read_tool(LAUNCHERS).find(word)
+
+    def sort(self, row: Row, word: str) -> None:
+        """Copy a value, explain it, or leave it to a rule."""
+        target, reason = self._meaning(word)
+        call, number = (found[1], int(found[2])) if (found := re.match(r"(\w+)\[(\d+)\]", word)) else (word, 0)
+        if call in self.tool.calls and word in {call, f"{call}[{number}]"} and (number or not target):
+            return  # a call; its arguments have rows
+        self.rows.append(row)
+        row.index = row.index or number
+        table = read_values()["values"].get(target)
+        if number and call in self.tool.calls:
+            row.note = f"a later call of {call}: the first one counts"
+        elif row.value is None and target != "max_grad_norm":
+            row.note = "not set there"
+        elif target == "objective":
+            self._check_objective(row)
+        elif reason or not target:
+            row.note, row.status = reason or _UNKNOWN, "none" if reason else "unknown"
+        elif target.startswith(DATASET) or ("." not in target and target not in {"name", "model"} and table is None):
+            self.facts.setdefault(target, []).append(row)
+        elif isinstance(row.value, Code):
+            self.computed.add(target)
+            row.note = "the program computes it" + ("" if target in self.recipe else f": set {target} yourself")
+        elif table is None:
+            value = re.sub(_BNB, "", row.value) if target == "model" and isinstance(row.value, str) else row.value
+            self.put(target, value, row, note=_NO_BNB * (value != row.value), is_changed=value != row.value)
+        else:
+            value, row.note = _translate(row.value, table)
+            if value is not None:
+                self.put(table.get("key", target), value, row, note=row.note, is_changed=bool(row.note))
+
+    def _check_objective(self, row: Row) -> None:
+        if row.value and any(
+            re.search(read_values()["preference"], each, re.IGNORECASE) for each in (row.key, str(row.value))
+        ):
+            message = f"{row.value!r} is not supervised fine-tuning, and ftkit trains nothing else."
+            raise ConfigError([Problem(row.file, row.key, message, _SUPERVISED)])
+        row.note = "supervised fine-tuning, as here"
+
+    def put(self, key: str, value: Any, *rows: Row, note: str = "", is_changed: bool = False) -> None:
+        """Set a key of the recipe, unless an earlier row did."""
+        if key in self.recipe:
+            first = self.sources[key][0].key if self.sources[key] else key
+            for row in rows:
+                row.note = f"{first} sets {key}"
+            return
+        is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**31
+        self.recipe[key], self.sources[key] = int(value) if is_whole else value, rows
+        shown = value if isinstance(value, str) else json.dumps(self.recipe[key], ensure_ascii=False)
+        for row in rows:
+            row.became, row.note, row.status = f"{key}: {shown}", note, "changed" if is_changed else "converted"
+
+    def remove(self, key: str, note: str) -> None:
+        """Remove a key of the recipe; `note` is the reason."""
+        self.recipe.pop(key, None)
+        for row in self.sources.pop(key, ()):
+            row.became, row.note, row.status = "", note, "none"
+
+    def take(self, fact: str, note: str = "another key sets this") -> list[Row]:
+        """Return the rows of a fact; `note` is what they say unless the caller puts them."""
+        rows = self.facts.pop(fact, [])
+        for row in rows:
+            row.note = "the program computes it: look the value up" if isinstance(row.value, Code) else note
+        return rows
+
+    def number(self, fact: str, note: str = "another key sets this") -> tuple[float | None, list[Row]]:
+        """Return the first number among the rows of a fact, and its row."""
+        for row in self.take(fact, note):
+            if isinstance(row.value, int | float) and not isinstance(row.value, bool) and 0 <= row.value < 2**31:
+                return row.value, [row]
+        return None, []
+
+    def validated(self, name: str) -> dict[str, Any]:
+        """Return the recipe as a tree, without values that ftkit refuses; their rows say why."""
+        for row in [row for rows in self.facts.values() for row in rows]:
+            row.note = row.note or _UNKNOWN
+        self.recipe.setdefault("name", name)
+        self.sources.setdefault("name", ())
+        while True:
+            for key, value in _FALLBACKS.items():
+                if key not in self.recipe and not (
+                    key == "training.num_epochs" and "training.max_steps" in self.recipe
+                ):
+                    self.rows.append(Row("", f"({key})", None))
+                    self.put(key, value, self.rows[-1], note="not in the input: set it", is_changed=True)
+            tree = _nested(self.recipe)
+            try:
+                validate(RecipeSpec, Layers(tree))
+            except ConfigError as error:
+                if not sum(map(self._drop, error.problems)):
+                    raise
+            else:
+                return tree
+
+    def _drop(self, problem: Problem) -> bool:
+        """Remove the key of a problem; of a problem with several keys, the one that its message has first."""
+        path = re.sub(r"\[\d+\]", "", problem.key)
+        near = [key for key in self.recipe if f"{path}.".startswith(f"{key}.")]
+        if not near:
+            below = {key: key.removeprefix(path).strip(".").split(".") for key in self.recipe if key.startswith(path)}
+            places = {
+                key: [problem.message.find(word) for word in words if word in problem.message]
+                for key, words in below.items()
+            }
+            near = sorted((key for key in below if places[key]), key=lambda key: min(places[key])) or list(below)
+        if near:
+            self.remove(near[0], f"ftkit refuses {near[0]}: {problem.message} {problem.fix}".strip())
+        return bool(near)
+
+
+def _translate(value: Any, table: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return a value in ftkit's names, and what is different; None if there is none."""
+    words = {str(value).lower(), str(value).lower().rpartition(".")[2]}
+    for ours, theirs in table["same"].items():
+        if words & {str(ours).lower(), *str(theirs).lower().split()}:
+            return ours, table.get("but", "")
+    return table.get("else"), table.get("note", "").format(value=value)
+
+
+def _fields_of(annotation: object) -> list[str]:
+    return list(annotation.model_fields) if isinstance(annotation, type) and issubclass(annotation, Spec) else []
+
+
+def _nested(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe as a tree, in the order of RecipeSpec."""
+    fields = RecipeSpec.model_fields
+    order = [name for top in fields for name in (top, *(f"{top}.{key}" for key in _fields_of(fields[top].annotation)))]
+    tree: dict[str, Any] = {}
+    is_mapping = any(key.startswith("model.") for key in recipe)
+    for key in sorted(recipe, key=lambda key: order.index(".".join(key.split(".")[:2]))):
+        *sections, last = ["model", "weights"] if key == "model" and is_mapping else key.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = recipe[key]
+    return tree

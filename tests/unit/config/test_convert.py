@@ -1,0 +1,426 @@
+"""Configurations of other tools become recipes; each of their keys has a row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit import assets
+from ftkit.config.context import Context
+from ftkit.config.convert import Converted, convert, detect_tool
+from ftkit.config.foreign_files import read_foreign
+from ftkit.config.layers import Layers
+from ftkit.config.load import load_recipe
+from ftkit.config.other_tools import LAUNCHERS, TOOLS, read_tool, read_values
+from ftkit.config.problems import validate
+from ftkit.config.recipe import RecipeSpec
+from ftkit.config.yaml_files import read_yaml
+from ftkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+CALLS = {name: names for tool in (*TOOLS, LAUNCHERS) for name, names in read_tool(tool).calls.items()}
+
+AXOLOTL = """
+base_model: org/model
+datasets: [{path: org/chats, type: chat_template, field_messages: conversations, split: "train[:10%]",
+            message_property_mappings: {role: from, content: value}, roles_to_train: [assistant]}]
+val_set_size: 0.05
+sequence_len: 4096
+sample_packing: true
+adapter: qlora
+load_in_4bit: true
+lora_r: 32
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_linear: true
+peft_use_dora: true
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+num_epochs: 3
+optimizer: paged_adamw_8bit
+lr_scheduler: cosine
+learning_rate: 2e-4
+warmup_steps: 10
+eval_steps: 50
+saves_per_epoch: 1
+wandb_project: chats
+wandb_name: first-try
+flash_attention: true
+special_tokens: {pad_token: "<|end|>"}
+"""
+LLAMAFACTORY = """
+model_name_or_path: org/model
+stage: sft
+finetuning_type: lora
+lora_target: q_proj,v_proj
+dataset: chats, pairs
+template: llama3
+cutoff_len: 2048
+max_samples: 500
+val_size: 100
+train_on_prompt: true
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 2.5
+lr_scheduler_type: cosine_with_restarts
+warmup_ratio: 0.1
+eval_steps: 200
+bf16: true
+report_to: none
+output_dir: saves
+"""
+DATASET_INFO = json.dumps({
+    "chats": {"hf_hub_url": "org/chats", "formatting": "sharegpt", "columns": {"messages": "conversations"}},
+    "pairs": {"file_name": "pairs.json", "columns": {"prompt": "question", "response": "answer"}},
+    "unused": {"file_name": "unused.json"},
+})  # fmt: skip
+TRL_SCRIPT = """#!/bin/bash
+# doesn't matter
+MODEL=org/model
+export CUDA_VISIBLE_DEVICES=0,1
+accelerate launch --config_file zero2.yaml --num_processes 4 sft.py \\
+  --model_name_or_path $MODEL --dataset_name org/chats --dataset-config en --packing \\
+  --per_device_train_batch_size 2 --gradient_accumulation_steps=3 --learning_rate 2.0e-5 --max_steps 200 \\
+  --warmup_steps 20 --use_peft --lora_target_modules q_proj v_proj --run_name $JOB --report_to wandb tensorboard
+"""
+ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config: {zero_stage: 2, offload_optimizer_device: cpu, offload_param_device: none}
+num_machines: 1
+num_processes: 8
+mixed_precision: bf16
+"""
+DEEPSPEED = json.dumps({
+    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "overlap_comm": True},
+    "bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto", "gradient_clipping": 0.5,
+})  # fmt: skip
+TRL_YAML = """
+model_name_or_path: org/model
+datasets: [{path: org/a}, {path: org/b, split: train_sft}]
+max_length: 8192
+assistant_only_loss: true
+per_device_train_batch_size: 4
+num_train_epochs: 1
+learning_rate: 1e-5
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs: {min_lr_rate: 0.1}
+"""
+TRAINER = """
+import torch
+from trl import SFTConfig, SFTTrainer
+NAME, LENGTH = "org/model", 2048
+rank = int(input())
+dataset = load_dataset("json", data_files="chats.jsonl", split="train").map(lambda row: row)
+quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+model = AutoModelForCausalLM.from_pretrained(NAME, quantization_config=quantization, attn_implementation="sdpa")
+tokenizer = AutoTokenizer.from_pretrained(NAME)
+peft_config = LoraConfig(r=rank, lora_alpha=64, target_modules="all-linear", modules_to_save=["lm_head"])
+args = SFTConfig(
+    max_length=LENGTH, learning_rate=LEARNING_RATE, per_device_train_batch_size=4, packing=True, num_train_epochs=1,
+    lr_scheduler_type="constant", adam_beta2=0.95, fp16=True, neftune_noise_alpha=5, **more,
+)
+SFTTrainer(model=model, args=args, train_dataset=dataset, peft_config=peft_config)
+"""
+UNSLOTH = json.dumps({"cells": [
+    {"cell_type": "markdown", "source": ["# A notebook"]},
+    {"cell_type": "code", "source": ["%%capture\n", "!pip install unsloth\n", "import os"]},
+    {"cell_type": "code", "source": [
+        "max_seq_length = 2048\n",
+        "model, tokenizer = FastLanguageModel.from_pretrained('unsloth/model-bnb-4bit', load_in_4bit=True,\n",
+        "    max_seq_length=max_seq_length)\n",
+        "model = FastLanguageModel.get_peft_model(model, r=16, target_modules=['q_proj', 'embed_tokens'])"]},
+    {"cell_type": "code", "source": [
+        "tokenizer = get_chat_template(tokenizer, chat_template='llama-3.1')\n",
+        "dataset = load_dataset('org/chats', split='train')\n",
+        "trainer = SFTTrainer(model=model, train_dataset=dataset, args=SFTConfig(per_device_train_batch_size=2,\n",
+        "    gradient_accumulation_steps=4, warmup_steps=5, max_steps=60, learning_rate=2e-4, optim='adamw_8bit'))\n",
+        "trainer = train_on_responses_only(trainer)\n",
+        "if False:\n",
+        "    FastLanguageModel.from_pretrained('lora_model')"]},
+]})  # fmt: skip
+TORCHTUNE = """
+output_dir: /tmp/out
+model: {_component_: torchtune.models.llama3_1.lora_llama3_1_8b, lora_attn_modules: [q_proj, output_proj],
+        apply_lora_to_mlp: true, apply_lora_to_output: false, lora_rank: 8, lora_alpha: 16, lora_dropout: 0.0}
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: /models/t.model, max_seq_len: 4096}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /models/llama,
+               output_dir: "${output_dir}"}
+dataset: {_component_: torchtune.datasets.chat_dataset, source: org/chats, conversation_column: dialog,
+          conversation_style: openai, train_on_input: true, packed: true}
+batch_size: 2
+gradient_accumulation_steps: 8
+epochs: 2
+max_steps_per_epoch: 100
+optimizer: {_component_: torch.optim.AdamW, lr: 3e-4, fused: true}
+lr_scheduler: {_component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup, num_warmup_steps: 20}
+loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
+clip_grad_norm: null
+dtype: bf16
+metric_logger: {_component_: torchtune.training.metric_logging.WandBLogger, project: mine}
+"""
+AUTOMODEL = """
+recipe: TrainFinetuneRecipeForNextTokenPrediction
+step_scheduler: {global_batch_size: 64, local_batch_size: 8, num_epochs: 1, ckpt_every_steps: 100}
+model: {_target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained, pretrained_model_name_or_path: org/model}
+peft: {_target_: nemo_automodel.components._peft.lora.PeftConfig, target_modules: "*_proj", dim: 8}
+dataset: {_target_: nemo_automodel.components.datasets.llm.ColumnMappedTextInstructionDataset,
+          path_or_dataset_id: org/pairs, column_mapping: {question: prompt, answer: response},
+          answer_only_loss_mask: true}
+packed_sequence: {packed_sequence_size: 4096}
+optimizer: {_target_: torch.optim.AdamW, lr: 1.0e-5, betas: [0.9, 0.99], weight_decay: 0.1}
+lr_scheduler: {lr_decay_style: cosine, min_lr: 1.0e-6}
+distributed: {strategy: fsdp2, tp_size: 2}
+"""
+EDGES: dict[str, dict[str, str]] = {
+    "an unknown key": {"a.yml": AXOLOTL + "frobnicate: 3"},
+    "a list of everything": {"a.yml": AXOLOTL + "plugins: [a.b]\nrelora: true\nlora_target_modules: [q_proj, lm_head]"},
+    "a regular expression": {
+        "a.yml": AXOLOTL + r"lora_target_modules: 'model.layers.[\d]+.(mlp|self_attn).(up|q)_proj'"
+    },
+    "values of a wrong type": {
+        "a.yml": "base_model: {a: 1}\nmicro_batch_size: [2]\nsequence_len: many\nlearning_rate: fast"
+    },
+    "nothing but a model": {"a.yml": "base_model: org/model"},
+    "full training with LoRA's keys": {
+        "a.yml": "base_model: org/model\nadapter:\nlora_r: 8\nlora_target_modules: [q_proj]"
+    },
+    "text": {"a.yml": "base_model: m\ndatasets: [{path: org/t, type: completion, field: body}]\ntrain_on_inputs: true"},
+    "an own prompt": {
+        "a.yml": "base_model: m\ndatasets: [{path: d.jsonl, type: {field_instruction: q, field_output: a}}]"
+    },
+    "files of a hub dataset": {
+        "a.yml": "base_model: m\ndatasets: [{path: org/d, data_files: [a/b.jsonl], type: alpaca}]"
+    },
+    "two formats": {"a.yml": "base_model: m\ndatasets: [{path: o/a, type: alpaca}, {path: o/b, type: sharegpt}]"},
+    "offload beside 8-bit states": {"t.sh": f"{TRL_SCRIPT.rstrip()} --optim adamw_8bit\n", "a.yaml": ACCELERATE},
+    "8 bits": {"a.yml": "base_model: m\nadapter: lora\nload_in_8bit: true\nlora_r: 8"},
+    "a file without defaults": {"t.py": "SFTConfig()"},
+    "a task": {"d.yaml": "model_name_or_path: m\nfinetuning_type: full\nstage: pt\ndataset: x"},
+}
+CONFIGURATIONS = EDGES | {
+    "Axolotl": {"chats.yml": AXOLOTL},
+    "LLaMA-Factory": {"lora.yaml": LLAMAFACTORY},
+    "LLaMA-Factory with its datasets": {"lora.yaml": LLAMAFACTORY, "dataset_info.json": DATASET_INFO},
+    "TRL's command": {"train.sh": TRL_SCRIPT},
+    "TRL's command and accelerate": {"train.sh": TRL_SCRIPT.replace("--num_processes 4", ""), "zero2.yaml": ACCELERATE},
+    "TRL's YAML": {"sft.yaml": TRL_YAML},
+    "TRL's YAML and DeepSpeed": {"sft.yaml": TRL_YAML, "zero3.json": DEEPSPEED},
+    "a script with TRL": {"train.py": TRAINER},
+    "Unsloth's notebook": {"notebook.ipynb": UNSLOTH},
+    "torchtune": {"lora.yaml": TORCHTUNE},
+    "AutoModel": {"peft.yaml": AUTOMODEL},
+}  # fmt: skip
+
+
+def read(folder: Path, files: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return {name: read_foreign(folder / name, CALLS) for name in files}
+
+
+def converted(folder: Path, files: Mapping[str, str], **options: int) -> Converted:
+    parts = read(folder, files)
+    return convert(parts, detect_tool(parts), "mine", **options)
+
+
+def training(found: Converted) -> dict[str, Any]:
+    values: dict[str, Any] = found.recipe["training"]
+    return values
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_each_key_has_a_row_and_the_recipe_loads(tmp_path: Path, name: str) -> None:
+    parts = read(tmp_path, CONFIGURATIONS[name])
+    found = convert(parts, detect_tool(parts), "mine")
+    rows = {row.key for row in found.rows}
+    keys = {key for part in parts.values() for key, value in part.items() if not (value is True and key in CALLS)}
+    assert {key for key in keys - rows if not key.startswith("unused.")} == set()
+    assert all(row.became or row.note for row in found.rows)
+    (tmp_path / "mine.yaml").write_text(json.dumps(found.recipe))
+    load_recipe(str(tmp_path / "mine.yaml"), Context(tmp_path, tmp_path, {}))
+
+
+def test_axolotl_becomes_the_same_training(tmp_path: Path) -> None:
+    found = converted(tmp_path, {"chats.yml": AXOLOTL}, num_gpus=2)
+    values = training(found)
+    assert (values["method"], values["lora"]) == ("qlora", {"rank": 32, "alpha": 16, "dropout": 0.05, "use_dora": True})
+    assert (values["global_batch_size"], values["sequence_length"], values["num_epochs"]) == (2 * 4 * 2, 4096, 3)
+    assert (values["learning_rate"], values["schedule"], values["optimizer"]) == (2e-4, "cosine", "adamw8bit")
+    assert values["betas"] == [0.9, 0.999], "of torch, unlike ftkit's default"
+    assert "warmup_ratio" not in values, "10 steps of an unknown number"
+    assert found.recipe["data"] == {
+        "source": {"kind": "hub", "dataset": "org/chats", "split": "train[:10%]"},
+        "validation": {"fraction": 0.05},
+        "format": {"kind": "messages", "column": "conversations", "style": "sharegpt"},
+        "train_on": ["assistant"],
+        "too_long": "drop",
+    }
+    assert found.recipe["tracking"] == {"sinks": ["wandb"], "project": "chats"}
+    assert (found.recipe["name"], found.recipe["evaluation"]) == ("first-try", {"every_steps": 50})
+
+
+def test_datasets_of_llamafactory_are_in_another_file(tmp_path: Path) -> None:
+    alone = converted(tmp_path, {"lora.yaml": LLAMAFACTORY})
+    assert alone.recipe["data"]["source"] == "OWNER/DATASET"
+    found = converted(tmp_path, CONFIGURATIONS["LLaMA-Factory with its datasets"])
+    assert found.recipe["data"]["source"] == [
+        {"kind": "hub", "dataset": "org/chats", "num_train": 500},
+        {"kind": "files", "train": "data/pairs.json", "num_train": 500},
+    ]
+    assert found.recipe["data"]["validation"] == {"count": 100}
+    assert training(found)["lora"] == {"rank": 8, "alpha": 16, "targets": ["q_proj", "v_proj"]}
+
+
+def test_a_command_has_the_number_of_gpus_and_variables(tmp_path: Path) -> None:
+    values = training(found := converted(tmp_path, {"train.sh": TRL_SCRIPT}))
+    assert values["global_batch_size"] == 2 * 3 * 4
+    assert (values["warmup_ratio"], values["max_steps"], values["lora"]["alpha"]) == (0.1, 200, 32)
+    assert found.recipe["model"] == "org/model"
+    assert found.recipe["data"]["source"] == {"kind": "hub", "dataset": "org/chats", "subset": "en"}
+    assert found.recipe["tracking"]["sinks"] == ["wandb", "tensorboard"]
+    with_accelerate = converted(tmp_path, CONFIGURATIONS["TRL's command and accelerate"])
+    assert training(with_accelerate)["global_batch_size"] == 2 * 3 * 8
+    assert training(with_accelerate)["offload"] == "optimizer"
+    with_devices = {
+        "train.sh": TRL_SCRIPT.replace("--num_processes 4", "").replace("export ", "").replace("0,1\n", "0,1 ")
+    }
+    assert training(converted(tmp_path, with_devices))["global_batch_size"] == 2 * 3 * 2
+
+
+def test_deepspeed_files_say_offload_and_leave_auto_to_the_trainer(tmp_path: Path) -> None:
+    values = training(converted(tmp_path, CONFIGURATIONS["TRL's YAML and DeepSpeed"]))
+    assert (values["offload"], values["max_grad_norm"], values["global_batch_size"]) == ("all", 0.5, 4)
+    assert values["min_learning_rate_ratio"] == 0.1
+
+
+def test_documents_become_packs_of_as_many_tokens(tmp_path: Path) -> None:
+    documents = {"sft.yaml": TRL_YAML.replace("per_device_train_batch_size: 4", "per_device_train_batch_size: 64")}
+    found = converted(tmp_path, documents)
+    (row,) = (row for row in found.rows if row.key == "per_device_train_batch_size")
+    assert (training(found)["global_batch_size"], row.status) == (64, "changed")
+    assert training(converted(tmp_path, documents, mean_length=512))["global_batch_size"] == 64 * 512 // 8192
+    packed = {"sft.yaml": documents["sft.yaml"] + "packing: true"}
+    assert training(converted(tmp_path, packed, mean_length=512))["global_batch_size"] == 64
+
+
+def test_python_is_read_without_running_it(tmp_path: Path) -> None:
+    found = converted(tmp_path, {"train.py": TRAINER})
+    values = training(found)
+    assert (found.recipe["model"], found.recipe["data"]["source"]) == ("org/model", "chats.jsonl")
+    assert (values["method"], values["lora"], values["sequence_length"]) == ("qlora", {"alpha": 64}, 2048)
+    assert (values["betas"], values["attention"], values["schedule"]) == ([0.9, 0.95], "sdpa", "constant")
+    computed = {row.key for row in found.rows if "program computes" in row.note}
+    assert {"LoraConfig.r", "SFTConfig.learning_rate"} <= computed
+    assert "(training.learning_rate)" in {row.key for row in found.rows}, "TRL's default would be wrong"
+
+
+def test_a_notebook_is_read_to_its_first_model(tmp_path: Path) -> None:
+    found = converted(tmp_path, {"notebook.ipynb": UNSLOTH})
+    values = training(found)
+    assert (found.tool, found.recipe["model"], found.recipe["data"]["train_on"]) == (
+        "Unsloth",
+        "unsloth/model",
+        "assistant",
+    )
+    assert found.recipe["data"]["chat_template"] == "llama3"
+    assert (values["lora"], values["max_steps"]) == ({"rank": 16, "alpha": 16, "targets": ["q_proj"]}, 60)
+    assert (values["warmup_ratio"], values["optimizer"], values["global_batch_size"]) == (0.0833, "adamw8bit", 8)
+
+
+def test_torchtune_and_automodel_become_the_same_training(tmp_path: Path) -> None:
+    found = converted(tmp_path, {"lora.yaml": TORCHTUNE})
+    values = training(found)
+    targets = ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert values["lora"] == {"rank": 8, "alpha": 16, "dropout": 0, "targets": targets}
+    assert (values["max_steps"], values["warmup_ratio"], values["max_grad_norm"]) == (200, 0.1, 10**9)
+    assert (values["global_batch_size"], values["weight_decay"]) == (16, 0.01)
+    assert found.recipe["data"]["format"] == {"kind": "messages", "column": "dialog", "style": "openai"}
+    assert (found.recipe["data"]["train_on"], found.recipe["model"]) == ("all", "/models/llama")
+    found = converted(tmp_path, {"peft.yaml": AUTOMODEL})
+    values = training(found)
+    assert (values["global_batch_size"], values["sequence_length"], values["lora"]["alpha"]) == (64, 4096, 32)
+    assert (values["warmup_ratio"], values["min_learning_rate_ratio"], values["tensor_parallel"]) == (0.1, 0.1, 2)
+    assert found.recipe["data"]["format"] == {
+        "kind": "prompt-completion", "prompt": "{prompt}", "completion": "{response}"
+    }  # fmt: skip
+    assert (
+        training(converted(tmp_path, {"peft.yaml": AUTOMODEL.replace("lr_scheduler:", "ci:")}))["schedule"]
+        == "constant"
+    )
+
+
+def test_what_ftkit_refuses_is_left_out_with_its_reason(tmp_path: Path) -> None:
+    found = converted(tmp_path, EDGES["offload beside 8-bit states"])
+    (refused,) = (row for row in found.rows if row.note.startswith("ftkit refuses"))
+    assert (refused.key, refused.became) in {("optim", ""), ("deepspeed_config.offload_optimizer_device", "")}
+    full = converted(tmp_path, EDGES["full training with LoRA's keys"])
+    assert "lora" not in training(full)
+    odd = converted(tmp_path, EDGES["values of a wrong type"])
+    assert odd.recipe["model"] == "OWNER/MODEL"
+    assert sum(row.note.startswith("ftkit refuses") for row in odd.rows) == 2
+
+
+def test_patterns_select_linear_layers(tmp_path: Path) -> None:
+    text = EDGES["a regular expression"]["a.yml"].replace("lora_target_linear: true", "")
+    found = converted(tmp_path, {"a.yml": text})
+    assert training(found)["lora"]["targets"] == ["q_proj", "up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yml", "base_model: m\nrl: dpo"),
+        ("b.yaml", "model_name_or_path: m\nstage: dpo"),
+        ("c.sh", "trl dpo --model_name_or_path m --dataset_name d"),
+        ("d.py", "DPOTrainer(model='m')"),
+        ("e.yaml", "loss: {_component_: torchtune.rlhf.loss.DPOLoss}"),
+        ("f.py", "GRPOTrainer(model='m')"),
+    ],
+)
+def test_preference_training_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match="supervised"):
+        converted(tmp_path, {name: text})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", "a: [1"),
+        ("b.py", "x = ("),
+        ("c.sh", "trl sft --x 'y"),
+        ("d.ipynb", "{}"),
+        ("e.json", "{"),
+        ("f.yaml", "k: v"),
+    ],
+)
+def test_damaged_and_unknown_files_are_refused(tmp_path: Path, name: str, text: str) -> None:
+    with pytest.raises(ConfigError):
+        converted(tmp_path, {name: text})
+
+
+def test_tables_name_keys_of_recipes_and_conversions() -> None:
+    values = read_values()["values"]
+    for tool in (*TOOLS, LAUNCHERS):
+        for target in set(read_tool(tool).keys.values()) | {table.get("key", key) for key, table in values.items()}:
+            if "." not in target or target.startswith("dataset."):
+                continue
+            value = {target.rpartition(".")[2]: object()}
+            for section in reversed(target.split(".")[:-1]):
+                value = {section: value}
+            with pytest.raises(ConfigError) as caught:
+                validate(RecipeSpec, Layers({"name": "a", **value}))
+            assert not [each for each in caught.value.problems if "unknown key" in each.message], target
+
+
+def test_no_word_of_a_table_has_two_meanings() -> None:
+    for path in assets.OTHER_TOOLS.glob("*.yaml"):
+        table = read_yaml(path).values
+        words = [word for part in ("keys", "none") for each in table.get(part, {}).values() for word in each.split()]
+        assert sorted(words) == sorted(set(words)), path.name
