@@ -5,6 +5,7 @@ Python; what follows it is written by `scripts/docs`:
 
     {r[images][ftkit import][seconds]:.0f}    record, row (its label `row` or `trainer`), and name of the median
     {plan[train-llama3-8b-4gpus].speed:,.0f}  what today's planner says of a record's run: speed, gib
+    {preview[RECIPE CLUSTER NODES].step:.2g}  what the same of a shipped recipe: step, gib, speed (or NODESxGPUS)
     {of[planned][num_rows]}                   a value computed from several records, see `derived`
     {pair[train-llama3-8b-4gpus]}             speed and memory of ftkit and of the peer in a record
     {table[startup]}                          a table of the record, below a line that says where it was measured
@@ -25,11 +26,17 @@ from published import PUBLISHED, predicted_speed
 from recording import CHECKOUT, FOLDER, MEASURED, Record, Row, Training, read_record
 from train import make_plan
 
+from ftkit.config.context import Context
+from ftkit.launch.resolve import RunArgs, resolve
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 MARKER = re.compile(r"(<!--= (?P<field>.+?) -->)(?P<text>.*?)(<!--/-->)", re.DOTALL)
-PAGES = [CHECKOUT / "README.md", *sorted([*CHECKOUT.glob("docs/*.md"), *CHECKOUT.glob("docs/reference/*.md")])]
+PAGES = [
+    CHECKOUT / "README.md",
+    *(page for folder in ("docs", "docs/from", "docs/reference") for page in sorted(CHECKOUT.glob(f"{folder}/*.md"))),
+]
 UNSAID = {"learning_rate", "global_batch_size", "max_position_embeddings"}
 """Overrides that a row does not name: they change neither speed nor memory, or follow from the others."""
 
@@ -217,15 +224,38 @@ def show(value: float | str | None, spec: str = "") -> str:
     return format(value, spec or (",.0f" if abs(value) >= 100 else ".3g"))  # noqa: PLR2004
 
 
-class Made(dict[str, str]):
-    """Texts by name, which are made when they are asked for."""
+@dataclass(frozen=True)
+class Preview:
+    """What today's planner says of a shipped recipe: seconds of a step, GiB and tokens per second of a GPU."""
 
-    def __init__(self, make: Callable[[str], str]) -> None:
+    step: float
+    gib: float
+    speed: float
+
+
+@cache
+def preview(words: str) -> Preview:
+    """Plan `RECIPE CLUSTER NODES`, or `NODESxGPUS` with so many GPUs per node."""
+    recipe, cluster, size = words.split()
+    nodes, _, gpus = size.partition("x")
+    folder = Path("/nonexistent")
+    args = RunArgs(recipe, cluster=cluster, num_nodes=int(nodes), gpus_per_node=int(gpus) if gpus else None)
+    plan = resolve(args, Context(folder, folder, {}))
+    if plan.speed is None:
+        raise ValueError(f"no speed is predicted on {cluster}")
+    speed = plan.speed.tokens_per_second / plan.placement.world_size
+    return Preview(plan.speed.step_seconds, plan.memory.total, speed)
+
+
+class Made(dict[str, Any]):
+    """Values by name, which are made when they are asked for."""
+
+    def __init__(self, make: Callable[[str], Any]) -> None:
         super().__init__()
         self.make = make
 
-    def __missing__(self, name: str) -> str:
-        """Make a text."""
+    def __missing__(self, name: str) -> object:
+        """Make a value."""
         return self.make(name)
 
 
@@ -234,7 +264,8 @@ def filled(text: str) -> str:
     rows = {name: {row.labels.get("row", row.labels.get("trainer", "")): row.medians for row in record.rows}
             for name, record in read_all().items()}  # fmt: skip
     plans = {each.name: each for each in plan_again()}
-    fields = {"r": rows, "plan": plans, "of": derived(), "table": Made(table), "pair": Made(pair_text)}
+    fields = {"r": rows, "plan": plans, "of": derived(), "table": Made(table), "pair": Made(pair_text),
+              "preview": Made(preview)}  # fmt: skip
 
     def figure(found: re.Match[str]) -> str:
         try:

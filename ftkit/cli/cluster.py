@@ -83,7 +83,7 @@ def connect_command(cluster: str, *, extras: tuple[str, ...]) -> None:
 
 @command(
     "create",
-    "ftkit cluster create vm --kind gcp-vm-l4 project=p1 zone=us-east1-b --dry-run",
+    "ftkit cluster create vm --kind gcp-vm-l4 project=my-project zone=us-east1-b --dry-run",
     "ftkit cluster create a4 --kind a4-highgpu-8g --settings a4.yaml num_nodes=4",
 )
 @click.argument("name")

@@ -1,8 +1,10 @@
-"""`ftkit data`: inspect, check and prepare the data of a recipe."""
+"""`ftkit data`: inspect, check, prepare and upload the data of a recipe."""
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
@@ -301,3 +303,28 @@ def prepare_command(
     plan = resolve(arguments.run_args(words, **options), current_context())
     prepare_here(plan, arguments.job_environment(hf_token_file), terminal.say, workers)
     terminal.data(f"{plan.data_directory}\n")
+
+
+@command(
+    "upload",
+    "ftkit data upload mine.yaml --to gs://bucket/data",
+    "ftkit data upload gemma3-1b-dolly-lora --to s3://bucket/dolly",
+)
+@arguments.run_options
+@click.option("--to", "destination", metavar="ADDRESS", required=True,
+              help="gs://bucket/prefix, s3://bucket/prefix, or a folder that all machines see.")  # fmt: skip
+def upload_command(words: tuple[str, ...], *, destination: str, **options: Unpack[RunOptions]) -> None:
+    """Copy the data of a recipe to an object store once, for all machines that train on it.
+
+    Prints the override that reads the copy, to type after the recipe: the same rows are trained on, in the same order.
+    Datasets of the hub become Parquet files. Existing copies are not copied again; other files are not replaced.
+    """
+    terminal = Terminal()
+    data = resolve_recipe(arguments.run_args(words, **options), current_context()).data
+    if any(source.kind == "hub" for source in data.sources):
+        require_packages("datasets")
+    from ftkit.data.upload import upload_data
+
+    for key, value in upload_data(data, destination, terminal.say).items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        terminal.data(f"{shlex.quote(f'{key}={text}')}\n")

@@ -40,6 +40,7 @@ data_command = LazyGroup(
             LazyCommand("stats", "ftkit.cli.data", "Count tokens, lengths, duplicates and packs."),
             LazyCommand("check", "ftkit.cli.data", "Check every row."),
             LazyCommand("prepare", "ftkit.cli.data", "Tokenize and pack data, and download weights."),
+            LazyCommand("upload", "ftkit.cli.data", "Copy data to an object store."),
         )
     },
     examples=("ftkit data show demo", "ftkit data stats demo", "ftkit data check demo --json"),

@@ -167,7 +167,7 @@ def plan_command(words: tuple[str, ...], *, as_json: bool, **options: Unpack[Run
     """Preview a run and check that it fits. Nothing is written or submitted.
 
     Takes the arguments of 'ftkit run', and fails for the same reasons: missing files, weights, data, packages or
-    memory. An image that is not imported yet is only a warning.
+    memory. An image that is not imported yet, or a tracker's missing key, is only a warning.
     """
     from ftkit.cli.image_check import missing_image
     from ftkit.cli.terminal.console import Terminal
@@ -187,7 +187,7 @@ def plan_command(words: tuple[str, ...], *, as_json: bool, **options: Unpack[Run
     if not is_sweep and (missing := missing_image(plans[0])):
         terminal.warn(f"{missing.what}; {missing.fix}")
     for plan in plans:
-        show_findings(run_checks(plan, os.environ), terminal)
+        show_findings(run_checks(plan, os.environ, is_preview=True), terminal)
 
 
 def _show_plans(plans: Sequence[RunPlan], terminal: Terminal, *, is_data: bool) -> None:

@@ -128,7 +128,8 @@ def split_of(columns: Columns, validation: ValidationSpec) -> Split:
 
 
 @cache
-def _load(source: HubSource) -> Dataset:
+def load_from_hub(source: HubSource) -> Dataset:
+    """Load a dataset with all its rows. Raises DataError, whatever the library raises."""
     import datasets  # noqa: PLC0415 - takes a second to import, only for this source
 
     try:
@@ -165,13 +166,13 @@ class _OpenSource:
         if isinstance(self.source, FilesSource):
             return _read_files(self.source.train, f"{self.key}.train")
         name = f"dataset '{self.source.dataset}', split {self.source.split}"
-        rows = enumerate(_load(self.source))
+        rows = enumerate(load_from_hub(self.source))
         return (RawRow(name, ", row ", number, without_nulls(columns)) for number, columns in rows)
 
     @cached_property
     def num_rows(self) -> int:
         if isinstance(self.source, HubSource):
-            return len(_load(self.source))
+            return len(load_from_hub(self.source))
         key = f"{self.key}.train"
         return sum(count_rows(file, key) for file in find_files(self.source.train, key))
 

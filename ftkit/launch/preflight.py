@@ -66,11 +66,14 @@ class Findings:
             raise ExceptionGroup("the run would fail", self.errors)
 
 
-def run_checks(plan: RunPlan | ScriptPlan, environment: Mapping[str, str]) -> Findings:
-    """Check everything that a run needs except its image. All checks run, even if some fail."""
+def run_checks(plan: RunPlan | ScriptPlan, environment: Mapping[str, str], *, is_preview: bool = False) -> Findings:
+    """Check everything that a run needs except its image. All checks run, even if some fail.
+
+    A preview only warns of missing access to trackers, since the run may be submitted elsewhere.
+    """
     errors: list[FtkitError] = []
     warnings: list[str] = []
-    for check in _checks(plan, environment):
+    for check in _checks(plan, environment, is_preview=is_preview):
         try:
             warnings += check()
         except FtkitError as error:
@@ -78,17 +81,17 @@ def run_checks(plan: RunPlan | ScriptPlan, environment: Mapping[str, str]) -> Fi
     return Findings(tuple(errors), tuple(warnings))
 
 
-def _checks(plan: RunPlan | ScriptPlan, environment: Mapping[str, str]) -> Iterator[Check]:
+def _checks(plan: RunPlan | ScriptPlan, environment: Mapping[str, str], *, is_preview: bool) -> Iterator[Check]:
     if isinstance(plan, RunPlan):
-        yield from _training_checks(plan, environment)
+        yield from _training_checks(plan, environment, is_preview=is_preview)
     else:
         yield partial(_check_packages, plan)
     if plan.cluster.scheduler == "slurm":
         yield partial(warn_of_variables, environment)
 
 
-def _training_checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Check]:
-    yield partial(check_trackers, plan, environment)
+def _training_checks(plan: RunPlan, environment: Mapping[str, str], *, is_preview: bool) -> Iterator[Check]:
+    yield partial(check_trackers, plan, environment, is_preview=is_preview)
     yield from source_checks(plan, environment)
     training = plan.recipe.training
     packages = {
@@ -114,7 +117,7 @@ def _check_sync(destination: str) -> list[str]:
     return []
 
 
-def check_trackers(plan: RunPlan, environment: Mapping[str, str]) -> list[str]:
+def check_trackers(plan: RunPlan, environment: Mapping[str, str], *, is_preview: bool = False) -> list[str]:
     """Check the trackers' keys, addresses and packages; return warnings about what the profile's `setup` may set."""
     cluster, tracking = plan.cluster, plan.recipe.tracking
     if cluster.runtime == "none" and cluster.scheduler == "local":
@@ -122,6 +125,8 @@ def check_trackers(plan: RunPlan, environment: Mapping[str, str]) -> list[str]:
     try:
         check_access(tracking, {**environment, **cluster.environment}, sees_home=cluster.runtime == "none")
     except PrerequisiteError as error:
+        if is_preview:
+            return [f"{error.what}: {error.fix}"]
         if not cluster.setup:
             raise
         return [f"{error.what}, unless the lines under 'setup' of cluster {cluster.name} set it"]

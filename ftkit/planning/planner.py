@@ -287,13 +287,18 @@ def _notes_on_fit(run: RunInputs, predicted: Fit) -> Iterator[str]:
 
 
 def _notes_on_kernels(setup: Setup, image: ImageSpec | None, padding: float) -> Iterator[str]:
-    """Yield notes on an image whose torch all-gathers in bf16, and on what computes linear attention."""
+    """Yield notes on an image whose torch all-gathers in bf16, unmeasured GPUs, and what computes linear attention."""
     gpu, family = setup.gpu, setup.shape.family
     version = "" if image is None else image.provided.get("torch", "")
     if image is not None and setup.gathers_in_fp8 and version.startswith(("2.6", "2.7")):
         yield (
             f"weights are all-gathered in bf16 with torch {version} of '{image.reference}', not in FP8: layers that "
             "stay unsharded take more memory than predicted (training.reshard_after_forward=always avoids it)"
+        )
+    if gpu is not None and not gpu.is_measured:
+        yield (
+            f"the speed is an upper bound: it assumes the share of {gpu.device_name}'s data sheet that Hopper GPUs "
+            "reach, for lack of measurements; a low power limit allows less"
         )
     if setup.device == "cpu" or not has_linear_attention(setup.shape):
         return

@@ -30,6 +30,7 @@ class Gpu:
     is_blackwell: bool = False
     matmul_efficiency: float = 0.803  # fraction of `bf16_flops` that the best single matmul reaches
     flex_efficiency: float = 0.34  # fraction of `bf16_flops` that flex attention reaches, forward and backward
+    is_measured: bool = True  # whether measurements of this GPU are behind its efficiencies
 
     def peak_flops(self, precision: Precision) -> float:
         """Return the FLOP/s of matmuls in the compute dtype."""
@@ -66,7 +67,7 @@ GPUS: dict[GpuModel, Gpu] = {
     ),
     "h100-80gb": Gpu("NVIDIA H100 80GB HBM3", 79.6, 989e12, 67e12, 3.35e12, 450e9, has_fast_attention=True),
     "h200": Gpu("NVIDIA H200", 140.4, 989e12, 67e12, 4.8e12, 450e9, has_fast_attention=True),
-    "l4": Gpu("NVIDIA L4", 22.5, 121e12, 30.3e12, 0.3e12, 16e9, has_fast_attention=False),
+    "l4": Gpu("NVIDIA L4", 22.5, 121e12, 30.3e12, 0.3e12, 16e9, has_fast_attention=False, is_measured=False),
 }  # fmt: skip
 
 

@@ -196,14 +196,19 @@ def upload_folder(folder: Path, store: Store, last: str, report: Callable[[str],
         name = path.relative_to(folder).as_posix()
         if existing.get(name) == path.stat().st_size and store.holds(name, path):
             continue
-        report(f"copying {name}")
-        store.put(path, name)
-        if not store.holds(name, path):
-            raise PrerequisiteError(
-                f"{store.address}/{name} differs from what was written",
-                meaning="the copy was damaged in transit, somebody else writes there, or the local file was changed",
-                fix="repeat the command: existing files are not copied again",
-            )
+        upload_file(path, store, name, report)
+
+
+def upload_file(path: Path, store: Store, name: str, report: Callable[[str], None]) -> None:
+    """Copy a file, and compare the copy with it. Raises as `upload_folder` does."""
+    report(f"copying {name}")
+    store.put(path, name)
+    if not store.holds(name, path):
+        raise PrerequisiteError(
+            f"{store.address}/{name} differs from what was written",
+            meaning="the copy was damaged in transit, somebody else writes there, or the local file was changed",
+            fix="repeat the command: existing files are not copied again",
+        )
 
 
 def push(folder: Path, address: str, last: str, report: Callable[[str], None]) -> None:

@@ -15,7 +15,9 @@ from urllib.request import Request, urlopen
 import pytest
 from object_storage import BUCKET, gcs_server
 
+from ftkit.config.data import DataSpec
 from ftkit.data.source_files import find_files, read_file, stamp
+from ftkit.data.upload import upload_data
 from ftkit.errors import NotFoundError, PrerequisiteError
 from ftkit.models.folder import EXPORT_RECORD
 from ftkit.planning.layout import Workspace
@@ -64,6 +66,15 @@ def test_folders_and_globs_yield_the_rows_of_their_data_files() -> None:
     for place in ("gs://team/chats", "gs://team/chats/", "gs://team/chats/*.jsonl*"):
         assert find_files(place, "k") == files
     assert rows_of("gs://team/chats") == ROWS * 2
+
+
+@pytest.mark.usefixtures("address")
+def test_uploaded_data_is_read_from_its_address(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(LINES)
+    data = DataSpec.model_validate({"source": {"kind": "files", "train": str(tmp_path / "rows.jsonl")}})
+    copied = upload_data(data, "gs://team/uploads", lambda _: None)
+    assert copied == {"data.source": {"kind": "files", "train": "gs://team/uploads/rows.jsonl"}}
+    assert rows_of("gs://team/uploads/rows.jsonl") == ROWS
 
 
 def test_the_stamp_changes_with_the_content(address: str) -> None:

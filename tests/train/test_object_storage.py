@@ -15,10 +15,12 @@ from object_storage import KEYS, found_by_programs, s3_server
 from ftkit.config.data import DataSpec
 from ftkit.data.selection import read_rows
 from ftkit.data.source_files import count_rows, find_files, read_file, stamp
+from ftkit.data.upload import upload_data
 from ftkit.errors import NotFoundError, PrerequisiteError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.train
 pytest.importorskip("moto", reason="needs the extra dev-storage")
@@ -69,6 +71,14 @@ def test_compressed_and_plain_files_yield_the_same_rows() -> None:
     )
     taken = [row.source for row in read_rows(spec)]
     assert (taken.count(0), taken.count(1)) == (600, 300)
+
+
+def test_uploaded_data_is_read_from_its_address(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(LINES)
+    data = DataSpec.model_validate({"source": {"kind": "files", "train": str(tmp_path / "rows.jsonl")}})
+    copied = upload_data(data, "s3://team/uploads", lambda _: None)
+    assert copied == {"data.source": {"kind": "files", "train": "s3://team/uploads/rows.jsonl"}}
+    assert rows_of("s3://team/uploads/rows.jsonl") == ROWS
 
 
 def test_the_stamp_changes_with_the_content(address: str) -> None:

@@ -363,6 +363,8 @@ def test_a_missing_tracker_key_is_reported_before_submission(
     with pytest.raises(PrerequisiteError) as caught:
         check_trackers(slurm, {"HOME": str(tmp_path), **environment})
     assert said in caught.value.fix
+    (warning,) = check_trackers(slurm, {"HOME": str(tmp_path), **environment}, is_preview=True)
+    assert said in warning
     of_the_site = slurm.cluster.model_copy(update={"environment": {"WANDB_API_KEY": "x", "MLFLOW_TRACKING_URI": "x"}})
     assert check_trackers(replace(slurm, cluster=of_the_site), {}) == []
     (warning,) = check_trackers(

@@ -442,7 +442,8 @@ def test_a_huge_global_batch_is_resolved_quickly() -> None:
     assert choose(spec, H200)[0].micro_batch_size <= 32
 
 
-CLUSTERS = [name for name in list_names("cluster", NOWHERE) if load_cluster(name, NOWHERE).gpu]
+PROFILES = [load_cluster(name, NOWHERE) for name in list_names("cluster", NOWHERE)]
+CLUSTERS = [profile.name for profile in PROFILES if profile.gpu and profile.scheduler == "slurm"]
 
 
 @pytest.mark.parametrize("name", list_names("recipe", NOWHERE))

@@ -47,6 +47,7 @@ CASES = [
     ("dev", 2),
     ("local", 1),
     ("docker", 1),
+    ("gcp-l4", 1),
     ("apptainer", 2),
 ]
 
