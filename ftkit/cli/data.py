@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
@@ -18,6 +19,7 @@ from ftkit.cli.commands import command, current_context
 from ftkit.cli.inference import require_packages
 from ftkit.cli.terminal.console import Facts, Styled, Terminal
 from ftkit.cli.terminal.format import count, duration, short_path
+from ftkit.config.data import describe_too_long
 from ftkit.errors import DataError, plural
 from ftkit.launch.inputs import prepare_here
 from ftkit.launch.resolve import RunArgs, read_settings, resolve, resolve_recipe
@@ -244,14 +246,15 @@ def check_command(
     terminal = Terminal()
     inspector = _open_data(terminal, arguments.run_args(words, **options))
     allowed = inspector.recipe.data.skip_bad if skip_bad is None else skip_bad
-    num_rows = num_bad = num_refused = num_fit = num_too_long = 0
+    num_rows = num_bad = num_refused = num_fit = 0
+    too_long: Counter[str] = Counter()
     listed: list[dict[str, str]] = []
     kinds: dict[tuple[str, str], _ProblemKind] = {}
     for encoded in inspector.check():
         num_rows += encoded.num_rows.total() + len(encoded.bad)
         num_bad, num_refused = num_bad + len(encoded.bad), num_refused + len(encoded.refused)
         num_fit += len(encoded.train.lengths) + len(encoded.validation.lengths)
-        num_too_long += encoded.num_too_long.total()
+        too_long += inspector.encoder.outcomes(encoded)
         for error in (*encoded.bad, *encoded.refused):
             where, _, reason = error.what.partition(": ")
             if as_json:
@@ -271,11 +274,11 @@ def check_command(
             f"{num_useless:,} of {plural(num_rows, 'row')} can't be used{limit}",
             fix=_fix(num_rows, num_bad, num_refused, {fix for _, fix in kinds}),
         )
-    long = f"{plural(num_too_long, 'document')} longer than a pack (data.too_long: {inspector.recipe.data.too_long})"
-    if num_too_long and not num_fit:
+    long = f"{plural(too_long.total(), 'document')} longer than a pack: {describe_too_long(too_long)}"
+    if too_long.total() and not num_fit:
         raise DataError(f"no document can be trained on: {long}", fix="raise training.sequence_length")
     used = f"{num_bad:,} of {num_rows:,} are skipped" if num_bad else f"{plural(num_rows, 'row')}: all can be used"
-    terminal.say(f"{used}; {long}" if num_too_long else used)
+    terminal.say(f"{used}; {long}" if too_long.total() else used)
 
 
 def _fix(num_rows: int, num_bad: int, num_refused: int, fixes: set[str]) -> str:

@@ -2,7 +2,7 @@
 
 import ast
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Annotated, Literal, Self, get_args
 
@@ -250,6 +250,8 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 Packing = Literal["auto", "off"]
 TrainOn = Literal["assistant", "last", "completion", "all"]
+TooLong = Literal["error", "drop", "truncate", "split"]
+"""What happens with documents longer than a pack, as resolved for a format."""
 
 
 def _check_option(value: object) -> object:
@@ -296,9 +298,10 @@ class DataSpec(Spec):
     train_on: Annotated[TrainOn | list[Role], BeforeValidator(_check_train_on)] = "assistant"
     """Which tokens count in the loss: those of all assistant turns with their end-of-turn token, of the last one, of
     the completion, or all tokens; or the roles whose turns count. A turn's own `weight` or `train` takes precedence."""
-    too_long: Literal["error", "drop", "truncate", "split"] = "error"
+    too_long: Literal["auto", "error", "drop", "truncate", "split"] = "auto"
     """What to do with a document longer than a pack: refuse it, drop it, truncate it after the last trained turn that
-    fits, or (text only) split it. Affected documents are counted and reported."""
+    fits, or (text only) split it. `auto` splits plain text, and refuses conversations. Affected documents are counted
+    and reported."""
     skip_bad: NonNegativeInt = 0
     """Maximum number of bad examples to skip; each is reported with file and line."""
     packing: Packing = "auto"
@@ -309,6 +312,12 @@ class DataSpec(Spec):
     def sources(self) -> tuple[SingleSource, ...]:
         """The sources, one or several."""
         return self.source.sources if isinstance(self.source, MixtureSource) else (self.source,)
+
+    def resolve_too_long(self, form: Format) -> TooLong:
+        """Return what happens with documents of this format that are longer than a pack."""
+        if self.too_long != "auto":
+            return self.too_long
+        return "split" if form.kind == "text" else "error"
 
     @property
     def _sources_hold_out(self) -> bool:
@@ -346,6 +355,14 @@ class DataSpec(Spec):
         if self.task is None and self.task_functions:
             raise ValueError(f"a Python file with {' and '.join(self.task_functions)} is needed: set data.task")
         return self
+
+
+def describe_too_long(outcomes: Mapping[str, int]) -> str:
+    """Describe what happens with documents longer than a pack, from their number by outcome."""
+    words = {"drop": "dropped", "truncate": "truncated", "split": "split", "error": "refused"}
+    if counts := {outcome: number for outcome, number in outcomes.items() if number}:
+        return ", ".join(f"{number:,} {words[outcome]}" for outcome, number in counts.items())
+    return f"longer ones are {' or '.join(words[outcome] for outcome in outcomes)}"
 
 
 def describe_format(form: Format) -> str:

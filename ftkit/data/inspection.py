@@ -7,7 +7,7 @@ from array import array
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby, islice, pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -194,24 +194,21 @@ class DataInspector:
                         row.where, number, len(documents), len(document.tokens), document.num_targets,
                         tuple(self._segments(self.encoder.encoders[taken.source], row, document)),
                         tuple(document.tokens.tolist()), (False, *(document.labels[:-1] != IGNORED).tolist()),
-                        self._fate(document),
+                        self._fate(taken.source, document),
                     )  # fmt: skip
 
     def check(self) -> Iterator[EncodedBatch]:
         """Encode all rows; yield each batch, with the errors of rows that can't be used."""
-        return self._encode(self.encoder)
-
-    def _encode(self, encoder: BatchEncoder) -> Iterator[EncodedBatch]:
         num_rows, due = 0, time.monotonic() + _REPORT_SECONDS
-        for encoded in encode_rows(encoder, read_rows(self.recipe.data), num_usable_cpus()):
+        for encoded in encode_rows(self.encoder, read_rows(self.recipe.data), num_usable_cpus()):
             num_rows += encoded.num_rows.total() + len(encoded.bad)
             if time.monotonic() >= due:
                 self.report(f"{plural(num_rows, 'row')} so far")
                 due = time.monotonic() + _REPORT_SECONDS
             yield encoded
 
-    def _fate(self, document: Document) -> str:
-        length, too_long = self.recipe.training.sequence_length, self.recipe.data.too_long
+    def _fate(self, source: int, document: Document) -> str:
+        length, too_long = self.recipe.training.sequence_length, self.encoder.too_long(source)
         if len(document.tokens) <= length:
             return ""
         if too_long == "error":
@@ -274,17 +271,13 @@ class DataInspector:
 
     def stats(self) -> DataStats:
         """Encode all rows, and count those of the training split."""
-        data, length = self.recipe.data, self.recipe.training.sequence_length
-        encoder = self.encoder
-        if data.too_long == "error":  # such documents are counted instead
-            dropping = self.recipe.model_copy(update={"data": data.model_copy(update={"too_long": "drop"})})
-            encoder = replace(encoder, recipe=dropping)
-        totals = Totals(data)
+        length = self.recipe.training.sequence_length
+        totals = Totals(self.encoder)
         lengths: Counter[int] = Counter()
         digests = array("Q")  # 8 bytes per document: the only memory that grows with the data
         packer = Packer(length)
         num_validation = num_packs = 0
-        for encoded in self._encode(encoder):
+        for encoded in self.check():
             totals.add(encoded)
             num_validation += len(encoded.validation.lengths)
             lengths.update(encoded.train.lengths.tolist())
@@ -302,8 +295,8 @@ class DataInspector:
             num_validation=num_validation,
             num_tokens=num_tokens,
             num_trained=sum(source.num_targets for source in totals.sources),
-            num_too_long=totals.num_too_long,
-            too_long=data.too_long,
+            num_too_long=totals.too_long.total(),
+            too_long=", ".join(totals.too_long),
             num_duplicates=num_documents - len(np.unique(np.frombuffer(digests, np.uint64))),
             longest=totals.longest,
             mean=sum(length * count for length, count in lengths.items()) / max(1, num_documents),

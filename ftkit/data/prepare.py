@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ftkit.config.data import DataSpec, Format, describe_format
+from ftkit.config.data import DataSpec, Format, describe_format, describe_too_long
 from ftkit.config.data_sources import GeneratedSource
 from ftkit.data.conversations import PlainText
 from ftkit.data.encoding import MAX_CHARACTERS, RowEncoder
@@ -39,8 +39,8 @@ def prepare(plan: RunPlan, report: Callable[[str], None], num_workers: int | Non
         manifest = replace(manifest, digests=manifest.digests | folder.compute_digests())
         folder.write_manifest(manifest)
     if manifest.num_too_long:
-        outcomes = {"drop": "dropped", "truncate": "truncated after the last turn that fits", "split": "split"}
-        report(f"{plural(manifest.num_too_long, 'document')} longer than a pack: {outcomes[plan.recipe.data.too_long]}")
+        found = plural(manifest.num_too_long, "document")
+        report(f"{found} longer than a pack: {describe_too_long(manifest.too_long)}")
     report(
         f"data {plan.fingerprint}: {plural(manifest.num_train_documents, 'document')} in "
         f"{plural(manifest.num_train_packs, 'pack')} of {manifest.sequence_length} tokens, {manifest.fill_ratio:.1%} "
@@ -63,7 +63,7 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], n
     encoder = open_encoder(recipe, report)
     encoder.encoders[0].tokenizer.save_pretrained(folder.tokenizer)
     report(f"reading and tokenizing with {plural(num_workers, 'process')}")
-    totals = Totals(recipe.data)
+    totals = Totals(encoder)
     with ExitStack() as stack:
         train, validation = (
             _SplitWriter(stack.enter_context(PackWriter(split)), length) for split in (folder.train, folder.validation)
@@ -92,10 +92,11 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], n
         num_train_targets=train.writer.num_targets,
         num_validation_documents=validation.writer.num_documents,
         num_validation_packs=validation.writer.num_packs,
-        num_too_long=totals.num_too_long,
+        num_too_long=totals.too_long.total(),
         max_seqlen=totals.longest,
         num_row_tokens=train.num_row_tokens,
         num_documents=totals.num_documents,
+        too_long=dict(totals.too_long),
         sources=tuple(totals.sources),
         preparation_version=PREPARATION_VERSION,
         digests={"documents": f"{train.sum_of_digests:064x}"},
@@ -122,12 +123,12 @@ class _SplitWriter:
 
 
 def _check_totals(totals: Totals, recipe: RecipePlan, num_packs: int, report: Callable[[str], None]) -> None:
-    """Refuse documents longer than a pack if `data.too_long` is `error`, and data without a document that fits."""
-    length, num_too_long = recipe.training.sequence_length, totals.num_too_long
-    if num_too_long and recipe.data.too_long == "error":
+    """Refuse documents longer than a pack if `data.too_long` says so, and data without a document that fits."""
+    length, num_too_long = recipe.training.sequence_length, totals.too_long.total()
+    if num_refused := totals.too_long["error"]:
+        longest = "" if num_refused < num_too_long else f" (the longest has {totals.longest:,})"
         raise DataError(
-            f"{plural(num_too_long, 'document')} longer than a pack of {length} tokens "
-            f"(the longest has {totals.longest:,})",
+            f"{plural(num_refused, 'document')} longer than a pack of {length} tokens{longest}",
             meaning="truncating them would train the model on completions without an end",
             fix="raise training.sequence_length, or set data.too_long: drop skips them, truncate cuts them "
             "after the last turn that fits, split is for plain text",

@@ -60,6 +60,8 @@ class DataManifest:
     """Tokens of the training documents as padded rows (`data.packing: off`), padding included."""
     num_documents: int = 0
     """Documents of all splits before any is dropped, truncated, or split."""
+    too_long: dict[str, int] = field(default_factory=dict)
+    """Number of documents longer than a pack, by what happened with them (`data.too_long`)."""
     sources: tuple[SourceStats, ...] = ()
     preparation_version: int = 0
     """Version of the code that prepared the data."""

@@ -24,7 +24,7 @@ from ftkit.data.selection import SelectedRow, Split, split_of
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
-    from ftkit.config.data import DataSpec
+    from ftkit.config.data import TooLong
 
 _BATCH_ROWS = 64
 _BATCH_BYTES = 1 << 18
@@ -40,7 +40,7 @@ class EncodedBatch:
 
     Documents are counted before any is truncated or dropped. Counters are by source. `unused` are columns that the
     format does not use; `validation_rows` are JSON Lines, and `validation_sources` their sources, one per line.
-    `refused` are errors of rows with a document longer than a pack, if `data.too_long` is `error`.
+    `refused` are errors of rows with a document longer than a pack, where `data.too_long` resolves to `error`.
     """
 
     train: DocumentBatch = field(init=False)
@@ -59,16 +59,15 @@ class EncodedBatch:
 class Totals:
     """Totals over batches."""
 
-    def __init__(self, data: DataSpec) -> None:
+    def __init__(self, encoder: BatchEncoder) -> None:
+        data = encoder.recipe.data
         self.sources = [SourceStats(source.name) for source in data.sources]
+        self.too_long: Counter[str] = Counter({encoder.too_long(source): 0 for source in encoder.encoders})
+        """Number of documents longer than a pack, by what happens with them."""
         self.num_documents = self.num_bad = self.longest = 0
         self.unused: set[str] = set()
         self._skip_bad = data.skip_bad
-
-    @property
-    def num_too_long(self) -> int:
-        """Documents longer than a pack."""
-        return sum(source.num_too_long for source in self.sources)
+        self._encoder = encoder
 
     def add(self, batch: EncodedBatch) -> None:
         """Add a batch."""
@@ -77,6 +76,7 @@ class Totals:
         self.num_documents += batch.num_documents
         self.unused |= batch.unused
         self.longest = max(self.longest, batch.longest)
+        self.too_long.update(self._encoder.outcomes(batch))
         for number, num_rows in batch.num_rows.items():
             stats, (tokens, targets) = self.sources[number], batch.train.count_tokens(number)
             self.sources[number] = replace(
@@ -110,6 +110,17 @@ class BatchEncoder:
         """What errors call the chat template; empty if there is none."""
         return next((each.renderer.name for each in self.encoders.values() if each.renderer), "")
 
+    def too_long(self, source: int) -> TooLong:
+        """Return what happens with documents of a source that are longer than a pack."""
+        return self.recipe.data.resolve_too_long(self.encoders[source].format)
+
+    def outcomes(self, batch: EncodedBatch) -> Counter[str]:
+        """Return the number of a batch's documents longer than a pack, by what happens with them."""
+        counts: Counter[str] = Counter()
+        for source, number in batch.num_too_long.items():
+            counts[self.too_long(source)] += number
+        return counts
+
     def encode(self, batch: Sequence[SelectedRow]) -> EncodedBatch:
         """Return the documents of rows, in their order."""
         documents: dict[Split, list[DocumentBatch]] = {"train": [], "validation": []}
@@ -130,12 +141,13 @@ class BatchEncoder:
             done.longest = max(done.longest, longest)
             done.num_documents += len(lengths)
             done.num_too_long[source] += sum(each > length for each in lengths)
-            if longest > length and data.too_long == "error":
+            too_long = self.too_long(source)
+            if longest > length and too_long == "error":
                 is_text = self.encoders[source].format.kind == "text"
                 shorter = "data.too_long=split" if is_text else "data.too_long=truncate, or data.too_long=drop"
                 what = f"{row.where}: {longest:,} tokens, longer than a pack of {length:,}"
                 done.refused.append(DataError(what, fix=f"raise training.sequence_length, or set {shorter}"))
-            fitting = [fit for each in result for fit in shorten(each, length, data.too_long, self.end_of_turn)]
+            fitting = [fit for each in result for fit in shorten(each, length, too_long, self.end_of_turn)]
             documents[split].append(DocumentBatch.of(fitting, source))
         empty = [DocumentBatch.of([])]
         done.train = DocumentBatch.join(documents["train"] or empty)

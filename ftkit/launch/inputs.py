@@ -154,6 +154,16 @@ def with_formats(data: DataSpec, rows: list[Row]) -> Iterator[tuple[Row, Format]
         yield from ((row, form) for row in group)
 
 
+def available_formats(data: DataSpec) -> list[Format]:
+    """Return the format that a recipe sets, or those that its first rows have; none if they can't be read from here."""
+    if not isinstance(data.format, AutoFormat):
+        return [data.format]
+    try:
+        return [form for _, form in read_available(data)]
+    except FtkitError:
+        return []  # the checks report why
+
+
 def describe_detected(data: DataSpec) -> str:
     """Describe the formats that the first rows of a recipe's data have, if the recipe sets none, in one line."""
     try:
@@ -168,7 +178,7 @@ MAX_CHARACTERS = 4 << 20  # maximum length of the texts that are tokenized for a
 
 def count_documents(plans: Sequence[RunPlan], environment: Mapping[str, str]) -> list[RunPlan]:
     """Return plans with the numbers of documents that fit their packs, if known; rows of several are read once."""
-    read: list[tuple[RecipePlan, list[int]]] = []
+    read: list[tuple[RecipePlan, list[tuple[str, int]]]] = []
     counted = []
     for plan in plans:
         if plan.data.is_prepared:
@@ -179,7 +189,12 @@ def count_documents(plans: Sequence[RunPlan], environment: Mapping[str, str]) ->
         if found is None:
             found = _read_lengths(plan, environment)
             read.append((plan.recipe, found))
-        fit = DocumentFit(len(found), sum(each <= most for each in found), max(found, default=0), is_complete=False)
+        too_long = {outcome: 0 for outcome, _ in found}
+        for outcome, length in found:
+            too_long[outcome] += length > most
+        longest = max((length for _, length in found), default=0)
+        num_fitting = len(found) - sum(too_long.values())
+        fit = DocumentFit(len(found), num_fitting, longest, is_complete=False, too_long=too_long)
         counted.append(replace(plan, documents=fit if found else None))
     return counted
 
@@ -189,11 +204,18 @@ def _count_prepared(plan: RunPlan) -> DocumentFit | None:
     total, num_too_long, longest = (prepared.get(name) for name in ("num_documents", "num_too_long", "max_seqlen"))
     if not (isinstance(total, int) and isinstance(num_too_long, int) and isinstance(longest, int) and total):
         return None
-    return DocumentFit(total, total - num_too_long, longest, is_complete=True)
+    data, outcomes = plan.recipe.data, prepared.get("too_long")
+    if not isinstance(outcomes, dict):  # an earlier version's manifest
+        outcomes = {data.resolve_too_long(data.format): num_too_long}
+    too_long = {outcome: number for outcome, number in outcomes.items() if isinstance(number, int)}
+    return DocumentFit(total, total - num_too_long, longest, is_complete=True, too_long=too_long)
 
 
-def _read_lengths(plan: RunPlan, environment: Mapping[str, str]) -> list[int]:
-    """Return the tokens of each document of the first rows; none if they or the tokenizer can't be read from here."""
+def _read_lengths(plan: RunPlan, environment: Mapping[str, str]) -> list[tuple[str, int]]:
+    """Return the tokens of each document of the first rows, with what happens if that is more than a pack.
+
+    None if the rows or the tokenizer can't be read from here.
+    """
     recipe = plan.recipe
     environment = {**environment, **plan.cluster.environment}
     folder = find_tokenizer(recipe.model, environment, Workspace(plan.workspace).hub_home)
@@ -202,7 +224,7 @@ def _read_lengths(plan: RunPlan, environment: Mapping[str, str]) -> list[int]:
     from ftkit.data.encoding import RowEncoder  # noqa: PLC0415 - seconds of imports
     from ftkit.data.tokenizers import load_listed_tokenizer  # noqa: PLC0415
 
-    lengths: list[int] = []
+    lengths: list[tuple[str, int]] = []
     try:
         ends = read_end_tokens(folder) if (folder / CONFIG_FILE).is_file() else []
         for form, pairs in groupby(_limited(read_available(recipe.data)), itemgetter(1)):
@@ -211,7 +233,8 @@ def _read_lengths(plan: RunPlan, environment: Mapping[str, str]) -> list[int]:
             encoder = RowEncoder.of(tokenizer, recipe.data, form, recipe.model.architecture.vocab_size, ends)
             for documents in encoder.encode([row for row, _ in pairs]):
                 if not isinstance(documents, DataError):
-                    lengths += [len(document.tokens) for document in documents]
+                    outcome = recipe.data.resolve_too_long(form)
+                    lengths += [(outcome, len(document.tokens)) for document in documents]
     except Exception:  # noqa: BLE001 - damaged files raise anything; the checks report them
         return []
     return lengths

@@ -91,7 +91,7 @@ def find_other_documents(plans: Sequence[RunPlan]) -> str | None:
     fits = {plan.name: plan.documents for plan in plans if plan.documents}
     is_same_part = len({fit.num_read for fit in fits.values()}) == 1  # data that is prepared already is read as a whole
     keys = {key for plan in plans if plan.sweep for key in plan.sweep.values if key.startswith(_CHOOSE_DOCUMENTS)}
-    if len({fit.num_fitting if is_same_part else fit.num_fitting == fit.num_read for fit in fits.values()}) > 1:
+    if len({fit.num_whole if is_same_part else fit.num_whole == fit.num_read for fit in fits.values()}) > 1:
         shown = (f"{name} {fit.num_fitting:,} of {fit.num_read:,}" for name, fit in fits.items())
         reason = f"not as many fit the packs of each: {', '.join(shown)}"
     elif keys:

@@ -131,6 +131,12 @@ class DocumentFit:
     num_fitting: int
     longest: int
     is_complete: bool  # whether these are all documents, rather than those of the first rows
+    too_long: dict[str, int] = field(default_factory=dict)  # longer ones, by what happens with them
+
+    @property
+    def num_whole(self) -> int:
+        """Documents of which every token is trained on: those that fit, and those that are split."""
+        return self.num_fitting + self.too_long.get("split", 0)
 
 
 @dataclass(frozen=True)

@@ -228,12 +228,13 @@ def trained_data(starts: object) -> Values:
 
 
 def describe_data(layout: RunLayout, fingerprint: object) -> dict[str, Values]:
-    """Return the digests of the prepared data, and the numbers of its documents; an earlier version wrote none."""
+    """Return the prepared data's digests and numbers of documents; an earlier version wrote none."""
     data = DataLayout(Workspace(layout.root.parents[1]).data / str(fingerprint))
     prepared = read_json_if_valid(data.manifest, Values) or {}
     return {
         "data": mapping(prepared.get("digests")),
         "documents": {title: prepared[name] for title, name in DOCUMENT_NUMBERS.items() if name in prepared},
+        "too_long": mapping(prepared.get("too_long")),
     }
 
 

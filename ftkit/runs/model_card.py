@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ruamel.yaml import YAML
 
+from ftkit.config.data import describe_too_long
 from ftkit.config.training import TrainingSpec
 from ftkit.errors import plural
 from ftkit.files import read_json_if_valid, read_small
@@ -73,7 +74,7 @@ def write_card(
     front = "\n".join(f"{key}: {json.dumps(value)}" for key, value in head.items() if value is not None)
     parts = [
         f"---\n{front}\n---\n\n# {layout.root.name}",
-        _list(_facts(recipe, step, kind, base, license_name)),
+        _list([*_facts(recipe, step, kind, base, license_name), *_too_long(layout)]),
         "## Measured on the validation split\n\n" + _metrics(layout, step),
         *([f"## Loss\n\n![Loss by step]({CURVE_FILE})"] if curve is not None else []),
         "## How to repeat it\n\n" + _repeat(layout, recipe),
@@ -114,6 +115,14 @@ def _facts(
         ("Learning rate", f"{training.learning_rate:g}"),
         ("Data", ", ".join(data) or type(source).__name__),
     ]
+
+
+def _too_long(layout: RunLayout) -> list[tuple[str, object]]:
+    """Return what happened with documents longer than a pack, if the data had any."""
+    starts = (read_json_if_valid(layout.manifest, Values) or {}).get("starts")
+    start = mapping(starts[-1]) if isinstance(starts, list) and starts else {}
+    counts = {outcome: number for outcome, number in mapping(start.get("too_long")).items() if isinstance(number, int)}
+    return [("Documents longer than a pack", describe_too_long(counts))] if any(counts.values()) else []
 
 
 def _list(facts: list[tuple[str, object]]) -> str:

@@ -145,6 +145,27 @@ def test_plain_text_is_shown_in_full_with_how_it_is_split(tmp_path: Path, capsys
     assert out.rstrip().endswith("<|im_end|>⟧")
 
 
+def test_long_texts_are_split_by_default_and_long_conversations_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = write(tmp_path / "texts.jsonl", {"text": "Once upon a time. " * 30})
+    length = "training.sequence_length=64"
+    code, _, err = call(capsys, "check", texts, length)
+    assert code == 0
+    assert "1 document longer than a pack: 1 split" in err
+    chats = write(tmp_path / "chats.jsonl", {"messages": TALK})
+    mixture = f"data.source=[{texts}, {chats}]"
+    code, out, _ = call(capsys, "stats", texts, mixture, length, "--json")
+    stats = json.loads(out)
+    assert (code, stats["too_long"], stats["num_too_long"]) == (0, "split, error", 2)
+    assert stats["sources"][0]["num_documents"] > 1
+    assert stats["sources"][1]["num_documents"] == 0
+    code, out, _ = call(capsys, "check", texts, mixture, length)
+    assert code == 8
+    assert f"{chats}:1" in out
+    assert f"{texts}:1" not in out
+
+
 def test_statistics_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows: list[dict[str, Any]] = [{"messages": TALK}] * 3 + [{"messages": TALK[:1] + TALK[3:]}, {"messages": TALK[:2]}]
     file = write(tmp_path / "chats.jsonl", *rows)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal.console import Cell, Facts, Styled, Terminal
 from ftkit.cli.terminal.format import count, duration, gib, short_path
-from ftkit.config.data import AutoFormat, describe_format
+from ftkit.config.data import AutoFormat, describe_format, describe_too_long
 from ftkit.config.data_sources import GeneratedSource
 from ftkit.errors import plural
-from ftkit.launch.inputs import describe_detected
+from ftkit.launch.inputs import available_formats, describe_detected
 from ftkit.models.parameters import count_model
 from ftkit.planning.training_setup import GPUS
 
@@ -250,13 +250,18 @@ def _documents(plan: RunPlan) -> Cell:
     """Describe how many documents fit a pack, and what happens to the others."""
     found, length = plan.documents, f"{plan.recipe.training.sequence_length:,} tokens"
     if found is None:
-        return f"how many fit {length} is known once the data is prepared"
+        outcomes: dict[str, int] = {
+            plan.recipe.data.resolve_too_long(form): 0 for form in available_formats(plan.recipe.data)
+        }
+        longer = f"; {describe_too_long(outcomes)}" if outcomes else ""
+        return f"how many fit {length} is known once the data is prepared{longer}"
     total = f"{'' if found.is_complete else 'the first '}{plural(found.num_read, 'document')}"
     if found.num_fitting == found.num_read:
-        return f"all of {total} fit {length} (the longest has {found.longest:,})"
-    fates = {"drop": "dropped", "truncate": "truncated", "split": "split", "error": "refused"}
-    text = f"{found.num_fitting:,} of {total} fit {length} (the longest has {found.longest:,}); longer ones are "
-    return Styled(text + fates[plan.recipe.data.too_long], "yellow")
+        longer = "" if found.is_complete else f"; {describe_too_long(found.too_long)}"
+        return f"all of {total} fit {length} (the longest has {found.longest:,}){longer}"
+    text = f"{found.num_fitting:,} of {total} fit {length} (the longest has {found.longest:,}); the others: "
+    override = "; data.too_long or training.sequence_length changes that"
+    return Styled(text + describe_too_long(found.too_long) + override, "yellow")
 
 
 def _shares(plan: RunPlan) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from malware import generate
 
+from ftkit.cli.terminal.plan_view import plan_facts
 from ftkit.config.context import Context
 from ftkit.data.prepare import prepare
 from ftkit.data.prepared_data import PreparedData
@@ -77,6 +78,30 @@ def test_a_plan_counts_the_documents_that_preparation_keeps(ctx: Context, tokeni
     assert [(each.num_read, each.is_complete) for each in complete if each] == [(NUM_TRAIN, True)] * 2
     longer = rungs(ctx, tokenizer, "training.sequence_length=8192,16384")  # of which one is prepared
     assert find_other_documents(count_documents(longer, {})) is None
+
+
+def test_a_plan_says_what_happens_with_documents_that_do_not_fit(ctx: Context, tokenizer: Path) -> None:
+    (ctx.project / "texts.jsonl").write_text('{"text": "short"}\n' + json.dumps({"text": "long " * 2000}) + "\n")
+    texts = (
+        f"data.source={ctx.project}/texts.jsonl",
+        "data.format=auto",
+        "data.too_long=auto",
+        "training.sequence_length=1024",
+    )
+    (plan,) = count_documents(rungs(ctx, tokenizer, *texts), {})
+    assert plan.documents is not None
+    assert (plan.documents.num_read, plan.documents.num_fitting, plan.documents.too_long) == (2, 1, {"split": 1})
+    assert "1 of the first 2 documents fit" in str(dict(plan_facts(plan))["documents"])
+    assert "1 split" in str(dict(plan_facts(plan))["documents"])
+    (unread,) = rungs(ctx, tokenizer, *texts)
+    assert "longer ones are split" in str(dict(plan_facts(unread))["documents"])
+    (refusing,) = count_documents(rungs(ctx, tokenizer, *texts, "data.too_long=error"), {})
+    assert refusing.documents is not None
+    assert refusing.documents.too_long == {"error": 1}
+    prepare(plan, lambda _: None, 1)
+    (prepared,) = count_documents([plan], {})
+    assert prepared.documents is not None
+    assert (prepared.documents.is_complete, prepared.documents.too_long) == (True, {"split": 1})
 
 
 def test_a_ladder_that_drops_documents_is_warned_about(ctx: Context, tokenizer: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ET
 from typing import TYPE_CHECKING, Any
 
@@ -86,3 +87,16 @@ def test_the_curve_needs_two_steps_and_has_a_limited_number_of_points(make_run: 
     assert curve is not None
     assert curve.count("L") < 500
     assert "nan" not in curve
+
+
+def test_a_card_says_what_happened_with_documents_longer_than_a_pack(make_run: RunMaker, tmp_path: Path) -> None:
+    run, plan = make_run(), resolved("demo", Context(tmp_path, tmp_path, {}))
+    starts = ({"split": 3, "error": 0}, {"split": 0})
+    cards = []
+    for too_long in starts:
+        manifest = json.loads(run.layout.manifest.read_text()) if run.layout.manifest.exists() else {}
+        run.layout.manifest.write_text(json.dumps({**manifest, "starts": [{"too_long": too_long}]}))
+        write_card(tmp_path, run.layout, plan, 10, "model")
+        cards.append((tmp_path / "README.md").read_text())
+    assert "* Documents longer than a pack: 3 split\n" in cards[0]
+    assert "longer than a pack" not in cards[1]
