@@ -33,7 +33,7 @@ INTERRUPTED = 130
 
 _SECTIONS = {
     "Start": (
-        LazyCommand("init", "ftkit.cli.machine", "Set up a project on this cluster or machine."),
+        LazyCommand("init", "ftkit.cli.init", "Set up a project, or write a recipe for a model and data."),
         LazyCommand("convert", "ftkit.cli.convert", "Write a recipe from another tool's configuration."),
         LazyCommand("plan", "ftkit.cli.run", "Preview a run and check that it fits."),
         LazyCommand("run", "ftkit.cli.run", "Plan a run, submit it, and follow it."),
@@ -65,7 +65,7 @@ _SECTIONS = {
         LazyCommand("import", "ftkit.cli.images", "Import an image as one file for a cluster."),
     ),
     "Machines": (
-        LazyCommand("doctor", "ftkit.cli.machine", "Check the login node, and GPUs and networks of nodes."),
+        LazyCommand("doctor", "ftkit.cli.doctor", "Check the login node, and GPUs and networks of nodes."),
         LazyCommand("cluster", "ftkit.cli.groups", "List, connect to, create, and remove clusters."),
         LazyCommand("config", "ftkit.cli.groups", "Show settings and recipes; set up editors and shells."),
     ),

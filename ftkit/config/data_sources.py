@@ -94,7 +94,7 @@ class GeneratedSource(Spec):
         return "generated"
 
 
-_DATA_FILE = re.compile(r"\.(jsonl|ndjson|json|parquet|csv|tsv|arrow|feather)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
+DATA_FILE = re.compile(r"\.(jsonl|ndjson|json|parquet|csv|tsv|arrow|feather)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
 
 
 def _short_name(place: str) -> str:
@@ -195,7 +195,7 @@ def expand_source(value: object) -> object:
     A mapping in a list may be `{source: chats.jsonl, weight: 2}`.
     """
     if isinstance(value, str):
-        is_hub = HUB_ID.fullmatch(value) and not _DATA_FILE.search(value)
+        is_hub = HUB_ID.fullmatch(value) and not DATA_FILE.search(value)
         return {"kind": "hub", "dataset": value} if is_hub else {"kind": "files", "train": value}
     if not isinstance(value, list | tuple):
         return value

@@ -223,7 +223,7 @@ class RecipeSpec(Spec):
     """A recipe: everything that defines a training run, except where it runs."""
 
     name: Name
-    """Name of the recipe, and of its runs unless `--name` is given."""
+    """Name of the recipe, and of its runs unless `--name` is given. If not given, that of the file."""
     description: str = ""
     """One line for `ftkit config recipes`."""
     image: str | None = None
@@ -232,7 +232,7 @@ class RecipeSpec(Spec):
     """The model to fine-tune: its weights alone (`model: Qwen/Qwen3-8B`), or its fields."""
     data: DataSpec
     """The data to train and evaluate on."""
-    training: TrainingSpec
+    training: TrainingSpec = Field(default_factory=lambda: TrainingSpec.model_validate({}))
     """The optimization."""
     evaluation: EvaluationSpec = EvaluationSpec.model_construct()
     """Evaluations on the validation split, and early stopping."""

@@ -53,6 +53,15 @@ _MICRO_BATCH = _number_or_auto(1, LARGEST_GROUP, "a micro-batch is 1 to {:,} pac
 _SHARD_DEGREE = _number_or_auto(2, LARGEST_GROUP, "a copy of the model is sharded over 2 to {:,} GPUs")
 
 
+FULL_LEARNING_RATE, ADAPTER_LEARNING_RATE = 2e-5, 2e-4
+"""Of 7B to 13B models: Ivison et al. 2023 (Tulu 2), appendix, and Dettmers et al. 2023 (QLoRA), table 9. Both papers
+halve them for 65B and 70B."""
+
+
+def _usual_learning_rate(fields: dict[str, object]) -> float:
+    return FULL_LEARNING_RATE if fields.get("method") == "full" else ADAPTER_LEARNING_RATE
+
+
 class TrainingSpec(Spec):
     """Optimization settings."""
 
@@ -79,22 +88,23 @@ class TrainingSpec(Spec):
     base_precision: Literal["auto", "fp8"] = "auto"
     """Precision of frozen weights with method lora. `fp8`: the linear layers of decoder layers store 8 bits per weight
     and multiply in FP8 (Ada, Hopper and newer GPUs), with half the memory of bf16; `auto`: that of `precision`."""
-    sequence_length: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE), WHOLE_NUMBER]
+    sequence_length: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE), WHOLE_NUMBER] = 2048
     """Tokens per pack."""
     micro_batch_size: Annotated[PositiveInt | Auto, _MICRO_BATCH] = "auto"
     """Packs that one process computes at a time; `auto`: the number predicted to be the fastest on the cluster's GPUs
     with memory to spare. It changes only speed and memory: the optimizer sees `global_batch_size`."""
-    global_batch_size: PositiveInt
+    global_batch_size: PositiveInt = 16
     """Packs in an optimizer step, over all processes and accumulation steps."""
     max_steps: PositiveInt | None = None
     """Number of optimizer steps; the data is repeated as often as needed. Give this or num_epochs; in an override, or
     in a recipe that extends another, it replaces num_epochs."""
     num_epochs: PositiveInt | None = None
-    """Number of passes over the data, a whole number; for a part of a pass, give max_steps. Replaces max_steps."""
+    """Number of passes over the data, a whole number; for a part of a pass, give max_steps. Replaces max_steps. If
+    neither is given, 1."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit`: states of 8 bits instead of 32, with engine fsdp2 and without offload; needs bitsandbytes."""
-    learning_rate: PositiveFloat
-    """Highest learning rate, reached after the warm-up."""
+    learning_rate: PositiveFloat = Field(default_factory=_usual_learning_rate)
+    """Highest learning rate, reached after the warm-up. If not given, 2e-5 for method full, else 2e-4."""
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     """How the learning rate changes after the warm-up."""
     warmup_ratio: Annotated[float, Field(ge=0, le=1), NUMBER] = 0.03
@@ -238,6 +248,12 @@ class TrainingSpec(Spec):
             "tensor_parallel": self.tensor_parallel > 1,
         }
         return tuple(setting for setting, is_needed in needed.items() if is_needed)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_epoch_by_default(cls, fields: object) -> object:
+        has_length = not isinstance(fields, dict) or {"max_steps", "num_epochs"} & fields.keys()
+        return fields if has_length else fields | {"num_epochs": 1}
 
     @field_validator("activation_checkpointing", mode="before")
     @classmethod

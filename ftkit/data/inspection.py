@@ -197,6 +197,19 @@ class DataInspector:
                         self._fate(taken.source, document),
                     )  # fmt: skip
 
+    def lengths(self, most_encoded: int, most_counted: int) -> tuple[list[int], int, int]:
+        """Return the lengths of the first rows' documents, in tokens, and two numbers of rows: encoded, and counted.
+
+        Bad rows are skipped; DataError if all are.
+        """
+        rows = iter(read_rows(self.recipe.data))
+        results = [documents for *_, documents in self.encoder.results(list(islice(rows, most_encoded)))]
+        good = [documents for documents in results if not isinstance(documents, DataError)]
+        if results and not good:
+            raise next(each for each in results if isinstance(each, DataError))
+        counted = len(results) + sum(1 for _ in islice(rows, most_counted - len(results)))
+        return [len(document.tokens) for documents in good for document in documents], len(good), counted
+
     def check(self) -> Iterator[EncodedBatch]:
         """Encode all rows; yield each batch, with the errors of rows that can't be used."""
         num_rows, due = 0, time.monotonic() + _REPORT_SECONDS

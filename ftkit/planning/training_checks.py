@@ -47,7 +47,15 @@ class RunInputs:
 
 
 def notes_on_settings(run: RunInputs) -> Iterator[str]:
-    """Yield settings far from usual ones: often a slip of a digit, or of a sign."""
+    """Yield defaults that most recipes set, and settings far from usual ones: often a slip of a digit, or of a sign."""
+    given = run.request.origins.recipe.values
+    keys = given.get("training") or {}
+    names = [name for name in ("sequence_length", "global_batch_size", "learning_rate") if name not in keys]
+    names += [] if {"max_steps", "num_epochs"} & keys.keys() else ["num_epochs"]
+    if given and names:
+        names = [name for name in ("method", *names) if name not in keys]
+        defaults = ", ".join(f"{name}: {getattr(run.training, name)}" for name in names)
+        yield f"(default) {defaults}; the recipe does not set {'it' if len(names) == 1 else 'them'}"
     training, adapters, width = run.training, run.training.adapters, run.shape.hidden_size
     if adapters is not None and adapters.rank > width:
         yield f"training.lora.rank={adapters.rank:,} is more than the model's width, {width:,}: usual are 8 to 128"

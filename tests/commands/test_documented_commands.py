@@ -70,6 +70,7 @@ FEW_ROWS = (
     "cp -r $CHECKOUT/examples/tasks recipes/"
 )
 
+CHATS = """echo '{"prompt": "How many pets?", "completion": "SELECT 2"}' | tee chats.jsonl >data/more.jsonl"""
 LOGIN_NODE = ("touch $MACHINE/is-login-node",)
 
 BEFORE_PAGE = {
@@ -156,7 +157,7 @@ BEFORE: dict[str, tuple[str, ...]] = {
 """Files that a command needs."""
 
 BEFORE_EACH = {
-    "init": (*LOGIN_NODE, "rm -rf ftkit.yaml clusters"),
+    "init": (*EXPORT, "rm -rf ftkit.yaml clusters *.yaml", "cp -rn $MACHINE/export model; mkdir -p data", CHATS),
     "resume": STOPPED,
     "cancel": BUSY,
     "runs list": BUSY,

@@ -1,31 +1,24 @@
-"""`ftkit init` and `ftkit doctor`: set up a project on this machine, and check machine and nodes."""
+"""`ftkit doctor`: check this machine, and nodes."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from io import StringIO
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
-from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap
 
-from ftkit.cli.arguments import cluster_option, image_option, json_option, load_all, yes_option
-from ftkit.cli.commands import command, current_context
+from ftkit.cli.arguments import cluster_option, image_option, json_option
+from ftkit.cli.commands import current_context
 from ftkit.cli.forwarded import forwarded_command
 from ftkit.cli.submit import say_overridden
-from ftkit.cli.terminal.console import Cell, Facts, Styled, Terminal
-from ftkit.cli.terminal.format import short_path
-from ftkit.config.context import PROJECT_FILE, Context, list_names
-from ftkit.config.load import load_cluster
-from ftkit.config.yaml_files import read_yaml
-from ftkit.errors import ConfigError, NoAnswerError, PrerequisiteError, Problem, UnfitMachineError, plural
+from ftkit.cli.terminal.console import Cell, Styled, Terminal
+from ftkit.errors import ConfigError, PrerequisiteError, Problem, UnfitMachineError, plural
 from ftkit.health.findings import Finding, Status, failures
 from ftkit.health.login_node import LoginNode, check_login_node
-from ftkit.health.site import ProposedCluster, Site, detect_site, propose_cluster
+from ftkit.health.site import Site, detect_site
 from ftkit.launch.render import NodeChecks
 from ftkit.launch.resolve import Place, RunArgs, load_place
 from ftkit.launch.side_jobs import NodeResult, check_nodes, checks_folder, idle_nodes
@@ -33,106 +26,8 @@ from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import PlacementPlan
 from ftkit.planning.planner import container_image
 
-_MARK = "Written by 'ftkit init'."
-_HEAD = f"{_MARK} 'ftkit config' shows all settings; keys of a profile: docs/reference/cluster-profile.md"
-
-
-@command("init", "ftkit init", "ftkit init --yes", "ftkit init --yes --force")
-@yes_option
-@click.option("--force", is_flag=True, help="Change existing files. Other keys of ftkit.yaml stay.")
-def init_command(*, yes: bool, force: bool) -> None:
-    """Inspect this machine and its Slurm, and write ftkit.yaml into the current folder.
-
-    It chooses a matching shipped profile, or writes a profile into clusters/ that extends one. Then it runs the checks
-    of 'ftkit doctor'.
-    """
-    terminal, here = Terminal(), Context.here()
-    folder = Path.cwd()
-    ctx = replace(here, project=folder)
-    site = detect_site(ctx.environment, ctx.root)
-    if site.is_slurm_silent:
-        raise NoAnswerError(
-            "Slurm did not respond, and nothing was written",
-            meaning="its programs are installed here; its controller is busy, restarting, or not reachable",
-            fix=f"try again in a minute; to train on this machine alone, write 'cluster: local' into {PROJECT_FILE}",
-        )
-    # A profile that an earlier 'ftkit init' wrote may be overwritten.
-    own = [
-        path.stem for path in (folder / "clusters").glob("*.yaml")
-        if path.read_text(encoding="utf-8", errors="replace").startswith(f"# {_MARK}")
-    ]  # fmt: skip
-    names = [name for name in list_names("cluster", ctx) if name not in own]
-    profiles = load_all(names, lambda name: load_cluster(name, ctx), terminal)
-    proposed = propose_cluster(site, (spec for _, spec in profiles))
-    terminal.facts(_site_facts(site, proposed), is_data=False)
-    files = _files(folder, proposed)
-    asks = not yes and sys.stdin.isatty()
-    existing = [short_path(path) for path in files if path.exists()]
-    if existing and not force:
-        if not asks:
-            what, fix = "already exists and was not changed.", "Change it with --force."
-            raise ConfigError([Problem(path, "", what, fix) for path in existing])
-        click.confirm(f"Change existing {' and '.join(existing)}?", default=False, abort=True, err=True)
-    elif asks:
-        click.confirm(f"Write {', '.join(map(short_path, files))}?", default=True, abort=True, err=True)
-    for path, text in files.items():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        terminal.say(f"wrote {short_path(path)}")
-    for each in (*site.unknown, *proposed.unknown):
-        terminal.warn(f"not detected: {each}")
-    terminal.say()
-    written = Context.here()
-    _check_here(written, load_place(RunArgs(), written), terminal, site=site)
-    command = "ftkit run demo"
-    if proposed.values.get("runtime") != "none" and proposed.name != "local":
-        nodes = "" if proposed.name == "docker" else f" --nodes {min(2, proposed.values.get('max_nodes', 2))}"
-        command = f"ftkit run --image olmo3:25.02{nodes}"
-    terminal.say(Styled(f"\nTry: {command}", "bold"))
-
-
-def _site_facts(site: Site, proposed: ProposedCluster) -> Facts:
-    facts: Facts = []
-    if site.has_slurm:
-        names = list(dict.fromkeys(each.name for each in site.partitions))
-        facts.append(("Slurm", f"{site.slurm_version}, partitions {', '.join(names)}"))
-    programs = {"enroot": site.enroot, "Apptainer": site.apptainer, "docker": site.docker}
-    found = [*(["pyxis"] if site.has_pyxis else []), *(f"{key} {value}" for key, value in programs.items() if value)]
-    facts.append(("containers", ", ".join(found) or "none found"))
-    if not site.has_slurm:
-        facts.append(("GPUs here", str(site.num_gpus)))
-    if site.shared_folders:
-        facts.append(("shared", ", ".join(site.shared_folders)))
-    chosen = f"{proposed.name}, which extends {proposed.extends}" if proposed.extends else proposed.name
-    facts.append(("cluster", Styled(f"{chosen}: {proposed.reason}", "bold")))
-    facts += [(f"  {key}", str(value)) for key, value in proposed.values.items() if key != "description"]
-    return facts
-
-
-def _files(folder: Path, proposed: ProposedCluster) -> dict[Path, str]:
-    """Return the files to write, with their content; an existing ftkit.yaml keeps its other keys and its comments."""
-    settings = folder / PROJECT_FILE
-    files = {settings: _edited(settings, {"cluster": proposed.name})}
-    if proposed.extends:
-        profile = {"name": proposed.name, "extends": proposed.extends, **proposed.values}
-        undetected = [f"Not detected: {each}" for each in proposed.unknown]
-        files[folder / "clusters" / f"{proposed.name}.yaml"] = _edited(None, profile, "\n".join([_HEAD, *undetected]))
-    return files
-
-
-def _edited(path: Path | None, values: Mapping[str, object], head: str = _HEAD) -> str:
-    yaml, document = YAML(), CommentedMap()
-    yaml.width = 200
-    if path is not None and path.is_file():
-        read_yaml(path)  # raises ftkit's error for invalid YAML
-        document = yaml.load(path.read_text(encoding="utf-8")) or document
-    else:
-        document.yaml_set_start_comment(head)
-    document.update(values)
-    text = StringIO()
-    yaml.dump(document, text)
-    return text.getvalue()
-
+if TYPE_CHECKING:
+    from ftkit.config.context import Context
 
 _STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "red", "unknown": "cyan"}
 
@@ -156,7 +51,7 @@ def doctor_command(*, cluster: str | None, image: str | None, nodes: str | None,
     """
     terminal, ctx = Terminal(), current_context()
     place = load_place(RunArgs(cluster=cluster, image=image), ctx)
-    findings = _check_here(ctx, place, terminal, shows=not as_json)
+    findings = check_here(ctx, place, terminal, shows=not as_json)
     results = _check_nodes(nodes, place, ctx, terminal) if nodes else []
     failed = [each.check for each in failures(findings)]
     bad = [each.host for each in results if each.problem]
@@ -173,7 +68,7 @@ def doctor_command(*, cluster: str | None, image: str | None, nodes: str | None,
         raise UnfitMachineError(f"failed: {', '.join([*failed, *nodes_failed])}")
 
 
-def _check_here(
+def check_here(
     ctx: Context, place: Place, terminal: Terminal, *, site: Site | None = None, shows: bool = True
 ) -> list[Finding]:
     """Run the checks of the login node; print a table of findings, then a remedy for each failure and warning."""

@@ -1,0 +1,112 @@
+"""`ftkit init MODEL DATA`: a recipe for a model and data, planned before it is written."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from ftkit.cli.main import main
+from ftkit.config.context import Context
+from ftkit.config.load import load_recipe
+
+
+@pytest.fixture(autouse=True)
+def _in_a_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tmp_path / "my project"
+    project.mkdir()
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture(autouse=True)
+def model(_in_a_project: None) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from ftkit.data.tokenizers import learn_tokenizer
+
+    tokenizer = learn_tokenizer(["river stone cloud"] * 9, 320, "chatml")
+    tokenizer.save_pretrained("model")
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=512, **shape)  # type: ignore[arg-type]
+    Qwen2ForCausalLM(config).save_pretrained("model")
+
+
+def chats(num: int = 120) -> None:
+    turns = [{"role": "user", "content": "river"}, {"role": "assistant", "content": "stone cloud " * 5}]
+    Path("chats.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * num)
+
+
+def test_a_recipe_for_a_folder_and_a_file_can_be_planned_and_explains_each_value(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    chats()
+    assert main(["init", "model", "chats.jsonl"]) == 0
+    lines = Path("chats.yaml").read_text().split("training:\n")[1].splitlines()
+    assert all("# " in line for line in lines)
+    recipe = load_recipe("./chats.yaml", Context.here())
+    assert recipe.training.method == "full"
+    assert recipe.data.validation is not None
+    assert recipe.data.validation.count == 6
+    capsys.readouterr()
+    assert main(["plan", "chats.yaml"]) == 0
+    assert "(default)" not in capsys.readouterr().out
+
+
+def test_the_only_data_file_of_the_folder_is_found() -> None:
+    chats()
+    assert main(["init", "./model", "--name", "mine"]) == 0
+    assert "source: ./chats.jsonl" in Path("mine.yaml").read_text()
+
+
+def test_an_existing_recipe_is_changed_only_on_request() -> None:
+    chats()
+    Path("chats.yaml").write_text("mine")
+    assert main(["init", "model", "chats.jsonl"]) == 3
+    assert Path("chats.yaml").read_text() == "mine"
+    assert main(["init", "model", "chats.jsonl", "--force"]) == 0
+    assert "learning_rate" in Path("chats.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["chats.jsonl"], 2),
+        (["model"], 2),
+        (["model", "none.jsonl"], 8),
+        (["./nothing", "chats.jsonl"], 3),
+        (["model", "empty.jsonl"], 8),
+    ],
+)
+def test_nothing_is_written_for_what_cannot_be_read(
+    words: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chats()
+    Path("other.jsonl").write_text("{}\n")
+    Path("empty.jsonl").touch()
+    assert main(["init", *words]) == code
+    assert not [*Path().glob("*s.yaml")]
+    assert tempfile.gettempdir() not in capsys.readouterr().err.replace(str(Path.cwd()), "")
+
+
+def test_without_a_model_the_project_is_set_up_and_the_next_command_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    chats()
+    assert main(["init", "--yes"]) == 0
+    assert "ftkit init MODEL chats.jsonl" in capsys.readouterr().err
+
+
+def test_a_recipe_of_a_model_and_data_alone_has_defaults_that_the_plan_names(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    chats()
+    Path("short.yaml").write_text("model: ./model\ndata: {source: chats.jsonl}\ntraining: {sequence_length: 256}\n")
+    assert main(["plan", "short.yaml", "--cluster", "local"]) == 0
+    notes = " ".join(capsys.readouterr().out.split())
+    assert "(default) method: full, global_batch_size: 16, learning_rate: 2e-05, num_epochs: 1;" in notes
+    assert load_recipe(
+        "./short.yaml", Context.here(), ["training.method=lora"]
+    ).training.learning_rate == pytest.approx(2e-4)
