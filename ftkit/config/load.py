@@ -44,9 +44,9 @@ def read_recipe(name: str, ctx: Context, overrides: Iterable[str] = ()) -> Loade
 
     Raises NotFoundError: there is no such recipe; ConfigError with every problem found.
     """
-    file = _find("recipe", name, ctx)
-    layers = _override(_read_extended("recipe", file, ctx), overrides)
-    layers.values.setdefault("name", file.stem)
+    path = _find("recipe", name, ctx)
+    layers = _override(_read_extended("recipe", path, ctx), overrides)
+    layers.values.setdefault("name", path.stem)
     validate(RecipeSpec, layers)  # so that paths are resolved only if all values have the right types
     spec = validate(RecipeSpec, _resolve_files(layers))
     if spec.data.task is not None:

@@ -252,8 +252,9 @@ class TrainingSpec(Spec):
     @model_validator(mode="before")
     @classmethod
     def _one_epoch_by_default(cls, fields: object) -> object:
-        has_length = not isinstance(fields, dict) or {"max_steps", "num_epochs"} & fields.keys()
-        return fields if has_length else fields | {"num_epochs": 1}
+        if not isinstance(fields, dict) or {"max_steps", "num_epochs"} & fields.keys():
+            return fields
+        return {**fields, "num_epochs": 1}
 
     @field_validator("activation_checkpointing", mode="before")
     @classmethod
