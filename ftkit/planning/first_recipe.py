@@ -79,8 +79,8 @@ def choose_training(
     if method != "full":
         yield Choice("lora", {"rank": 16}, "adapters of rank 16 on all linear layers")
     longer = found.num_longer(length)
-    share = f"{1 - longer / len(found.lengths):.1%} of" if longer else "all"
-    yield Choice("sequence_length", length, f"tokens in a pack; {share} documents fit")
+    share = f"{1 - longer / len(found.lengths):.1%} of documents fit" if longer else "all documents fit"
+    yield Choice("sequence_length", length, f"tokens in a pack; {'longer texts are split' if found.is_text else share}")
     num_packs = found.num_tokens / length
     packs = max(1, min(_TOKENS_PER_STEP // length, int(num_packs / _STEPS_PER_EPOCH)))
     packs = 1 << (packs.bit_length() - 1)
