@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from ruamel.yaml import YAML
 
 from ftkit.cli.arguments import json_option, number_option, output_option, yes_option
 from ftkit.cli.commands import command
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import short_path
+from ftkit.config.convert import convert, detect_tool
+from ftkit.config.foreign_files import read_foreign
 from ftkit.config.other_tools import LAUNCHERS, TOOLS, read_tool
 from ftkit.errors import ConfigError, Problem
 from ftkit.files import write_file
@@ -50,9 +53,6 @@ def convert_command(  # noqa: PLR0913 - its options
     LLaMA-Factory's dataset_info.json, may follow it. No code is run. The recipe is written to stdout or --output, and
     to stderr what each key became, or why there is nothing for it in ftkit.
     """
-    from ftkit.config.convert import convert, detect_tool
-    from ftkit.config.foreign_files import read_foreign
-
     terminal = Terminal()
     if output is not None and output.exists() and not yes:
         raise ConfigError(
@@ -77,8 +77,6 @@ def convert_command(  # noqa: PLR0913 - its options
 
 
 def _yaml(converted: Converted, files: tuple[Path, ...]) -> str:
-    from ruamel.yaml import YAML
-
     yaml, text = YAML(), StringIO()
     yaml.width = 120
     yaml.indent(mapping=2, sequence=4, offset=2)

@@ -20,6 +20,7 @@ from ftkit.cli.inference import require_packages
 from ftkit.cli.terminal.console import Facts, Styled, Terminal
 from ftkit.cli.terminal.format import count, duration, short_path
 from ftkit.config.data import describe_too_long
+from ftkit.data.upload import upload_data
 from ftkit.errors import DataError, plural
 from ftkit.launch.inputs import prepare_here
 from ftkit.launch.resolve import RunArgs, read_settings, resolve, resolve_recipe
@@ -326,8 +327,6 @@ def upload_command(words: tuple[str, ...], *, destination: str, **options: Unpac
     data = resolve_recipe(arguments.run_args(words, **options), current_context()).data
     if any(source.kind == "hub" for source in data.sources):
         require_packages("datasets")
-    from ftkit.data.upload import upload_data
-
     for key, value in upload_data(data, destination, terminal.say).items():
         text = value if isinstance(value, str) else json.dumps(value)
         terminal.data(f"{shlex.quote(f'{key}={text}')}\n")

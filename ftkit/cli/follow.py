@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
+from ftkit.cli.page.charts import require_matplotlib
+from ftkit.cli.page.run_report import read_report
+from ftkit.cli.page.write import run_page, save_page
 from ftkit.cli.terminal.curves import Points, Scale, draw_curve
 from ftkit.cli.terminal.format import count, duration
 from ftkit.cli.terminal.record_lines import record_line
@@ -61,10 +64,6 @@ def _write_report(layout: RunLayout, state: str) -> None:
     """Write the page of an ended run if its job did not: the run failed, or its image lacks matplotlib."""
     if layout.report.exists() or os.environ.get("FTKIT_REPORT", "1") == "0" or find_spec("matplotlib") is None:
         return
-    from ftkit.cli.page.charts import require_matplotlib
-    from ftkit.cli.page.run_report import read_report
-    from ftkit.cli.page.write import run_page, save_page
-
     require_matplotlib()
     save_page(run_page(read_report(layout, state)), layout.report)
 

@@ -20,10 +20,7 @@ from ftkit.config.recipe import RecipeSpec
 from ftkit.errors import ConfigError, Problem
 from ftkit.spec import Spec
 
-_FALLBACKS: Final = {
-    "model": "OWNER/MODEL", "data.source": "OWNER/DATASET", "training.sequence_length": 2048,
-    "training.global_batch_size": 16, "training.num_epochs": 1, "training.learning_rate": 1e-4,
-}  # fmt: skip
+_PLACEHOLDERS: Final = {"model": "OWNER/MODEL", "data.source": "OWNER/DATASET"}
 """Values of required keys that the input does not have; the rows say so."""
 DATASET: Final = "dataset."
 """Beginning of the facts that are about one of the datasets."""
@@ -169,10 +166,8 @@ class Conversion:
         self.recipe.setdefault("name", name)
         self.sources.setdefault("name", ())
         while True:
-            for key, value in _FALLBACKS.items():
-                if key not in self.recipe and not (
-                    key == "training.num_epochs" and "training.max_steps" in self.recipe
-                ):
+            for key, value in _PLACEHOLDERS.items():
+                if key not in self.recipe:
                     self.rows.append(Row("", f"({key})", None))
                     self.put(key, value, self.rows[-1], note="not in the input: set it", is_changed=True)
             tree = _nested(self.recipe)
