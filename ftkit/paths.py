@@ -19,6 +19,17 @@ def is_path(text: str) -> bool:
     return text.startswith(("/", "./", "../", "~"))
 
 
+def neighbor_of(path: Path) -> str:
+    """Return the question whether a path's neighbor with the most similar name was meant; empty if none is similar."""
+    import difflib  # noqa: PLC0415 - only errors need it
+
+    try:
+        close = difflib.get_close_matches(path.name, [each.name for each in path.parent.iterdir()], n=1)
+    except OSError:
+        return ""
+    return f"did you mean '{path.parent / close[0]}'? " if close else ""
+
+
 def is_address(text: str) -> bool:
     """Return whether a text is an address (`s3://bucket/chats.jsonl`), not a path."""
     return "://" in text

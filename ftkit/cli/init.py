@@ -27,6 +27,7 @@ from ftkit.config.context import PROJECT_FILE, Context, list_names
 from ftkit.config.data_sources import DATA_FILE
 from ftkit.config.load import load_cluster
 from ftkit.config.yaml_files import read_yaml
+from ftkit.data.readers import IN_FOLDERS, suffix_of
 from ftkit.errors import ConfigError, DataError, NoAnswerError, Problem
 from ftkit.health.site import ProposedCluster, Site, detect_site, propose_cluster
 from ftkit.launch.resolve import RunArgs, detect_hardware, load_place, resolve, resolve_recipe
@@ -100,10 +101,10 @@ def init_command(model: str | None, data: str | None, *, name: str | None, yes: 
 
 def _data_here() -> list[str]:
     """Return the data files in the current folder; if there are none, the folder `data` if it has some."""
-    files = sorted(each.name for each in Path.cwd().iterdir() if each.is_file() and DATA_FILE.search(each.name))
+    files = sorted(each.name for each in Path.cwd().iterdir() if each.is_file() and suffix_of(each.name) in IN_FOLDERS)
     if files or not Path("data").is_dir():
         return files
-    return ["data/"] if any(DATA_FILE.search(each.name) for each in Path("data").iterdir()) else []
+    return ["data/"] if any(suffix_of(each.name) in IN_FOLDERS for each in Path("data").iterdir()) else []
 
 
 def _write_recipe(model: str, data: str, name: str | None, terminal: Terminal, *, force: bool) -> None:

@@ -94,7 +94,9 @@ class GeneratedSource(Spec):
         return "generated"
 
 
-DATA_FILE = re.compile(r"\.(jsonl|ndjson|json|parquet|csv|tsv|arrow|feather)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
+DATA_FILE = re.compile(
+    r"\.(jsonl|ndjson|json|parquet|csv|tsv|arrow|feather|txt|md)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE
+)
 
 
 def _short_name(place: str) -> str:
@@ -123,7 +125,7 @@ class _SampledSource(Spec):
 
 
 class FilesSource(_SampledSource):
-    """Rows in files: JSON Lines, JSON, Parquet, CSV, TSV or Arrow; each may be compressed (gz, bz2, xz, zst)."""
+    """Rows in files: JSON Lines, JSON, Parquet, CSV, TSV, Arrow, or a text each (txt, md), compressed or not."""
 
     kind: Literal["files"]
     train: DataPath

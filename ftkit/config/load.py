@@ -25,7 +25,7 @@ from ftkit.config.yaml_files import parse_override, read_yaml
 from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.files import read_small
 from ftkit.models.config_json import read_shape
-from ftkit.paths import absolute_path, is_address, is_file, is_path, path_problem
+from ftkit.paths import absolute_path, is_address, is_file, is_path, neighbor_of, path_problem
 from ftkit.spec import RUN
 
 SpecT = TypeVar("SpecT", bound=BaseModel)
@@ -141,7 +141,9 @@ def _find(kind: str, name: str, ctx: Context) -> Path:
                 meaning=f"it is a folder, pipe or device; paths in a {kind} are relative to its file's folder",
                 fix=f"write the {kind} into a file, and give its path",
             )
-        raise NotFoundError(f"file {path} not found", fix=f"give the path of a {kind} file, or a {kind}'s name")
+        raise NotFoundError(
+            f"file {path} not found", fix=f"{neighbor_of(path)}give the path of a {kind} file, or a {kind}'s name"
+        )
     for folder in search_folders(kind, ctx):
         if is_file(folder / f"{name}.yaml"):
             return folder / f"{name}.yaml"

@@ -102,6 +102,23 @@ def _read_json(file: IO[bytes], path: str) -> Iterator[RawRow]:
             raise cut_error(path, ValueError("there is text after the end of the JSON value"))
 
 
+def _read_text(file: IO[bytes], path: str) -> Iterator[RawRow]:
+    """Read a whole file as one row with the column `text`, unless it is JSON Lines."""
+    line = file.readline(_MAX_FIRST_LINE)
+    file.seek(0)
+    if _is_row(line.removeprefix(codecs.BOM_UTF8)):
+        yield from read_lines(file, path)
+        return
+    content = file.read(MAX_LINE)
+    if file.read(1):
+        yield RawRow(path, ":", 1, _long_line(path, 1, "the whole file is one row", "split it into several files"))
+    elif content.strip():
+        try:
+            yield RawRow(path, ":", 1, {"text": content.decode("utf-8-sig")})
+        except UnicodeDecodeError as error:
+            yield RawRow(path, ":", 1, _not_utf8(path, error))
+
+
 def _is_row(line: bytes) -> bool:
     """Tell whether a line is a JSON object that holds no list of rows."""
     try:
@@ -335,8 +352,12 @@ READERS: Mapping[str, tuple[str, Callable[[IO[bytes], str], Iterator[RawRow]]]] 
     ".tsv": ("TSV", _read_csv),
     ".arrow": ("Arrow", _read_table),
     ".feather": ("Arrow", _read_table),
+    ".txt": ("text", _read_text),
+    ".md": ("text", _read_text),
 }
 """Name and reader of the format that a suffix stands for; files with any other suffix are JSON Lines."""
+IN_FOLDERS: Final = [suffix for suffix, (name, _) in READERS.items() if name != "text"]
+"""Suffixes of the files that are read from a folder: a text there is often about the data."""
 
 _KINDS: Final = (
     ("compressed by gzip", rb"\x1f\x8b", ".gz"),

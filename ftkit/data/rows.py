@@ -92,9 +92,6 @@ class RawRow:
         reason = f"{error.msg} at position {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
         if "\0" in text:
             reason, meaning = f"a NUL byte at position {text.index(chr(0)) + 1}", NUL_BYTES
-        elif self.file.lower().endswith((".txt", ".md")):
-            meaning = "a file with this suffix is read as JSON Lines, and this one is plain text"
-            fix = f"make one row of it: jq -cRs '{{text: .}}' {file} > text.jsonl"
         elif "\r" in text.rstrip():
             meaning = "its lines end in carriage returns, or contain them"
         elif text.lstrip().startswith("[") or text.strip() == "{":

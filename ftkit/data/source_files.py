@@ -16,9 +16,9 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
-from ftkit.data.readers import COMPRESSIONS, READERS, START_BYTES, check_kind, cut_error, suffix_of
+from ftkit.data.readers import COMPRESSIONS, IN_FOLDERS, READERS, START_BYTES, check_kind, cut_error, suffix_of
 from ftkit.errors import DataError, NotFoundError, PrerequisiteError, UnreachableError, one_line
-from ftkit.paths import is_address, is_pattern
+from ftkit.paths import is_address, is_pattern, neighbor_of
 from ftkit.runs.storage import ADVICE, is_unreachable, open_driver
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _find_local(place: str, key: str) -> list[str]:
     if not found:
         raise NotFoundError(
             f"{key}: {place} has no data files",
-            meaning=f"looked for names that end in {', '.join(READERS)}, or these with {', '.join(COMPRESSIONS)}",
+            meaning=f"looked for names that end in {', '.join(IN_FOLDERS)}, or these with {', '.join(COMPRESSIONS)}",
             fix="give a file, a folder of such files, or a pattern that matches some",
         )
     return found
@@ -120,7 +120,7 @@ def _train_files(folder: str, files: list[str], key: str) -> list[str]:
     found = sorted(
         file
         for file, path in below.items()
-        if suffix_of(file) in READERS
+        if suffix_of(file) in IN_FOLDERS
         and path.name not in _METADATA
         and not any(part.startswith((".", "_")) for part in path.parts)
     )
@@ -198,7 +198,7 @@ def read_file(path: str, key: str = "data.source") -> Iterator[RawRow]:
         if not error.errno:  # a decompressor's
             raise cut_error(path, error) from error
         reason = error.strerror or one_line(error)
-        raise DataError(f"can't read {path}: {reason}", fix=f"check {key} in the recipe") from error
+        raise DataError(f"can't read {path}: {reason}", fix=f"{neighbor_of(Path(path))}check {key}") from error
 
 
 def count_rows(path: str, key: str = "data.source") -> int:

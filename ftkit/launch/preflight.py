@@ -36,6 +36,7 @@ from ftkit.launch.scheduler import warn_of_variables
 from ftkit.launch.trained_model import check_adapter
 from ftkit.models.folder import read_end_tokens
 from ftkit.models.weight_files import CONFIG_FILE
+from ftkit.paths import neighbor_of
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import RunPlan
 from ftkit.planning.suggestions import CERTAINLY_TOO_LARGE, check_host_memory, suggest_changes
@@ -277,7 +278,7 @@ def _check_unseen(key: str, path: Path, cluster: ClusterProfile) -> list[str]:
     raise NotFoundError(
         f"{key}: {path} does not exist",
         meaning="the path is wrong, or its file system is not mounted here",
-        fix=f"give the right path: {key}=PATH; a relative path is relative to the file that sets it",
+        fix=f"{neighbor_of(path)}give the right path: {key}=PATH; a relative path is relative to the file that sets it",
     )
 
 

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,7 +18,7 @@ from pydantic import ValidationError
 from ftkit.errors import ConfigError, Problem
 from ftkit.models.architecture import ArchitectureFields, ArchitectureSpec, ModelSpec
 from ftkit.models.families import FAMILIES, MEASURED, TEXT_MODEL_TYPES, family_of
-from ftkit.paths import is_path
+from ftkit.paths import is_path, neighbor_of
 
 CONFIG_KEYS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -172,7 +173,8 @@ def resolve_shape(model: ModelSpec, config: Mapping[str, Any] | None) -> Archite
     if config is None:
         fix = f"On a machine with network access: hf download {model.weights} config.json"
         if is_path(model.weights):
-            fix = "Correct the path; if the folder exists only on the nodes"
+            neighbor = neighbor_of(Path(model.weights))
+            fix = f"{neighbor[:1].upper()}{neighbor[1:]}Correct the path; if the folder exists only on the nodes"
         what = f"the config.json of '{model.weights}' can't be read from here."
         raise ConfigError([Problem("", "model.weights", what, f"{fix}, or give the complete model.architecture.")])
     check_shape(given, config, model.weights)

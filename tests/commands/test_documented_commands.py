@@ -123,7 +123,19 @@ BUSY = (
     "ftkit run demo --no-follow",
 )
 
+FOREIGN = (
+    "echo '{base_model: a/b, datasets: [{path: a/c, type: alpaca}], sequence_len: 512}' >axolotl.yaml",
+    "echo 'accelerate launch sft.py --model_name_or_path a/b --dataset_name a/c --max_steps 9' >train.sh",
+    "echo '{compute_environment: LOCAL_MACHINE, distributed_type: FSDP, num_processes: 8}' >accelerate.yaml",
+    "echo '{model_name_or_path: a/b, stage: sft, finetuning_type: lora, dataset: d}' >llama3_lora_sft.yaml",
+    """echo '{"d": {"hf_hub_url": "a/c"}}' >dataset_info.json""",
+    """code="model, _ = FastLanguageModel.from_pretrained('a/b', max_seq_length=512)" """,
+    """echo '{"cells": [{"cell_type": "code", "source": ["'"$code"'"]}]}' >notebook.ipynb""",
+)
+"""Configurations of other tools."""
+
 BEFORE: dict[str, tuple[str, ...]] = {
+    "convert": FOREIGN,
     "run": (*IMPORTED, "mkdir mylib", "touch train.py mylib/__init__.py"),
     "data": ("mkdir recipes", FEW_ROWS),
     "doctor": (*LOGIN_NODE, *IMPORTED, "echo 'cluster: mycluster' >>ftkit.yaml"),

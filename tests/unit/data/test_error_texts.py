@@ -33,7 +33,6 @@ FILES = {
     "array.jsonl": b'[{"text": "a"},\n',
     "strings.jsonl": b'"a"\n"b"\n',
     "latin.jsonl": b'{"text": "caf\xe9"}\n',
-    "plain.txt": b"Once upon a time\n",
     "other.csv": b"id;text\n1;a\n",
     "short.csv": b"id,text\n1\n",
     "packed.jsonl": gzip.compress(b"{}", mtime=0),

@@ -115,6 +115,19 @@ def test_an_array_of_any_objects_is_read_element_by_element(rows: list[Any], esc
         ]
 
 
+def test_a_text_file_is_one_row_unless_it_is_json_lines(tmp_path: Path) -> None:
+    book, rows = tmp_path / "book.md", tmp_path / "rows.txt"
+    book.write_bytes("\ufeff# One\r\n\nü [\n".encode())
+    assert read(book) == [{"text": "# One\r\n\nü [\n"}]
+    rows.write_bytes(lines(ROWS[:3]))
+    assert read(rows) == ROWS[:3]
+    book.write_bytes(b" \n")
+    assert read(book) == []
+    book.write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match="not UTF-8"):
+        read(book)
+
+
 @pytest.mark.parametrize("rest", ["", ', "version": [1, {"a": "]"}], "license": "MIT"'])
 @pytest.mark.parametrize("indent", [None, 1])
 def test_an_object_that_wraps_a_list_of_rows_is_read_as_the_list(indent: int | None, rest: str, tmp_path: Path) -> None:
