@@ -129,8 +129,8 @@ FOREIGN = (
     "echo '{compute_environment: LOCAL_MACHINE, distributed_type: FSDP, num_processes: 8}' >accelerate.yaml",
     "echo '{model_name_or_path: a/b, stage: sft, finetuning_type: lora, dataset: d}' >llama3_lora_sft.yaml",
     """echo '{"d": {"hf_hub_url": "a/c"}}' >dataset_info.json""",
-    """code="model, _ = FastLanguageModel.from_pretrained('a/b', max_seq_length=512)" """,
-    """echo '{"cells": [{"cell_type": "code", "source": ["'"$code"'"]}]}' >notebook.ipynb""",
+    """cell="model, _ = FastLanguageModel.from_pretrained('a/b', max_seq_length=512)" """,
+    """printf '{"cells": [{"cell_type": "code", "source": ["%s"]}]}' "$cell" >notebook.ipynb""",
 )
 """Configurations of other tools."""
 
