@@ -59,6 +59,37 @@ def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) ->
     return []
 
 
+def complete_words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Complete the name of a recipe, the next part of an override's key, or its value.
+
+    Bash passes a key, `=` and a value as three words, and expects the value alone.
+    """
+    typed = [*(ctx.params.get("words") or ())]
+    key, _, value = incomplete.rpartition("=")
+    if typed and typed[-1] == "=":
+        key, value = typed[-2] if len(typed) > 1 else "", incomplete
+    elif typed and not incomplete and "." in typed[-1]:  # click drops an `=` that is a word of its own
+        key = typed[-1]
+    if key:
+        words = _words_of_overrides().get(key, [])
+        return [incomplete.removesuffix(value) + word for word in words if word.startswith(value)]
+    if not typed and "." not in incomplete:
+        return complete_recipe(ctx, param, incomplete)
+    parts: dict[str, None] = {}
+    for key in _words_of_overrides():
+        if key.startswith(incomplete):
+            section, dot, _ = key[len(incomplete) :].partition(".")
+            parts[f"{incomplete}{section}{dot or '='}"] = None
+    return [*parts]
+
+
+def _words_of_overrides() -> dict[str, list[str]]:
+    from ftkit.config.problems import words_of_overrides
+    from ftkit.config.recipe import RecipeSpec
+
+    return words_of_overrides(RecipeSpec)
+
+
 # --- Arguments and options: one definition of each, so that it means the same everywhere -----------
 
 
@@ -160,7 +191,7 @@ placement_options = together(
     cluster_option,
 )
 run_options = together(
-    click.argument("words", metavar="[RECIPE] [KEY.PATH=VALUE]...", nargs=-1, shell_complete=complete_recipe),
+    click.argument("words", metavar="[RECIPE] [KEY.PATH=VALUE]...", nargs=-1, shell_complete=complete_words),
     image_option(
         "Training image: one that 'ftkit images' lists, a .sqsh or .sif file, or HOST/PATH:TAG in a registry. "
         "[env var: FTKIT_IMAGE]"

@@ -22,6 +22,8 @@ from ftkit.models.architecture import ArchitectureSpec, ModelSpec
 from ftkit.models.parameters import count_by_config, count_model
 from ftkit.spec import Spec
 
+_NO_SPACE = "    [[ ${COMPREPLY[0]} == *[.=] ]] && compopt -o nospace\n"
+
 
 @command(
     "show",
@@ -135,4 +137,7 @@ def completion_command(shell: str) -> None:
     completion = get_completion_class(shell)
     if completion is None:
         raise PrerequisiteError(f"click has no completion for {shell}", fix="install another release of click")
-    Terminal().data(completion(cli, {}, PROGRAM, COMPLETE_VARIABLE).source() + "\n")
+    script = completion(cli, {}, PROGRAM, COMPLETE_VARIABLE).source()
+    if shell == "bash":  # no space after a part of an override
+        script = script.replace("    return 0\n", f"{_NO_SPACE}    return 0\n")
+    Terminal().data(script + "\n")

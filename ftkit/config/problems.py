@@ -155,6 +155,27 @@ def _paths_to(word: str, model: type[BaseModel], prefix: str = "") -> list[str]:
     return found
 
 
+def words_of_overrides(model: type[BaseModel], prefix: str = "") -> dict[str, list[str]]:
+    """Return the dotted keys below a spec, each with its possible words: none if other values are possible too."""
+    found: dict[str, list[str]] = {}
+    for name, field in model.model_fields.items():
+        sections = _models(field.annotation)
+        if len(sections) == 1 and sections[0] is not model:
+            found |= words_of_overrides(sections[0], f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = _words(field.annotation)
+    return found
+
+
+def _words(annotation: object) -> list[str]:
+    if annotation is bool:
+        return ["true", "false"]
+    if typing.get_origin(annotation) is Literal:
+        return [str(word) for word in typing.get_args(annotation)]
+    is_open = typing.get_origin(annotation) not in (Annotated, Union, UnionType)
+    return [] if is_open else [word for part in typing.get_args(annotation) for word in _words(part)]
+
+
 def _origin_of_check(layers: Layers, path: KeyPath, given: dict[str, object], message: str) -> str:
     """Return the origin of a problem with several keys: prefer a key in the message, and of these a typed one."""
     named = [(*path, key) for key in given if re.search(rf"\b{re.escape(key)}\b", message)]

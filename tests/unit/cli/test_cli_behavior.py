@@ -493,6 +493,13 @@ def test_the_completion_script_calls_ftkit(ftkit: Callable[..., Result], shell: 
         ("ftkit run --image olmo3:2", "olmo3:25.02"),
         ("ftkit status mi", "mine"),
         ("ftkit cancel la", "last"),
+        ("ftkit run demo tra", "training."),
+        ("ftkit run demo training.le", "training.learning_rate="),
+        ("ftkit plan training.lora.al", "training.lora.alpha="),
+        ("ftkit run demo training.method = q", "qlora"),
+        ("ftkit run demo training.method =", "full"),
+        ("ftkit run demo training.method=q", "training.method=qlora"),
+        ("ftkit run demo training.seed = 1 profile.enabled = t", "true"),
     ],
 )
 def test_the_shell_completes_names(
