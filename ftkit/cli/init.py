@@ -141,31 +141,43 @@ def _choose(draft: Path, data: str, terminal: Terminal) -> tuple[RunPlan, dict[s
 
     ctx = current_context()
     recipe = resolve_recipe(RunArgs(recipe=str(draft), overrides=("training.sequence_length=1",)), ctx)
-    inspector = DataInspector(recipe, open_encoder(recipe, terminal.say), terminal.say)
+    of_data: list[Choice] = []
+    try:
+        encoder = open_encoder(recipe, terminal.say)
+    except DataError as error:
+        if error.name != "no-chat-template":
+            raise
+        of_data.append(Choice("chat_template", "chatml", "the tokenizer has none, like most base models"))
+        with_template = recipe.data.model_copy(update={"chat_template": "chatml"})
+        recipe = recipe.model_copy(update={"data": with_template})
+        encoder = open_encoder(recipe, terminal.say)
+    inspector = DataInspector(recipe, encoder, terminal.say)
     lengths, num_encoded, num_rows = inspector.lengths(_MOST_ENCODED, _MOST_COUNTED)
     if not lengths:
         raise DataError(f"{data} has no rows", fix="give the file or folder with the training data")
-    is_text = all(encoder.format.kind == "text" for encoder in inspector.encoder.encoders.values())
+    is_text = all(each.format.kind == "text" for each in encoder.encoders.values())
     found = DocumentLengths(tuple(sorted(lengths)), num_rows, num_encoded, is_text)
     shape = recipe.model.architecture
     length, num_parameters = found.length_of_packs(shape.max_position_embeddings), count_model(shape).total
     hardware = detect_hardware(load_place(RunArgs(), ctx).cluster, ctx.environment, ctx.root)
-    plan, failure = None, None
+    of_data += choose_data(found, length)
+    best, failure = None, None
     for method in methods_to_try(num_parameters, is_text=is_text, on_gpu=hardware.device == "cuda"):
         training = [*choose_training(found, length, method, num_parameters, hardware.gpus_per_node)]
-        chosen = {"data": [*choose_data(found, length)], "training": training}
+        chosen = {"data": of_data, "training": training}
         overrides = [f"{section}.{each.key}={json.dumps(each.value)}" for section in chosen for each in chosen[section]]
         try:
             plan = resolve(RunArgs(recipe=str(draft), overrides=tuple(overrides)), ctx)
         except ConfigError as error:  # such as a model without layers for adapters
             failure = failure or error
             continue
+        best = plan, chosen
         gpu = GPUS.get(plan.cluster.gpu) if plan.cluster.gpu else None
         if gpu is None or plan.memory.total <= gpu.usable_gib:
             break
-    if plan is None:
+    if best is None:
         raise failure or AssertionError("there is a method to try")
-    return plan, chosen
+    return best
 
 
 def _with_reasons(name: str, model: str, data: str, chosen: Mapping[str, list[Choice]]) -> str:

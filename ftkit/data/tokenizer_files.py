@@ -80,6 +80,7 @@ def check_own_template(source: str, template: object, names: Collection[str] = (
             meaning="base models often have none",
             fix=f"set data.chat_template to {', '.join(TEMPLATES)} or a file of your own; or train on plain text "
             "(data.format=text)",
+            name="no-chat-template",
         )
     if names and "default" not in names:
         raise DataError(

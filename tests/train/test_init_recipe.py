@@ -55,6 +55,17 @@ def test_a_recipe_for_a_folder_and_a_file_can_be_planned_and_explains_each_value
     assert "(default)" not in capsys.readouterr().out
 
 
+def test_a_base_model_without_a_chat_template_gets_one() -> None:
+    chats()
+    Path("model/chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads(Path("model/tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    Path("model/tokenizer_config.json").write_text(json.dumps(settings))
+    assert main(["init", "model", "chats.jsonl"]) == 0
+    assert load_recipe("./chats.yaml", Context.here()).data.chat_template == "chatml"
+    assert main(["plan", "chats.yaml"]) == 0
+
+
 def test_the_only_data_file_of_the_folder_is_found() -> None:
     chats()
     assert main(["init", "./model", "--name", "mine"]) == 0
