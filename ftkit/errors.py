@@ -6,11 +6,12 @@ Every message has three parts: what failed, what it usually means, what to do ne
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
@@ -179,6 +180,11 @@ _EXTRAS: Final = {
     "deepspeed": "deepspeed", "matplotlib": "report", "sentencepiece": "gguf",
 }  # fmt: skip
 """The extra of ftkit that installs a package, by the name under which the package is imported."""
+
+
+def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the known word that is the most similar; empty if none is similar."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), "")
 
 
 def missing_package_error(names: Sequence[str], meaning: str = "") -> PrerequisiteError:

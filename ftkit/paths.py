@@ -7,7 +7,7 @@ from glob import has_magic
 from pathlib import Path
 from typing import Final
 
-from ftkit.errors import ConfigError, Problem
+from ftkit.errors import ConfigError, Problem, closest
 
 _LONGEST_PATH: Final = 4095
 _LONGEST_NAME: Final = 255
@@ -21,13 +21,11 @@ def is_path(text: str) -> bool:
 
 def neighbor_of(path: Path) -> str:
     """Return the question whether a path's neighbor with the most similar name was meant; empty if none is similar."""
-    import difflib  # noqa: PLC0415 - only errors need it
-
     try:
-        close = difflib.get_close_matches(path.name, [each.name for each in path.parent.iterdir()], n=1)
+        close = closest(path.name, [each.name for each in path.parent.iterdir()])
     except OSError:
         return ""
-    return f"did you mean '{path.parent / close[0]}'? " if close else ""
+    return f"did you mean '{path.parent / close}'? " if close else ""
 
 
 def is_address(text: str) -> bool:

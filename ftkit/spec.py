@@ -115,6 +115,13 @@ check_name = _require(
 )
 Name = Annotated[str, AfterValidator(check_name)]
 """A name that is safe as a folder, a job name and a label."""
+
+
+def as_name(text: str, otherwise: str, most: int = 63) -> str:
+    """Return a text as a name of at most so many characters; `otherwise` if nothing of it is left."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:most] or otherwise
+
+
 _check_variable = _require(
     "[A-Za-z_][A-Za-z0-9_]*",
     "an environment variable's name has letters, digits and '_', and does not start with a digit",

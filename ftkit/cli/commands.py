@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from click.shell_completion import CompletionItem
 
 from ftkit.cli.output import WithOutputOptions
 from ftkit.config.context import Context
+from ftkit.errors import closest
 
 _SHARED_HELP = {
     "{RUN}": "RUN is a name (the newest run with that name), an id or the beginning or end of an id, a Slurm job id, "
@@ -106,8 +106,8 @@ class LazyGroup(ExamplesCommand, click.Group):
         if name not in self._by_name and not name.startswith("-") and not ctx.resilient_parsing:
             if name in self.renamed:
                 raise click.UsageError(f"No such command '{name}': use 'ftkit {self.renamed[name]}'.", ctx)
-            close = difflib.get_close_matches(name, self._by_name, n=1, cutoff=0.5)
-            hint = f" Did you mean '{close[0]}'?" if close else ""
+            close = closest(name, self._by_name, 0.5)
+            hint = f" Did you mean '{close}'?" if close else ""
             raise click.UsageError(f"No such command '{name}'.{hint}", ctx)
         return super().resolve_command(ctx, args)
 

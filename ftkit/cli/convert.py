@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from io import StringIO
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from ruamel.yaml import YAML
 
 from ftkit.cli.arguments import json_option, number_option, output_option, yes_option
 from ftkit.cli.commands import command
@@ -19,6 +17,7 @@ from ftkit.cli.terminal.format import short_path
 from ftkit.config.convert import convert, detect_tool
 from ftkit.config.foreign_files import read_foreign
 from ftkit.config.other_tools import LAUNCHERS, TOOLS, read_tool
+from ftkit.config.yaml_files import to_yaml
 from ftkit.errors import ConfigError, Problem
 from ftkit.files import write_file
 
@@ -77,12 +76,8 @@ def convert_command(  # noqa: PLR0913 - its options
 
 
 def _yaml(converted: Converted, files: tuple[Path, ...]) -> str:
-    yaml, text = YAML(), StringIO()
-    yaml.width = 120
-    yaml.indent(mapping=2, sequence=4, offset=2)
-    yaml.dump(converted.recipe, text)
     names = ", ".join(repr(path.name)[1:-1] for path in files)
-    return f"# From {names} ({converted.tool}) by 'ftkit convert'.\n{text.getvalue()}"
+    return f"# From {names} ({converted.tool}) by 'ftkit convert'.\n{to_yaml(converted.recipe)}"
 
 
 def _show_rows(converted: Converted, terminal: Terminal) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
@@ -26,30 +23,20 @@ from ftkit.cli.terminal.plan_view import plan_facts
 from ftkit.config.context import PROJECT_FILE, Context, list_names
 from ftkit.config.data_sources import DATA_FILE
 from ftkit.config.load import load_cluster
-from ftkit.config.yaml_files import read_yaml
+from ftkit.config.yaml_files import read_yaml, to_yaml
 from ftkit.data.readers import IN_FOLDERS, suffix_of
-from ftkit.errors import ConfigError, DataError, NoAnswerError, Problem
+from ftkit.errors import ConfigError, NoAnswerError, Problem
 from ftkit.health.site import ProposedCluster, Site, detect_site, propose_cluster
-from ftkit.launch.resolve import RunArgs, detect_hardware, load_place, resolve, resolve_recipe
-from ftkit.models.parameters import count_model
+from ftkit.launch.new_recipe import choose_recipe
+from ftkit.launch.resolve import RunArgs, load_place
 from ftkit.paths import is_address, is_path
-from ftkit.planning.first_recipe import (
-    Choice,
-    DocumentLengths,
-    choose_data,
-    choose_training,
-    methods_to_try,
-)
-from ftkit.planning.training_setup import GPUS
+from ftkit.spec import as_name
 
 if TYPE_CHECKING:
-    from ftkit.planning.plan import RunPlan
+    from ftkit.planning.first_recipe import Choice
 
 _MARK = "Written by 'ftkit init'."
 _HEAD = f"{_MARK} 'ftkit config' shows all settings; keys of a profile: docs/reference/cluster-profile.md"
-_MOST_ENCODED: Final = 2000
-_MOST_COUNTED: Final = 200_000
-"""Rows whose documents are measured, and rows that are counted: seconds."""
 _MAX_SHOWN: Final = 3
 _COMMENT_COLUMN: Final = 32
 
@@ -115,7 +102,7 @@ def _write_recipe(model: str, data: str, name: str | None, terminal: Terminal, *
     }
     model, data = (f"./{each}" if is_here[each] and not is_path(each) else each for each in (model, data))
     stem = Path(data.rstrip("/*")).name.partition(".")[0]
-    name = name or re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:40] or "recipe"
+    name = name or as_name(stem, "recipe", 40)
     file = Path(f"{name}.yaml")
     if file.exists() and not force:
         what, fix = "already exists and was not changed.", "Change it with --force, or give another --name."
@@ -123,61 +110,15 @@ def _write_recipe(model: str, data: str, name: str | None, terminal: Terminal, *
     with TemporaryDirectory() as folder:
         draft = Path(folder, f"{name}.yaml")
         places = [str(Path.cwd() / Path(each).expanduser()) if is_path(each) else each for each in (model, data)]
-        draft.write_text(_to_yaml({"model": places[0], "data": {"source": places[1]}}), encoding="utf-8")
+        draft.write_text(to_yaml({"model": places[0], "data": {"source": places[1]}}), encoding="utf-8")
         try:
-            plan, chosen = _choose(draft, data, terminal)
+            plan, chosen = choose_recipe(draft, data, current_context(), terminal.say)
         except ConfigError as error:  # about a file that is gone
             raise ConfigError([replace(each, where="") for each in error.problems]) from error
     terminal.facts(plan_facts(plan), is_data=False)
     file.write_text(_with_reasons(name, model, data, chosen), encoding="utf-8")
     terminal.say(Styled(f"\nwrote {file}", "bold"))
     terminal.say(f"Inspect the data: ftkit data show {file}\nTrain:            ftkit run {file}")
-
-
-def _choose(draft: Path, data: str, terminal: Terminal) -> tuple[RunPlan, dict[str, list[Choice]]]:
-    """Return the plan of a draft of a recipe, and the settings that it was made with, by section."""
-    from ftkit.data.inspection import DataInspector
-    from ftkit.data.prepare import open_encoder
-
-    ctx = current_context()
-    recipe = resolve_recipe(RunArgs(recipe=str(draft), overrides=("training.sequence_length=1",)), ctx)
-    of_data: list[Choice] = []
-    try:
-        encoder = open_encoder(recipe, terminal.say)
-    except DataError as error:
-        if error.name != "no-chat-template":
-            raise
-        of_data.append(Choice("chat_template", "chatml", "the tokenizer has none, like most base models"))
-        with_template = recipe.data.model_copy(update={"chat_template": "chatml"})
-        recipe = recipe.model_copy(update={"data": with_template})
-        encoder = open_encoder(recipe, terminal.say)
-    inspector = DataInspector(recipe, encoder, terminal.say)
-    lengths, num_encoded, num_rows = inspector.lengths(_MOST_ENCODED, _MOST_COUNTED)
-    if not lengths:
-        raise DataError(f"{data} has no rows", fix="give the file or folder with the training data")
-    is_text = all(each.format.kind == "text" for each in encoder.encoders.values())
-    found = DocumentLengths(tuple(sorted(lengths)), num_rows, num_encoded, is_text)
-    shape = recipe.model.architecture
-    length, num_parameters = found.length_of_packs(shape.max_position_embeddings), count_model(shape).total
-    hardware = detect_hardware(load_place(RunArgs(), ctx).cluster, ctx.environment, ctx.root)
-    of_data += choose_data(found, length)
-    best, failure = None, None
-    for method in methods_to_try(num_parameters, is_text=is_text, on_gpu=hardware.device == "cuda"):
-        training = [*choose_training(found, length, method, num_parameters, hardware.gpus_per_node)]
-        chosen = {"data": of_data, "training": training}
-        overrides = [f"{section}.{each.key}={json.dumps(each.value)}" for section in chosen for each in chosen[section]]
-        try:
-            plan = resolve(RunArgs(recipe=str(draft), overrides=tuple(overrides)), ctx)
-        except ConfigError as error:  # such as a model without layers for adapters
-            failure = failure or error
-            continue
-        best = plan, chosen
-        gpu = GPUS.get(plan.cluster.gpu) if plan.cluster.gpu else None
-        if gpu is None or plan.memory.total <= gpu.usable_gib:
-            break
-    if best is None:
-        raise failure or AssertionError("there is a method to try")
-    return best
 
 
 def _with_reasons(name: str, model: str, data: str, chosen: Mapping[str, list[Choice]]) -> str:
@@ -192,14 +133,7 @@ def _with_reasons(name: str, model: str, data: str, chosen: Mapping[str, list[Ch
                 value.fa.set_flow_style()
             document[section][each.key] = value
             document[section].yaml_add_eol_comment(each.why, each.key, column=_COMMENT_COLUMN)
-    return _to_yaml(document)
-
-
-def _to_yaml(document: Mapping[str, object]) -> str:
-    yaml, text = YAML(), StringIO()
-    yaml.width = 200
-    yaml.dump(document, text)
-    return text.getvalue()
+    return to_yaml(document)
 
 
 def _set_up_project(terminal: Terminal, *, asks: bool, force: bool) -> None:
@@ -285,4 +219,4 @@ def _edited(path: Path | None, values: Mapping[str, object], head: str = _HEAD) 
     else:
         document.yaml_set_start_comment(head)
     document.update(values)
-    return _to_yaml(document)
+    return to_yaml(document)

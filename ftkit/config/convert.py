@@ -13,6 +13,7 @@ from ftkit.config.foreign_files import Code, Settings
 from ftkit.config.other_tools import TOOLS, read_tool, read_values
 from ftkit.errors import ConfigError, Problem, plural
 from ftkit.models.adapters import ALL_PROJECTIONS
+from ftkit.spec import as_name
 
 _DOCUMENTS: Final = (
     ", each one document there; a pack here has as many as fit, so a step trains more of them. To train as many, "
@@ -77,7 +78,7 @@ def convert(
     _set_schedule(it)
     _set_data(it)
     _set_trackers(it)
-    recipe = it.validated(re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:63] or "converted")
+    recipe = it.validated(as_name(name, "converted"))
     return Converted(it.tool.name, recipe, [row for row in it.rows if row.became or not row.is_default])
 
 

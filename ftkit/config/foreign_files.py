@@ -17,20 +17,9 @@ from ftkit.files import read_small
 Settings = dict[str, Any]
 """Values by key; keys of nested mappings are joined with dots, and those in lists have an index: `datasets[0].path`."""
 _LAUNCHERS: Final = frozenset(
-    [
-        "accelerate",
-        "accelerate-launch",
-        "torchrun",
-        "deepspeed",
-        "trl",
-        "axolotl",
-        "llamafactory-cli",
-        "tune",
-        "automodel",
-        "python",
-        "python3",
-    ]
-)
+    ("accelerate", "accelerate-launch", "torchrun", "deepspeed", "trl", "axolotl", "llamafactory-cli", "tune",
+     "automodel", "python", "python3")
+)  # fmt: skip
 _VARIABLE: Final = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 _ASSIGNMENT: Final = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from ftkit.config.layers import KeyPath, Layers
 from ftkit.config.problems import validate
 from ftkit.config.recipe import RecipeSpec
 from ftkit.config.yaml_files import parse_override, read_yaml
-from ftkit.errors import ConfigError, NotFoundError, Problem
+from ftkit.errors import ConfigError, NotFoundError, Problem, closest
 from ftkit.files import read_small
 from ftkit.models.config_json import read_shape
 from ftkit.paths import absolute_path, is_address, is_file, is_path, neighbor_of, path_problem
@@ -161,8 +160,8 @@ def _check_can_be_a_file(kind: str, name: str) -> None:
 
 
 def _closest(word: str, known: list[str], otherwise: str) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean '{close[0]}'?" if close else otherwise
+    close = closest(word, known)
+    return f"did you mean '{close}'?" if close else otherwise
 
 
 # --- Files and overrides as layers -------------------------------------------------------------------

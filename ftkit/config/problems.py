@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import typing
 from types import UnionType
@@ -12,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from ftkit.config.layers import COMMAND_LINE, KeyPath, Layers
 from ftkit.config.other_tools import find_name
-from ftkit.errors import ConfigError, Problem, plural
+from ftkit.errors import ConfigError, Problem, closest, plural
 from ftkit.spec import attribute_docstrings
 
 if TYPE_CHECKING:
@@ -191,8 +190,8 @@ def _shown(value: object) -> str:
 
 
 def _suggestion(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"Did you mean '{close[0]}'?" if close else ""
+    close = closest(word, known)
+    return f"Did you mean '{close}'?" if close else ""
 
 
 def _follow_location(

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from io import StringIO
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ruamel.yaml import YAML
 from ruamel.yaml.composer import Composer
@@ -84,6 +85,15 @@ def parse_yaml(text: str, where: str) -> Layers:
     if not isinstance(values, dict):
         raise _error(where, 1, "the file must have 'key: value' lines at the top level.")
     return Layers(values, origins)
+
+
+def to_yaml(document: Mapping[str, Any]) -> str:
+    """Return a mapping as YAML, with the comments that it has."""
+    yaml, text = YAML(), StringIO()
+    yaml.width = 200
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    yaml.dump(document, text)
+    return text.getvalue()
 
 
 def parse_override(text: str) -> Layers:

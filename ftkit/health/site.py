@@ -20,6 +20,7 @@ from ftkit import process
 from ftkit.config.cluster import ClusterProfile, GpuModel, format_time_limit, parse_time_limit, recognize_gpu
 from ftkit.errors import FtkitError, plural
 from ftkit.health.findings import run_all
+from ftkit.spec import as_name
 
 _LIST_PARTITIONS: Final = ("sinfo", "--local", "--noheader", "--format=%P|%a|%D|%c|%G|%l|%m")
 """Without the partitions of other clusters in a federation, where this cluster's jobs can't name them."""
@@ -242,7 +243,7 @@ def propose_cluster(site: Site, profiles: Iterable[ClusterProfile], root: Path =
     values, unknown = _differences(site, partition, base)
     if not values:
         return ProposedCluster(base.name, "", {}, reason, unknown)
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", site.cluster_name).strip("._-")[:_LONGEST_NAME] or "site"
+    name = as_name(site.cluster_name, "site", _LONGEST_NAME)
     if name in known:
         name = f"{name[: _LONGEST_NAME - len('-site')]}-site"
     described = f"{site.cluster_name or 'This cluster'}: {_describe(partition)}"

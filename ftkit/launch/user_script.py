@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from ftkit.planning.compatibility import check_mounts
 from ftkit.planning.layout import SCRIPT_CODE, Workspace
 from ftkit.planning.plan import CodePlan, JobPlan, PlacementPlan, Script, ScriptPlan, StopSignal
 from ftkit.planning.planner import accelerate_config, plan_script
-from ftkit.spec import Spec
+from ftkit.spec import Spec, as_name
 
 if TYPE_CHECKING:
     from ftkit.config.context import Context
@@ -108,7 +107,7 @@ def _without_recipe(script: Script, code: tuple[CodePlan, ...], run_args: RunArg
     place = load_place(run_args, ctx)
     if isinstance(place.image, NamedImage) and place.cluster.runtime != "none":
         load_image(place.image.reference, ctx)  # raises an error if it is not defined
-    name = run_args.name or re.sub(r"[^A-Za-z0-9._-]+", "-", Path(script.path).stem).strip("._-") or "script"
+    name = run_args.name or as_name(Path(script.path).stem, "script", 255)
     workspace = Workspace(place.settings.workspace_folder(ctx))
     origins = Origins(settings=place.settings.layers)
     request = new_request(replace(run_args, name=name), place.image, workspace, origins)

@@ -1,0 +1,73 @@
+"""Choose the settings of a first recipe: look at the model and the data, and plan each method until one fits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ftkit.errors import ConfigError, DataError
+from ftkit.launch.resolve import RunArgs, detect_hardware, load_place, resolve, resolve_recipe
+from ftkit.models.parameters import count_model
+from ftkit.planning.first_recipe import Choice, DocumentLengths, choose_data, choose_training, methods_to_try
+from ftkit.planning.training_setup import GPUS
+
+if TYPE_CHECKING:
+    from ftkit.config.context import Context
+    from ftkit.planning.plan import RunPlan
+
+_MOST_ENCODED: Final = 2000
+_MOST_COUNTED: Final = 200_000
+"""Rows whose documents are measured, and rows that are counted: seconds."""
+
+
+def choose_recipe(
+    draft: Path, data: str, ctx: Context, report: Callable[[str], None]
+) -> tuple[RunPlan, dict[str, list[Choice]]]:
+    """Return the plan of a draft of a recipe, which has a model and data, and the settings of that plan, by section.
+
+    `data` is what messages call the data. The first method that fits the GPUs is taken; if none does, the last one.
+    Raises as `resolve` and `open_encoder` do; DataError if there are no rows.
+    """
+    from ftkit.data.inspection import DataInspector  # noqa: PLC0415 - loads tokenizers
+    from ftkit.data.prepare import open_encoder  # noqa: PLC0415
+
+    recipe = resolve_recipe(RunArgs(recipe=str(draft), overrides=("training.sequence_length=1",)), ctx)
+    of_data: list[Choice] = []
+    try:
+        encoder = open_encoder(recipe, report)
+    except DataError as error:
+        if error.name != "no-chat-template":
+            raise
+        of_data.append(Choice("chat_template", "chatml", "the tokenizer has none, like most base models"))
+        with_template = recipe.data.model_copy(update={"chat_template": "chatml"})
+        recipe = recipe.model_copy(update={"data": with_template})
+        encoder = open_encoder(recipe, report)
+    inspector = DataInspector(recipe, encoder, report)
+    lengths, num_encoded, num_rows = inspector.lengths(_MOST_ENCODED, _MOST_COUNTED)
+    if not lengths:
+        raise DataError(f"{data} has no rows", fix="give the file or folder with the training data")
+    is_text = all(each.format.kind == "text" for each in encoder.encoders.values())
+    found = DocumentLengths(tuple(sorted(lengths)), num_rows, num_encoded, is_text)
+    shape = recipe.model.architecture
+    length, num_parameters = found.length_of_packs(shape.max_position_embeddings), count_model(shape).total
+    hardware = detect_hardware(load_place(RunArgs(), ctx).cluster, ctx.environment, ctx.root)
+    of_data += choose_data(found, length)
+    best, failure = None, None
+    for method in methods_to_try(num_parameters, is_text=is_text, on_gpu=hardware.device == "cuda"):
+        training = [*choose_training(found, length, method, num_parameters, hardware.gpus_per_node)]
+        chosen = {"data": of_data, "training": training}
+        overrides = [f"{section}.{each.key}={json.dumps(each.value)}" for section in chosen for each in chosen[section]]
+        try:
+            plan = resolve(RunArgs(recipe=str(draft), overrides=tuple(overrides)), ctx)
+        except ConfigError as error:  # such as a model without layers for adapters
+            failure = failure or error
+            continue
+        best = plan, chosen
+        gpu = GPUS.get(plan.cluster.gpu) if plan.cluster.gpu else None
+        if gpu is None or plan.memory.total <= gpu.usable_gib:
+            break
+    if best is None:
+        raise failure or AssertionError("there is a method to try")
+    return best
