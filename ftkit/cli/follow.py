@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
@@ -20,12 +21,23 @@ from ftkit.cli.terminal.format import count, duration
 from ftkit.cli.terminal.record_lines import record_line
 from ftkit.cli.terminal.run_view import show_end
 from ftkit.errors import FtkitError, RunFailedError
+from ftkit.files import copy_new
 from ftkit.launch.job_states import observe_all
 from ftkit.launch.scheduler import scheduler_for
 from ftkit.runs.ends import excluded_nodes
 from ftkit.runs.job import Job, RunState, SubmittedRun
 from ftkit.runs.metrics_file import RecordTail
-from ftkit.runs.records import EndRecord, MemoryRecord, Record, ScriptStepRecord, StageRecord, StartRecord, StepRecord
+from ftkit.runs.records import (
+    EndRecord,
+    MemoryRecord,
+    Record,
+    ScriptStepRecord,
+    ShardingRecord,
+    StageRecord,
+    StartRecord,
+    StepRecord,
+)
+from ftkit.runs.script_log import read_script_step, without_control
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -33,6 +45,7 @@ if TYPE_CHECKING:
     from ftkit.cli.terminal.console import Terminal
     from ftkit.planning.layout import RunLayout
 
+_OUTPUT_BYTES = 2**14
 _READ_SECONDS = 0.3
 _LOST_SECONDS = 60
 _REDRAWS_PER_SECOND = 4
@@ -43,11 +56,16 @@ _ROOM_FOR_CURVE = 16
 
 
 def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None) -> None:
-    """Follow a run until it ends, then show its results; `tail` reads its records, by default from the first one."""
-    tail = tail or RecordTail(run.layout.metrics)
+    """Follow a run until it ends, then show its results.
+
+    `tail` reads its records, by default from the first one. Of a script's output, what is printed from now on is shown;
+    without `tail`, also what was printed last.
+    """
     view = LiveView(terminal) if terminal.is_live else PlainView(terminal)
+    output = _ScriptOutput(run.layout, view, num_before=0 if tail else _OUTPUT_BYTES) if run.layout.is_script else None
+    tail = tail or RecordTail(run.layout.metrics)
     try:
-        seen = _show_until_the_end(run, tail, view)
+        seen = _show_until_the_end(run, tail, view, output)
     except KeyboardInterrupt:
         view.close()
         terminal.say(f"\n{run.id} continues. To follow or cancel it:")
@@ -68,7 +86,7 @@ def _write_report(layout: RunLayout, state: str) -> None:
     save_page(run_page(read_report(layout, state)), layout.report)
 
 
-def _show_until_the_end(run: SubmittedRun, tail: RecordTail, view: PlainView) -> Job:
+def _show_until_the_end(run: SubmittedRun, tail: RecordTail, view: PlainView, output: _ScriptOutput | None) -> Job:
     last = Job(run.job_id, RunState.UNKNOWN)
     known = excluded_nodes(run.layout)
     for seen in poll_states(run):
@@ -80,7 +98,10 @@ def _show_until_the_end(run: SubmittedRun, tail: RecordTail, view: PlainView) ->
             view.state(seen)
             last = seen
         for record in tail.read_new():  # after the state, so that no record from before a final state is missed
-            view.record(record)
+            if output is None or not output.has(record):
+                view.record(record)
+        if output:
+            output.show_new()
     return last
 
 
@@ -107,6 +128,38 @@ def poll_states(run: SubmittedRun) -> Iterator[Job | None]:
             yield None
 
 
+class _ScriptOutput:
+    """The output of a script in a run's log: its lines, as carriage returns leave them, and its progress."""
+
+    def __init__(self, layout: RunLayout, view: PlainView, num_before: int) -> None:
+        size = layout.job_log.stat().st_size if layout.job_log.is_file() else 0
+        self._layout = layout
+        self._view = view
+        self._offset = max(0, size - num_before)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._line = ""
+
+    def has(self, record: Record) -> bool:
+        """Return whether the output, or the progress read from it, shows a record."""
+        return isinstance(record, ScriptStepRecord) or (isinstance(record, ShardingRecord) and bool(record.warning))
+
+    def show_new(self) -> None:
+        """Show what was printed since the last call."""
+        before, self._offset = self._offset, copy_new(self._layout.job_log, self._offset, cast("IO[bytes]", self))
+        if self._offset != before and (step := read_script_step(self._layout)):
+            self._view.record(step)
+
+    def write(self, chunk: bytes) -> int:
+        *lines, rest = (self._line + self._decoder.decode(chunk)).split("\n")
+        for line in lines:
+            drawn = [part for part in without_control(line).split("\r") if part.strip()]
+            self._view.note(drawn[-1].rstrip() if drawn else "")
+        self._line = "\r".join(rest.rsplit("\r", 2)[-2:])[-_OUTPUT_BYTES:]
+        return len(chunk)
+
+    def flush(self) -> None: ...
+
+
 class PlainView:
     """Lines, few enough for the log of a CI job; memory records are only in the run's log."""
 
@@ -127,7 +180,7 @@ class PlainView:
 
     def record(self, record: Record) -> None:
         """Show a record of the trainer; of steps, the first, the last, and one every half minute of the run."""
-        if isinstance(record, MemoryRecord):
+        if isinstance(record, MemoryRecord | ScriptStepRecord):
             return
         if isinstance(record, StepRecord):
             if record.time < self._next_step and record.step != record.num_steps:
@@ -195,8 +248,12 @@ class LiveView(PlainView):
             self.note(f"{self._stage.stage} ({duration(seconds)})" if seconds >= 1 else self._stage.stage)
             self._stage = None
         match record:
-            case ScriptStepRecord():
+            case ScriptStepRecord(num_steps=None):
                 self._show_waiting(record_line(record))
+            case ScriptStepRecord(step=step, num_steps=num_steps):
+                loss = "" if record.loss is None else f" loss {record.loss:.3f}"
+                left = "" if record.seconds_left is None else f" {duration(record.seconds_left)} left"
+                self._move_bar(step, num_steps or step, record.loss, f"{step}/{num_steps}{loss}{left}")
             case StageRecord():
                 self._stage = record
                 self._show_waiting(record.stage)
@@ -211,15 +268,17 @@ class LiveView(PlainView):
 
     def _show_step(self, record: StepRecord) -> None:
         """Move the bar; the time left is unknown from the first record of a start, which includes compiling."""
-        before = [point for point in self._progress.points if point[0] < record.step]  # a restart repeats steps
-        self._progress.points = [*before, (record.step, record.loss)]
         seconds = (record.num_steps - record.step) * record.step_seconds
         left = "" if self._is_first_step else f" {duration(seconds)} left"
         speed = f"{count(record.tokens_per_second)} tok/s"
         numbers = f"{record.step}/{record.num_steps} loss {record.loss:.3f} {speed}{left}"
-        self._progress.update(
-            self._task, description="training", total=record.num_steps, completed=record.step, numbers=numbers
-        )
+        self._move_bar(record.step, record.num_steps, record.loss, numbers)
+
+    def _move_bar(self, step: int, num_steps: int, loss: float | None, numbers: str) -> None:
+        if loss is not None:
+            before = [point for point in self._progress.points if point[0] < step]  # a restart repeats steps
+            self._progress.points = [*before, (step, loss)]
+        self._progress.update(self._task, description="training", total=num_steps, completed=step, numbers=numbers)
 
     def _show_waiting(self, description: str) -> None:
         """Let the bar pulse while there is no step to count."""

@@ -34,6 +34,7 @@ from ftkit.runs.records import (
     StepRecord,
     VerificationRecord,
 )
+from ftkit.runs.script_log import read_script_step
 from ftkit.runs.spans import Span, Timeline
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ def _history_of(layout: RunLayout, found: list[Record], problem: str) -> History
         anomalies=tuple(anomalies[key] for key in sorted(anomalies)),
         end=replace(end, export=str(layout.export)) if end and end.export else end,
         sharding=_newest(newest, ShardingRecord),
-        script_step=_newest(newest, ScriptStepRecord),
+        script_step=read_script_step(layout) if layout.is_script else None,
         records=records,
         start_times=tuple(time for time, _ in manifest_starts),
         training_seconds=sum(end - begin for begin, end in trained) if trained else None,

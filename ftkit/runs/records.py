@@ -211,9 +211,13 @@ class ShardingRecord(Record, event="sharding"):
 
 @dataclass(frozen=True)
 class ScriptStepRecord(Record, event="script-step"):
-    """The number of optimizer steps that a script has taken."""
+    """The progress of a script: its optimizer steps, and what else its output shows."""
 
     step: Count
+    num_steps: Count | None = None
+    loss: float | None = None
+    learning_rate: float | None = None
+    seconds_left: Seconds | None = None
 
 
 @dataclass(frozen=True)

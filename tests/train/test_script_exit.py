@@ -1,11 +1,13 @@
-"""How a user's script ends, as `ftkit status` shows it."""
+"""How a user's script ends, and its progress, as `ftkit status` shows them."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,6 +17,10 @@ from ftkit.launch.resolve import RunArgs
 from ftkit.launch.user_script import ScriptArgs, resolve_script
 from ftkit.planning.plan import plan_to_json
 from ftkit.runs.failure import read_rank_error
+from ftkit.runs.script_log import read_script_step
+
+if TYPE_CHECKING:
+    from ftkit.planning.layout import RunLayout
 
 
 @pytest.mark.parametrize(
@@ -29,6 +35,42 @@ from ftkit.runs.failure import read_rank_error
 def test_the_end_of_a_script_is_recorded(
     script: str, code: int, kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    done_code, layout = run_script(script, tmp_path, monkeypatch)
+    error = read_rank_error(layout.rank_error(0))
+    assert (done_code, error and error.type) == (code, kind), layout.job_log.read_text()
+    assert error is None or not error.is_actionable
+
+
+def test_the_progress_of_transformers_trainer_is_read_from_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, layout = run_script(TRAINER, tmp_path, monkeypatch)
+    assert code == 0, layout.job_log.read_text()
+    found = read_script_step(layout)
+    assert found is not None
+    assert (found.step, found.num_steps) == (12, 12)
+    states = sorted(layout.root.glob("out/checkpoint-*/trainer_state.json"))
+    last = [each for each in json.loads(states[-1].read_text())["log_history"] if "loss" in each][-1]
+    assert (found.loss, found.learning_rate) == pytest.approx((last["loss"], last["learning_rate"]), rel=1e-3)
+
+
+TRAINER = """
+import os
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=50, n_positions=8))
+rows = [{"input_ids": (ids := torch.randint(0, 50, (8,))), "labels": ids} for _ in range(40)]
+args = TrainingArguments(
+    output_dir=os.environ["FTKIT_RUN_DIR"] + "/out", max_steps=12, logging_steps=3, eval_strategy="steps", eval_steps=4,
+    per_device_train_batch_size=2, report_to=[], use_cpu=True,
+)
+Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows).train()
+"""
+
+
+def run_script(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, RunLayout]:
+    """Run a script as rank 0 of a run on this machine; return its exit code and the run's files."""
     (tmp_path / "train.py").write_text(script)
     monkeypatch.chdir(tmp_path)
     ctx = Context(tmp_path, tmp_path / "user", {"FTKIT_CLUSTER": "local"})
@@ -41,7 +83,7 @@ def test_the_end_of_a_script_is_recorded(
     layout.plan.write_text(plan_to_json(plan))
     environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "FTKIT_STOP_FILE": "never"}
     words = [sys.executable, "-m", "ftkit.train.script_process", str(layout.plan), "0"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-    error = read_rank_error(layout.rank_error(0))
-    assert (done.returncode, error and error.type) == (code, kind), done.stderr
-    assert error is None or not error.is_actionable
+    environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "PYTHONUNBUFFERED": "1"}
+    with layout.job_log.open("w") as log:
+        done = subprocess.run(words, env=environment, stdout=log, stderr=log, check=False)
+    return done.returncode, layout

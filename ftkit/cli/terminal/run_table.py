@@ -11,11 +11,12 @@ from ftkit.cli.terminal.format import age
 from ftkit.cli.terminal.run_view import STATE_STYLES
 from ftkit.launch.job_states import observe_all
 from ftkit.runs.metrics_file import find_damage, read_last_step
+from ftkit.runs.script_log import read_script_step
 
 if TYPE_CHECKING:
     from ftkit.runs.job import Job
     from ftkit.runs.listing import RunEntry
-    from ftkit.runs.records import StepRecord
+    from ftkit.runs.records import ScriptStepRecord, StepRecord
 
 _TAIL_BYTES = 4_096
 """Number of bytes at the end of metrics.jsonl in which a listing looks for damaged lines: it must be fast."""
@@ -39,7 +40,8 @@ def show_runs(entries: Sequence[RunEntry], terminal: Terminal, *, as_json: bool,
         problem = "" if entry.is_private else find_damage(metrics, tail_bytes=_TAIL_BYTES)
         if problem:
             terminal.warn(f"{entry.folder.id}: {problem}")
-        step, seen = read_last_step(metrics), overview.state_of(entry)
+        layout, seen = entry.folder.layout, overview.state_of(entry)
+        step = read_script_step(layout) if not entry.is_private and layout.is_script else read_last_step(metrics)
         objects.append(_as_json(entry, seen, step, problem) | {"values": values})
         name, id_, *others = _cells(entry, seen, step, problem)
         rows.append([name, id_ if is_roomy else entry.folder.suffix, *(values.get(key, "-") for key in keys), *others])
@@ -50,21 +52,23 @@ def show_runs(entries: Sequence[RunEntry], terminal: Terminal, *, as_json: bool,
     terminal.table((*_TITLES[:2], *own, *_TITLES[2:]), rows)
 
 
-def _cells(entry: RunEntry, seen: Job, step: StepRecord | None, metrics_problem: str) -> list[Cell]:
+def _cells(entry: RunEntry, seen: Job, step: StepRecord | ScriptStepRecord | None, metrics_problem: str) -> list[Cell]:
     planned = entry.plan.num_steps if entry.plan else None
     return [
         entry.folder.name,
         entry.folder.id,
         Styled(seen.state, STATE_STYLES[seen.state]),
-        f"{step.step}/{step.num_steps}" if step else f"{'?' if metrics_problem else 0}/{planned or '?'}",
-        f"{step.loss:.4f}" if step else "?" if metrics_problem else "-",
+        f"{step.step}/{step.num_steps or '?'}" if step else f"{'?' if metrics_problem else 0}/{planned or '?'}",
+        f"{step.loss:.4f}" if step and step.loss is not None else "?" if metrics_problem else "-",
         entry.plan.cluster.name if entry.plan else "?",
         entry.run.job_id if entry.run else "-",
         age(time.time() - entry.folder.created.timestamp()),
     ]
 
 
-def _as_json(entry: RunEntry, seen: Job, step: StepRecord | None, metrics_problem: str) -> dict[str, object]:
+def _as_json(
+    entry: RunEntry, seen: Job, step: StepRecord | ScriptStepRecord | None, metrics_problem: str
+) -> dict[str, object]:
     folder, plan = entry.folder, entry.plan
     return {
         "name": folder.name,

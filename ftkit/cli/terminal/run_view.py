@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal.console import Cell, Facts, Styled, Terminal
 from ftkit.cli.terminal.format import age, count, duration, energy, short_path
-from ftkit.cli.terminal.record_lines import early_stopping, measured, sharding_text
+from ftkit.cli.terminal.record_lines import early_stopping, measured, record_line, sharding_text
 from ftkit.errors import EXIT_CODES, RunFailedError, plural, redact
 from ftkit.launch.job_states import LOST, observe_all
 from ftkit.runs.checkpoints import list_checkpoints
@@ -72,9 +72,9 @@ class RunStatus:
 
     @property
     def seconds_left(self) -> float | None:
-        trainer = self.facts.trainer
+        trainer, script_step = self.facts.trainer, self.summary.script_step
         if self.seen.state is not RunState.RUNNING or trainer is None:
-            return None
+            return script_step.seconds_left if script_step and self.seen.state is RunState.RUNNING else None
         return self.summary.seconds_left(trainer.recipe.training.log_every_steps)
 
 
@@ -192,10 +192,7 @@ def _result_facts(summary: RunSummary) -> Facts:
     facts: Facts = []
     end, sharding = summary.end, summary.sharding
     if summary.script_step:
-        num_steps = summary.script_step.step
-        if end and not end.has_checkpoint:
-            num_steps = max(num_steps, end.step)
-        facts.append(("progress", plural(num_steps, "optimizer step")))
+        facts.append(("progress", record_line(summary.script_step)))
     if sharding:
         facts.append(("sharding", Styled(sharding.warning, "yellow") if sharding.warning else sharding_text(sharding)))
     if summary.first_step and summary.last_step:

@@ -237,6 +237,24 @@ def test_an_exception_of_the_users_code_is_not_answered_with_the_runs_copy_of_it
 
 
 @pytest.mark.usefixtures("quick")
+def test_following_a_script_shows_what_it_prints_and_listings_show_its_steps(
+    ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, sacct_line: Any
+) -> None:
+    run = make_run()
+    (run.layout.code / "script").mkdir(parents=True)
+    run.layout.logs.mkdir(exist_ok=True)
+    bars = [f"\r {step}%|█   | {step}/100 [00:10<01:15,  1.17it/s]" for step in (11, 12)]
+    run.layout.job_log.write_text(f"hello\n{''.join(bars)}\r   \r{{'loss': '1.25', 'learning_rate': '1e-4'}}\n")
+    programs.answer("squeue")
+    programs.answer("sacct", sacct_line(run, "COMPLETED", "0:0"))
+    followed = ftkit("status", "last", "--follow").err.splitlines()
+    assert followed[:2] == ["hello", "{'loss': '1.25', 'learning_rate': '1e-4'}"]
+    assert "step 12/100, loss 1.2500, learning rate 1.00e-04" in " ".join(ftkit("status", "last").out.split())
+    listed = json.loads(ftkit("runs", "--json").out)[0]
+    assert (listed["step"], listed["num_steps"], listed["loss"]) == (12, 100, 1.25)
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_failed_preflight_is_no_full_disk(
     ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, sacct_line: Any
 ) -> None:
