@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from ftkit.config.data_sources import HubSource
+from ftkit.config.sbatch_options import SbatchOption, find_conflicts
 from ftkit.models.architecture import ModelPlan
 from ftkit.paths import fixed_folder, is_address, is_path
 from ftkit.spec import (
@@ -87,6 +88,8 @@ class PreparationSpec(Spec):
     """Memory to request. The site's default if null."""
     time_limit: TimeLimit | None = None
     """Time limit. The partition's if null."""
+    sbatch_options: tuple[SbatchOption, ...] = ()
+    """More options for its sbatch; it does not get those of the training job."""
 
 
 class RecognitionSpec(Spec):
@@ -145,6 +148,10 @@ class ClusterProfile(Spec):
     """`--mpi` of srun; torch needs none."""
     srun_options: tuple[str, ...] = ()
     """More options for srun, one argument each."""
+    sbatch_options: tuple[SbatchOption, ...] = ()
+    """More options for sbatch: `[constraint=h200, switches=1, mail-type=FAIL]`, also spelled as on the command line
+    (`-C h200`). For training, evaluation, and serving jobs; those of recipes (`resources.sbatch_options`) come later,
+    and override them. What ftkit sets itself is refused."""
     stop_signal_seconds: NonNegativeInt = 120
     """How long before the time limit Slurm asks the job to write a checkpoint and stop; 0: never."""
     node_local_dir: str = "/tmp"  # noqa: S108 - made private by the job script
@@ -190,6 +197,10 @@ class ClusterProfile(Spec):
         limits = [limit for limit in (wanted or self.time_limit, self.max_time_limit) if limit]
         return min(limits, key=lambda limit: parse_time_limit(limit) or 0, default=None)
 
+    def find_conflicts(self, options: Iterable[str]) -> Iterator[str]:
+        """Yield the options of sbatch that this profile's job scripts set, with the reason."""
+        return find_conflicts(options, is_exclusive=self.exclusive, has_gres=self.gpu_request == "gres")
+
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         needed = {("runtime", "pyxis"): "slurm", ("stage", "local"): "slurm", ("runtime", "docker"): "local"}
@@ -198,6 +209,8 @@ class ClusterProfile(Spec):
                 raise ValueError(f"{key} '{value}' needs scheduler '{scheduler}'")
         if self.stage == "local" and self.node_local_kind == "memory":
             raise ValueError("stage 'local' needs a disk: here node_local_dir is in the node's memory")
+        for conflict in self.find_conflicts(self.sbatch_options):
+            raise ValueError(f"sbatch_options has {conflict}")
         return self
 
 

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ftkit.config.data import DataSpec
+from ftkit.config.sbatch_options import SbatchOption
 from ftkit.config.training import TrainingPlan, TrainingSpec
 from ftkit.errors import PrerequisiteError
 from ftkit.models.architecture import ModelPlan, ModelSpec
@@ -204,6 +205,9 @@ class ResourcesSpec(Spec):
     time_limit: TimeLimit | None = None
     """Time limit in Slurm's format: `minutes`, `hours:minutes:seconds` or `days-hours:minutes:seconds`; `4:00` is four
     minutes, as in Slurm. The profile's if null."""
+    sbatch_options: tuple[SbatchOption, ...] = ()
+    """More options for sbatch, after those of the profile: `[reservation=friday, comment=thesis]`. They are not part of
+    the data's fingerprint, so a run with others uses the same prepared data, and `ftkit resume` may change them."""
 
 
 def _with_weights(value: object) -> object:

@@ -51,7 +51,8 @@ def render_preparation(plan: RunPlan, project: Path | None = None) -> str:
     """Render the script of the job that prepares a run on Slurm, without GPUs."""
     cpus = plan.cluster.preparation.cpus
     placement = replace(plan.placement, num_nodes=1, processes_per_node=1, device="cpu", threads_per_process=cpus)
-    return _render("prepare.sbatch.j2", replace(plan, placement=placement), project, {})
+    options = [option.partition("=") for option in plan.cluster.preparation.sbatch_options]
+    return _render("prepare.sbatch.j2", replace(plan, placement=placement), project, {"sbatch_options": options})
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def render_side_job(job: SideJob, project: Path | None = None, **values: object)
         "num_cpus": cpus and max(1, cpus * job.num_gpus // cluster.gpus_per_node),
         "takes_node": cluster.exclusive and job.num_gpus == cluster.gpus_per_node,
         "time_limit": cluster.limit_time(job.time_limit),
+        "sbatch_options": [option.partition("=") for option in cluster.sbatch_options],
         "training_job": job.training_job,
         "address_file": job.address_file,
     }
@@ -151,6 +153,7 @@ def _render(
         "python_path": [str(folder) for folder in plan.python_path],
         "image_is_file": plan.image_file is not None,
         "time_limit": cluster.limit_time(resources.time_limit),
+        "sbatch_options": [option.partition("=") for option in (*cluster.sbatch_options, *resources.sbatch_options)],
         "preflight": False,
         **_site_values(cluster, plan.placement, (*(each for _, each in folders), *mounted), variables),
         **values,

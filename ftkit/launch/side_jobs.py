@@ -275,7 +275,8 @@ def salloc_command(checks: NodeChecks, hosts: Sequence[str]) -> list[str]:
         "reservation": cluster.reservation,
     }
     exclusive = ["--exclusive"] if cluster.exclusive else []
-    return ["salloc", *(f"--{option}={value}" for option, value in options.items() if value), *exclusive]
+    given = [*(f"--{option}={value}" for option, value in options.items() if value), *exclusive]
+    return ["salloc", *given, *(f"--{option}" for option in cluster.sbatch_options)]
 
 
 def idle_nodes(cluster: ClusterProfile) -> tuple[list[str], int]:

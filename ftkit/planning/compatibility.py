@@ -73,6 +73,10 @@ def check_job(
     if cluster.device == "cuda" and per_node > cluster.gpus_per_node:
         what = f"{plural(per_node, 'GPU')} requested, a node has {cluster.gpus_per_node}."
         yield Problem(where, gpus, what, f"Use at most {cluster.gpus_per_node}, and more --nodes.")
+    if cluster.scheduler == "local" and resources.sbatch_options:
+        yield Problem(COMMAND_LINE, "resources.sbatch_options", f"cluster '{name}' has no Slurm.", "Omit them.")
+    for conflict in cluster.find_conflicts(resources.sbatch_options):
+        yield Problem(COMMAND_LINE, "resources.sbatch_options", f"has {conflict}.", "Omit it.")
     yield from _time_limit(cluster, resources.time_limit)
     yield from _image(cluster, request)
 

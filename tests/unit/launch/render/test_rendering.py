@@ -10,7 +10,7 @@ import pytest
 from ftkit.config.cluster import NcclSpec
 from ftkit.config.data_sources import FilesSource, HubSource
 from ftkit.config.recipe import EvaluationSpec, ResourcesSpec
-from ftkit.launch.render import render_job
+from ftkit.launch.render import render_job, render_preparation
 
 if TYPE_CHECKING:
     from conftest import PlanMaker
@@ -124,3 +124,18 @@ def test_the_job_script_contains_the_run_id(make_plan: PlanMaker) -> None:
     job = render_job(make_plan("local", 1))
     assert "/runs/olmo3-7b-full-20260102T030405Z-4f2a\n" in job
     assert job.startswith("#!/usr/bin/env bash\n")
+
+
+def test_options_for_sbatch_follow_those_of_the_profile_and_are_quoted(make_plan: PlanMaker) -> None:
+    plan = make_plan("slurm", sbatch_options=("constraint=a&b", "nice"))
+    resources = plan.resources.model_copy(update={"sbatch_options": ("comment=two #words", "nice=5")})
+    plan = replace(plan, recipe=plan.recipe.model_copy(update={"resources": resources}))
+    lines = [line for line in _directives(render_job(plan)) if line.startswith(("--constraint", "--nice", "--comment"))]
+    assert lines == ['--constraint="a&b"', "--nice", '--comment="two \\#words"', "--nice=5"]
+
+
+def test_the_preparation_has_its_own_options_for_sbatch(make_plan: PlanMaker) -> None:
+    own = make_plan("slurm").cluster.preparation.model_copy(update={"sbatch_options": ("licenses=tokens:1",)})
+    job = render_preparation(make_plan("slurm", sbatch_options=("constraint=h200",), preparation=own))
+    assert "--licenses=tokens:1" in _directives(job)
+    assert "constraint" not in job

@@ -1,0 +1,94 @@
+"""More options for sbatch, in profiles and recipes: spelled the long way, and none that ftkit sets itself."""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Final
+
+from pydantic import AfterValidator
+
+from ftkit.spec import OneLine
+
+_SET_BY_FTKIT: Final = {
+    "account": "'account' in the profile",
+    "array": "ftkit run with several values, a sweep",
+    "chdir": "the workspace in the settings",
+    "clusters": "a profile for each cluster, whose login node submits to it",
+    "container": "'runtime' in the profile, and --image",
+    "cpus-per-gpu": "'cpus_per_node' in the profile",
+    "cpus-per-task": "'cpus_per_node' in the profile",
+    "dependency": "'scontrol update' after submitting",
+    "error": "the logs in the run's folder",
+    "exclusive": "'exclusive' in the profile",
+    "export": "'environment' in the profile",
+    "export-file": "'environment' in the profile",
+    "gpus": "resources.gpus_per_node",
+    "gpus-per-node": "resources.gpus_per_node",
+    "gpus-per-socket": "resources.gpus_per_node",
+    "gpus-per-task": "resources.gpus_per_node",
+    "input": "the logs in the run's folder",
+    "job-name": "--name",
+    "kill-on-invalid-dep": "'scontrol update' after submitting",
+    "no-kill": "resources.spare_nodes",
+    "no-requeue": "resources.max_restarts",
+    "nodes": "resources.num_nodes",
+    "ntasks": "resources.gpus_per_node",
+    "ntasks-per-core": "resources.gpus_per_node",
+    "ntasks-per-gpu": "resources.gpus_per_node",
+    "ntasks-per-node": "resources.gpus_per_node",
+    "ntasks-per-socket": "resources.gpus_per_node",
+    "open-mode": "the logs in the run's folder",
+    "output": "the logs in the run's folder",
+    "parsable": "ftkit run --no-follow, which prints the run's id",
+    "partition": "'partition' in the profile",
+    "qos": "'qos' in the profile",
+    "requeue": "resources.max_restarts",
+    "signal": "'stop_signal_seconds' in the profile",
+    "test-only": "ftkit run --dry-run",
+    "time": "resources.time_limit",
+    "wait": "ftkit run, which follows the run",
+    "wrap": "ftkit run --script",
+}
+"""Options that job scripts have or depend on, with what to use in their place."""
+_SHORT: Final = {
+    "A": "account", "B": "extra-node-info", "C": "constraint", "D": "chdir", "F": "nodefile", "G": "gpus",
+    "J": "job-name", "L": "licenses", "M": "clusters", "N": "nodes", "S": "core-spec", "W": "wait", "a": "array",
+    "b": "begin", "c": "cpus-per-task", "d": "dependency", "e": "error", "i": "input", "m": "distribution",
+    "n": "ntasks", "o": "output", "p": "partition", "q": "qos", "t": "time", "w": "nodelist", "x": "exclude",
+}  # fmt: skip
+"""sbatch's short options with a value; and, as the long ones, its flags."""
+_SHORT_FLAGS: Final = {"H": "hold", "O": "overcommit", "k": "no-kill", "s": "oversubscribe"}
+_MEMORY: Final = ("mem", "mem-per-cpu", "mem-per-gpu")
+
+
+def _spell(text: str) -> str:
+    """Return an option as `name` or `name=value`; ValueError if it is none, or ftkit sets it itself."""
+    match = re.fullmatch(r"\s*(?:-([A-Za-z])(?:[ =]*(.*))|(?:--)?([A-Za-z][A-Za-z0-9-]+)(?:(?: *=| ) *(.*))?)\s*", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no option of sbatch: write 'name=value', as in 'constraint=h200'")
+    letter, short_value, name, value = match.groups()
+    if letter:
+        known = _SHORT | _SHORT_FLAGS
+        name, value = known.get(letter, ""), short_value or None
+        if not name or (value is None) != (letter in _SHORT_FLAGS):
+            raise ValueError(f"{text!r} is not understood: write sbatch's long name of it, as in 'constraint=h200'")
+    own = [each for each in _SET_BY_FTKIT if each == name] or [
+        each for each in _SET_BY_FTKIT if each.startswith(name) and name not in _MEMORY
+    ]  # getopt takes beginnings of names too
+    own += ["container"] if name.startswith("container-") else []
+    if own:
+        raise ValueError(f"ftkit sets --{own[0]} itself: use {_SET_BY_FTKIT[own[0]]}, not {text.strip()!r}")
+    return name if value is None else f"{name}={value.strip()}"
+
+
+SbatchOption = Annotated[OneLine, AfterValidator(_spell)]
+"""An option of sbatch, as `name=value` or `name`. The command line's spellings are taken, with dashes and short."""
+
+
+def find_conflicts(options: Iterable[str], *, is_exclusive: bool, has_gres: bool) -> Iterator[str]:
+    """Yield the options that the job script of a profile sets: the memory of whole nodes, or GPUs as GRES."""
+    for option in options:
+        name, _, value = option.partition("=")
+        if is_exclusive and name in _MEMORY:
+            yield f"'{option}': a job gets all memory of its nodes, because the profile has 'exclusive: true'"
+        elif name == "gres" and (has_gres or "gpu" in value):
+            yield f"'{option}': ftkit requests GPUs itself ('gpu_request' in the profile)"
