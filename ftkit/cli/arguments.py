@@ -17,7 +17,7 @@ from ftkit.cli.commands import current_context
 from ftkit.config.context import Context, list_images, list_names, read_settings_layers, workspace_folder
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
 from ftkit.planning.layout import Workspace
-from ftkit.runs.find import RunFolder, find_run, list_runs
+from ftkit.runs.find import RunFolder, list_runs
 from ftkit.runs.signing import require_signing_key
 
 if TYPE_CHECKING:
@@ -257,7 +257,17 @@ def current_workspace() -> Workspace:
 
 
 def get_run(reference: str) -> RunFolder:
-    return find_run(reference, current_workspace())
+    """Return the run that `reference` selects; a usage error if it selects a step."""
+    folder, step = get_run_step(reference)
+    if step:
+        raise usage_error(f"'{reference}' is a step of {folder.id}, and the command takes a run")
+    return folder
+
+
+def get_run_step(reference: str) -> tuple[RunFolder, str]:
+    from ftkit.runs.compare import find_run_step
+
+    return find_run_step(reference, current_workspace())
 
 
 def get_sweep(reference: str) -> list[RunEntry]:

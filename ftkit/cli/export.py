@@ -42,7 +42,7 @@ _VERIFICATION_SECONDS = 24 * 3600.0
 @forwarded_command(
     "export",
     "ftkit export last",
-    "ftkit export demo --step best --dtype fp32",
+    "ftkit export demo@best --dtype fp32",
     "ftkit export demo --step 10 --to ./my-model",
     "ftkit export demo --push ./copies/demo",
 )
@@ -83,9 +83,12 @@ def export_command(  # noqa: PLR0913 - one for each option
     settings and a model card. It is renamed into place only after another process has loaded it and computed the same
     logits as the trained model. Prints the folder.
 
-    {RUN}
+    {RUN} RUN@STEP selects a step as --step does.
     """
-    terminal, layout = Terminal(), arguments.get_run(reference).layout
+    terminal, (folder_of_run, typed) = Terminal(), arguments.get_run_step(reference)
+    layout = folder_of_run.layout
+    if typed and step:
+        raise arguments.usage_error(f"'{reference}' and --step both select a step")
     if destination is not None:
         _check_destination(destination)
     _use_hub_cache()
@@ -98,7 +101,7 @@ def export_command(  # noqa: PLR0913 - one for each option
     def verify_and_report(made: Path) -> None:
         terminal.say(_verify_in_process(made))
 
-    request = ExportRequest(step, merges, precision, folder)
+    request = ExportRequest(step or typed, merges, precision, folder)
     exported = export_run(layout, request, verify_and_report if verifies else None, terminal.say)
     if form == "vllm-lora":
         rank = verify_vllm_lora(exported)

@@ -17,6 +17,7 @@ from ftkit.launch.render import render_job, render_preparation
 from ftkit.launch.resolve import resolve_image_link
 from ftkit.launch.templates import OVERRIDDEN_PARTS, find_overrides
 from ftkit.planning.plan import RunPlan, ScriptPlan
+from ftkit.runs.manifest import build_manifest, uncommitted_changes
 
 if TYPE_CHECKING:
     from ftkit.launch.resolve import RunArgs
@@ -43,7 +44,6 @@ def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> New
     """Check recipe, model and image of a plan; prepare the data if that happens on this machine."""
     from ftkit.launch.preflight import run_checks
     from ftkit.launch.submission import NewJob
-    from ftkit.runs.manifest import uncommitted_changes
 
     environment, where, project = request.environment, request.where, current_context().project
     show_findings(run_checks(plan, environment), terminal)
@@ -64,7 +64,6 @@ def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> New
 def _check_image(plan: PlanT, request: SubmitRequest, terminal: Terminal) -> tuple[PlanT, dict[str, object]]:
     """Check the image, or import it; return the plan with the image's file, and the run's manifest."""
     from ftkit.cli.image_check import check_image
-    from ftkit.runs.manifest import build_manifest
 
     project = current_context().project
     image_facts = check_image(plan, terminal, does_import=request.does_import)
@@ -91,7 +90,6 @@ def run_script(
         return None
     from ftkit.launch.preflight import run_checks
     from ftkit.launch.submission import NewJob, submit
-    from ftkit.runs.manifest import uncommitted_changes
 
     show_findings(run_checks(plan, request.environment), terminal)
     plan, manifest = _check_image(plan, request, terminal)

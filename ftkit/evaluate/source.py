@@ -17,7 +17,7 @@ from ftkit.paths import is_path
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import RunPlan, read_plan_to_use
 from ftkit.runs.checkpoints import choose_step
-from ftkit.runs.find import find_run
+from ftkit.runs.compare import find_run_step
 
 if TYPE_CHECKING:
     from ftkit.config.data import DataSpec
@@ -98,7 +98,8 @@ def find_target(reference: str, workspace: Workspace) -> Target:
     elif "/" in name and not step:
         return Target(fetch_model(reference))
     else:
-        layout = find_run(name, workspace).layout
+        run, step = find_run_step(reference, workspace)
+        layout = run.layout
     plan = read_plan_to_use(layout)
     untrained = TrainedStep(layout, plan, 0)
     if step == "0":

@@ -17,7 +17,7 @@ from ftkit.models.weight_files import readable_tensors
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import read_plan
 from ftkit.runs.checkpoints import MARKER, choose_step
-from ftkit.runs.find import find_run
+from ftkit.runs.compare import find_run_step
 from ftkit.spec import RUN
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ def continue_run(model: ModelSpec, workspace: Workspace) -> Continued:
 
     A checkpoint is exported when the data is prepared, into a folder with its digest in the name.
     """
-    name, _, wanted = model.weights.removeprefix(RUN).partition("@")
-    layout = find_run(name, workspace).layout
+    run, wanted = find_run_step(model.weights.removeprefix(RUN), workspace)
+    layout = run.layout
     base = read_plan(layout).recipe
     trained = _checkpoint_of(layout, wanted) if wanted else _export_of(layout)
     if base.training.adapters is not None:

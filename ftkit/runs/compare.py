@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, sqrt
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator
 
+from ftkit.errors import NotFoundError
 from ftkit.files import read_json_if_valid
 from ftkit.runs.ends import End
+from ftkit.runs.find import RunFolder, find_run
 from ftkit.runs.gpu_samples import read_samples, summarize_samples
 from ftkit.runs.history import read_history
+from ftkit.runs.listing import find_sweep
 from ftkit.runs.manifest import DOCUMENT_NUMBERS, describe_data, mapping, mappings
 
 if TYPE_CHECKING:
-    from ftkit.planning.layout import RunLayout
+    from ftkit.planning.layout import RunLayout, Workspace
     from ftkit.runs.records import StartRecord
 
 _SECTIONS = ("recipe", "data", "image", "versions", "cluster")
@@ -200,6 +204,73 @@ def find_differences(runs: Sequence[ComparedRun]) -> list[Difference]:
             if any(value != values[0] for value in values):
                 found.append(Difference(section, key, values))
     return found
+
+
+@dataclass(frozen=True)
+class BestRun:
+    """The run with the lowest loss, and how far its setting, a run's inputs but for the seed, is below the next one."""
+
+    run: str
+    metric: Literal["validation_loss", "loss"]
+    loss: float
+    settings: tuple[tuple[str, ...], ...]  # the runs of each setting, the one with the lowest mean loss first
+    means: tuple[float, ...]  # of the settings
+    seed_std: float | None  # sample standard deviation of a loss over seeds, pooled over settings; None without repeats
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the best two settings differ by more than twice the standard error of their difference."""
+        if self.seed_std is None or len(self.means) < 2:  # noqa: PLR2004
+            return True
+        error = self.seed_std * sqrt(sum(1 / len(runs) for runs in self.settings[:2]))
+        return self.means[1] - self.means[0] > 2 * error
+
+
+def find_best(runs: Sequence[ComparedRun]) -> BestRun | None:
+    """Find the run with the lowest validation loss, else training loss; None if these are not of the same data."""
+    metric: Literal["validation_loss", "loss"] = "validation_loss"
+    if all(run.results.validation_loss is None for run in runs):
+        metric = "loss"
+    losses = {run.id: loss for run in runs if (loss := getattr(run.results, metric)) is not None and isfinite(loss)}
+    measured = [run for run in runs if run.id in losses]
+    differences = find_differences(measured)
+    of_metric = {"tokenizer sha256", "validation sha256" if metric == "validation_loss" else "train sha256"}
+    if not losses or any(each.key in of_metric for each in differences):
+        return None
+    settings: dict[str, list[str]] = {}
+    for index, run in enumerate(measured):
+        known = (each for each in differences if not each.key.endswith(("seed", "fingerprint", "sha256")))
+        settings.setdefault(repr([each.values[index] for each in known]), []).append(run.id)
+    means = {tuple(ids): fmean(losses[name] for name in ids) for ids in settings.values()}
+    ranked = sorted(means, key=means.__getitem__)
+    squares = sum((losses[name] - mean) ** 2 for ids, mean in means.items() for name in ids)
+    freedom = len(losses) - len(means)
+    lowest = min(losses, key=losses.__getitem__)
+    seed_std = sqrt(squares / freedom) if freedom else None
+    return BestRun(lowest, metric, losses[lowest], tuple(ranked), tuple(means[ids] for ids in ranked), seed_std)
+
+
+def find_run_step(reference: str, workspace: Workspace) -> tuple[RunFolder, str]:
+    """Find the run and the step of `RUN@STEP`, `RUN@best`, or `RUN@last`; the step is empty for a run alone.
+
+    `SWEEP@best` is the best run of a sweep, unless a run has that name.
+    """
+    name, _, step = reference.rpartition("@")
+    if not name or not (step.isdecimal() or step in ("best", "last")):
+        return find_run(reference, workspace), ""
+    try:
+        return find_run(name, workspace), step
+    except NotFoundError:
+        folders = {entry.folder.id: entry.folder for entry in find_sweep(name, workspace)} if step == "best" else {}
+        if not folders:
+            raise
+        if best := find_best([read_run(folder.layout) for folder in folders.values()]):
+            return folders[best.run], ""
+        raise NotFoundError(
+            f"{reference}: the losses of this sweep's runs can't be compared",
+            meaning="none has a loss yet, or they are of different data",
+            fix=f"choose one of them: ftkit compare {name}",
+        ) from None
 
 
 def align_losses(runs: Sequence[ComparedRun], num_points: int = 10) -> AlignedLosses:

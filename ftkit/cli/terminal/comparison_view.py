@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.curves import Scale, draw_curve
 from ftkit.cli.terminal.format import count, duration, energy, gib
 from ftkit.errors import plural
-from ftkit.runs.compare import ComparedRun, align_losses, compare_curves, find_differences, have_same_documents
+from ftkit.runs.compare import (
+    BestRun,
+    ComparedRun,
+    align_losses,
+    compare_curves,
+    find_best,
+    find_differences,
+    have_same_documents,
+)
 from ftkit.runs.manifest import DOCUMENT_NUMBERS
 
 _RESULTS: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -43,6 +51,7 @@ class Comparison:
 
     Attributes:
         names: letters, then numbers, by which the runs are called.
+        best: which run has the lowest loss, and how much lower it is; empty if losses are not of the same data.
         results: title and a value for each run; a row without values is omitted.
         differences: title and a value for each run.
         remarks: unreadable records, restarts, other documents, and whether losses are equal to those of the first run.
@@ -50,6 +59,7 @@ class Comparison:
 
     names: list[str]
     ids: list[str]
+    best: str
     results: list[tuple[str, list[str]]]
     differences: list[tuple[str, list[str]]]
     remarks: list[str]
@@ -70,8 +80,27 @@ def compare_runs(runs: Sequence[ComparedRun]) -> Comparison:
         (f"{each.section}: {each.key}".removeprefix("recipe: "), list(map(_short, each.values)))
         for each in find_differences(runs)
     ]
+    best = describe_best(find_best(runs), {run.id: name for name, run in zip(names, runs, strict=True)})
     remarks = list(_remarks(dict(zip(names, runs, strict=True))))
-    return Comparison(names, [run.id for run in runs], results, differences, remarks)
+    return Comparison(names, [run.id for run in runs], best, results, differences, remarks)
+
+
+def describe_best(best: BestRun | None, names: Mapping[str, str]) -> str:
+    """Say which run is the best and by how much, compared with the spread between seeds if runs repeat a setting."""
+    if best is None or (len(best.means) == 1 and not best.seed_std):
+        return ""
+    metric = "validation loss" if best.metric == "validation_loss" else "training loss"
+    text = f"{names[best.run]} is best: {metric} {best.loss:.4f}"
+    sets = [", ".join(names[run] for run in runs) for runs in best.settings[:2]]
+    if len(sets) > 1:
+        gap = best.means[1] - best.means[0]
+        amount = f"{gap:.4f} ({gap / abs(best.means[1]) if best.means[1] else 0:.1%})"
+        means = "" if best.seed_std is None else f"; the mean of {sets[0]} is {best.means[0]:.4f}"
+        text += f"{means}, {amount} below {'that of ' * bool(means)}{sets[1]}"
+    if best.seed_std is None:
+        return text
+    text += f"; runs that differ only in the seed have a standard deviation of {best.seed_std:.2g}"
+    return text if best.is_clear else f"{text}, so the difference may be chance"
 
 
 def _short(value: object) -> str:
@@ -115,6 +144,8 @@ def show_comparison(runs: Sequence[ComparedRun], terminal: Terminal) -> None:
     found = compare_runs(runs)
     ids = [Styled(run.id, "bold") for run in runs]
     terminal.facts(list(zip(found.names, ids, strict=True)), is_data=True)
+    if found.best:
+        terminal.text(Styled(f"\n{found.best}", "green"))
     terminal.text()
     if found.differences:
         titles = [f"{name}…" for name in ("WHAT DIFFERS", *found.names)]
@@ -154,6 +185,7 @@ def comparison_as_json(runs: Sequence[ComparedRun]) -> dict[str, object]:
     return {
         "runs": [run.id for run in runs],
         "differences": [asdict(each) for each in find_differences(runs)],
+        "best": (best := find_best(runs)) and asdict(best) | {"is_clear": best.is_clear},
         "results": {run.id: asdict(run.results) for run in runs},
         "metrics_problems": {run.id: run.metrics_problem for run in runs if run.metrics_problem},
         "losses": [{aligned.by: place, "losses": losses} for place, losses in aligned.points],

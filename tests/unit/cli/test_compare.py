@@ -233,6 +233,28 @@ def test_the_runs_of_a_sweep_are_found_by_its_name_in_order(
     assert (missing.code, "sweep 'nothing'" in missing.err) == (4, True)
 
 
+def test_the_best_run_of_a_sweep_comes_first_and_commands_take_it(
+    ftkit: Callable[..., Result], make_run: RunMaker, records: Any
+) -> None:
+    runs = [make_run(f"try-{number}") for number in (1, 2, 3)]
+    for run, loss in zip(runs, (2.0, 1.0, 1.5), strict=True):
+        plan = json.loads(run.layout.plan.read_text())
+        plan["sweep"] = {"id": "try-new", "name": "try", "values": {}}
+        plan["recipe"]["training"]["learning_rate"] = loss
+        run.layout.plan.write_text(json.dumps(plan))
+        records.write(run, records.step(1, loss))
+        complete(run, records)
+    lines = ftkit("compare", "try").out.splitlines()
+    assert "B is best: training loss 1.0000, 0.5000 (33.3%) below C" in lines[3:5]
+    assert json.loads(ftkit("compare", "try", "--json").out)["best"]["run"] == runs[1].id
+    for words in (("status", "try@best"), ("rm", "try@best", "--dry-run"), ("resume", "try-new@best")):
+        result = ftkit(*words)
+        assert runs[1].id in result.out + result.err
+    assert runs[1].id in ftkit("export", "try@best", "--no-verify").err
+    wrong = ftkit("rm", "try-2@best", "--dry-run")
+    assert (wrong.code, "is a step of" in wrong.err) == (2, True)
+
+
 def test_a_sweep_is_canceled_and_its_logs_are_printed_by_its_name(
     ftkit: Callable[..., Result], make_run: RunMaker, records: Any, programs: FakePrograms
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ from ftkit.runs.compare import (
     RunResults,
     align_losses,
     compare_curves,
+    find_best,
     find_differences,
     have_same_documents,
     read_run,
@@ -173,3 +176,43 @@ def test_curves_are_equal_only_bit_for_bit(other: tuple[tuple[int, float], ...],
     first = with_curve("first", (10, 3.0), (20, 2.0), (30, float("nan")))
     found = compare_curves(first, with_curve("other", *other))
     assert (found.num_common, found.largest_difference, found.first_difference) == expected
+
+
+def trial(name: str, loss: float | None, *, lr: float = 1e-3, seed: int = 0, data: str = "v") -> ComparedRun:
+    recipe = {"training.learning_rate": lr, "training.seed": seed}
+    sections = {"recipe": recipe, "data": {"validation sha256": data, "fingerprint": name}}
+    inputs = {section: sections.get(section, {}) for section in ("recipe", "data", "image", "versions", "cluster")}
+    return ComparedRun(name, inputs, RunResults(loss=9.0, validation_loss=loss), ())
+
+
+def test_the_best_run_has_the_lowest_validation_loss() -> None:
+    best = find_best([trial("a", 2.0, lr=1), trial("b", None, lr=2), trial("c", 1.5, lr=3), trial("d", math.nan, lr=4)])
+    assert best is not None
+    assert (best.run, best.metric, best.loss, best.seed_std) == ("c", "validation_loss", 1.5, None)
+    assert (best.settings, best.means) == ((("c",), ("a",)), (1.5, 2.0))
+
+
+def test_without_validation_the_best_run_has_the_lowest_training_loss() -> None:
+    best = find_best([trial("a", None), trial("b", None, lr=2)])
+    assert best is not None
+    assert (best.metric, best.loss) == ("loss", 9.0)
+
+
+def test_losses_on_different_data_have_no_best() -> None:
+    assert find_best([trial("a", 2.0), trial("b", 1.0, data="w")]) is None
+
+
+def test_a_difference_within_the_noise_between_seeds_is_not_clear() -> None:
+    one, two = (2.0, 2.2, 1.95), (2.1, 2.3, 1.9)
+    runs = [trial(f"one-{seed}", loss, lr=1, seed=seed) for seed, loss in enumerate(one)]
+    others = [trial(f"two-{seed}", loss, lr=2, seed=seed) for seed, loss in enumerate(two)]
+    best = find_best([*runs, *others])
+    assert best is not None
+    assert best.run == "two-2"
+    assert best.settings[0] == tuple(run.id for run in runs)
+    pooled = math.sqrt((statistics.variance(one) + statistics.variance(two)) / 2)
+    assert best.seed_std == pytest.approx(pooled)
+    assert not best.is_clear
+    far = find_best([*runs, *(replace(run, results=replace(run.results, validation_loss=9.0)) for run in others)])
+    assert far is not None
+    assert far.is_clear
