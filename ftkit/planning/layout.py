@@ -91,6 +91,8 @@ class RunLayout:
     stacks = NumberedPath("logs/stacks-{:05d}.txt")
     collectives = NumberedPath("logs/collectives-{:05d}.pickle")
     """A hanging rank's flight recorder of torch, with its last collectives."""
+    silent_nodes = FilePath("silent")
+    """Files named by nodes: when the node was last heard, since the epoch, a tab, and the node that misses it."""
     metrics = FilePath("metrics.jsonl")
     report = FilePath("report.html")
     evaluations = FilePath("evaluations.jsonl")

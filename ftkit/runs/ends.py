@@ -160,3 +160,17 @@ def excluded_nodes(layout: RunLayout) -> dict[str, str]:
         return {}
     rows = (line.split("\t", 3) for line in lines)  # time, job, node, reason
     return {row[2]: row[3] for row in rows if len(row) == 4}  # noqa: PLR2004
+
+
+def silent_nodes(layout: RunLayout) -> dict[str, tuple[float, str]]:
+    """Return the nodes of the current start that fell silent: when they were last heard, and who no longer hears them.
+
+    `ftkit.train.heartbeats` notes them; the job script forgets them when it starts training again.
+    """
+    found = {}
+    with suppress(OSError):
+        for path in sorted(layout.silent_nodes.iterdir()):
+            since, _, peer = read_small(path).decode(errors="replace").strip().partition("\t")
+            if since.isdecimal():
+                found[path.name] = float(since), peer
+    return found

@@ -37,6 +37,7 @@ from ftkit.runs.lease import FolderHeldError, held_lease, is_held_by_another_job
 from ftkit.runs.manifest import record_start
 from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.records import EndRecord
+from ftkit.train.heartbeats import watch_nodes
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -70,6 +71,9 @@ def main(arguments: list[str]) -> int:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
         from torch.distributed.run import main as torchrun  # noqa: PLC0415
 
+    values = dict(word.removeprefix("--").split("=", 1) for word in arguments if word.startswith("--") and "=" in word)
+    if "master-port" in values:
+        watch_nodes(layout, int(values["node-rank"]), int(values["master-port"]))
     try:
         torchrun(arguments)
     except ChildFailedError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from ftkit.cli.terminal.record_lines import early_stopping, measured, record_lin
 from ftkit.errors import EXIT_CODES, RunFailedError, plural, redact
 from ftkit.launch.job_states import LOST, observe_all
 from ftkit.runs.checkpoints import list_checkpoints
-from ftkit.runs.ends import excluded_nodes, log_tail
+from ftkit.runs.ends import excluded_nodes, log_tail, silent_nodes
 from ftkit.runs.facts import RunFacts, read_facts
 from ftkit.runs.failure import Failure, explain_failure, original_command
 from ftkit.runs.history import RunSummary, Silence, measure_silence, read_summary
@@ -244,6 +245,9 @@ def _progress_facts(status: RunStatus) -> Facts:
     facts: Facts = []
     if status.seconds_left is not None:
         facts.append(("left", f"about {duration(status.seconds_left)} at this rate"))
+    for node, (since, peer) in silent_nodes(status.entry.folder.layout).items():
+        text = f"since {datetime.fromtimestamp(since, UTC):%H:%M:%S} UTC ({age(time.time() - since)} ago), says {peer}"
+        facts.append((f"silent {node}", Styled(text, "red")))
     silence = status.silence
     if silence and silence.is_stalled:
         alive = "its trainer is alive" if silence.is_alive else "its trainer does not respond"
@@ -405,6 +409,9 @@ def run_status_as_json(status: RunStatus) -> dict[str, object]:
         "sync": copy and asdict(copy),
         "gpus": facts.gpus and asdict(facts.gpus),
         "excluded_nodes": excluded_nodes(layout),
+        "silent_nodes": {
+            node: {"since": since, "noticed_by": peer} for node, (since, peer) in silent_nodes(layout).items()
+        },
         "checkpoints": [{"step": step, "path": str(path)} for step, path in list_checkpoints(layout)],
         "exit_code": status.exit_code,
         "error": asdict(failure.error) if failure and failure.error else None,
