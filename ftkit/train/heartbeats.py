@@ -9,6 +9,7 @@ The kernel of a node whose launcher has ended refuses packets: the node is alive
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
@@ -32,13 +33,16 @@ _WRITE_SECONDS = 5.0  # the silent node may have been the server of the run's fo
 
 
 class Heartbeats:
-    """The heartbeats of the launcher of node `rank`; `on_silence` is called with the silent nodes, in a thread.
+    """The heartbeats of the launcher of node `rank`; `on_silence` is called in a thread.
+
+    It gets the silent nodes, with the times since the epoch when they were heard, and whether it is rather this node
+    that has no network.
 
     Only nodes that were heard once can fall silent: containers start at different times.
     """
 
     def __init__(
-        self, words: Sequence[str], rank: int, port: int, on_silence: Callable[[dict[str, float]], None]
+        self, words: Sequence[str], rank: int, port: int, on_silence: Callable[[dict[str, float], bool], None]
     ) -> None:
         self._start, *self.nodes = words
         self.rank = rank
@@ -62,18 +66,20 @@ class Heartbeats:
             now = time.monotonic()
             if now - last > _STALLED_SECONDS:
                 self._heard = dict.fromkeys(self._heard, now)
-            last = now
+            last, is_cut_off = now, False
             for peer, box in self._outboxes.items():
                 try:
                     box.send(self._packet)
                 except ConnectionRefusedError:
                     self._heard[peer] = now
-                except OSError:  # unreachable, or the queue is full
-                    continue
+                except OSError as error:  # unreachable, or the queue is full
+                    is_cut_off |= error.errno in {errno.ENETDOWN, errno.ENETUNREACH}  # this node's own link
             self._receive(now)
             if silent := {peer: now - heard for peer, heard in self._heard.items() if now - heard > SILENT_SECONDS}:
+                # A node that hears less than half of them is itself the one without a network.
+                is_cut_off |= len(silent) > len(self.nodes) / 2
                 began = time.time()
-                self._on_silence({self.nodes[peer]: began - seconds for peer, seconds in silent.items()})
+                self._on_silence({self.nodes[peer]: began - seconds for peer, seconds in silent.items()}, is_cut_off)
                 return
 
     def _receive(self, now: float) -> None:
@@ -111,12 +117,10 @@ def watch_nodes(layout: RunLayout, rank: int, port: int) -> None:
     """Send heartbeats for the rest of this process, and end it with its ranks if another node falls silent."""
     words = os.environ.get(NODES, "").split()
 
-    def end(silent: dict[str, float]) -> None:
+    def end(silent: dict[str, float], is_cut_off: bool) -> None:  # noqa: FBT001
         told = ", ".join(
             f"{node} since {datetime.fromtimestamp(since, UTC):%H:%M:%S} UTC" for node, since in silent.items()
         )
-        # A node that hears less than half of them is itself the one that is cut off.
-        is_cut_off = len(silent) > len(words[1:]) / 2
 
         def write() -> None:
             for node, since in {} if is_cut_off else silent.items():
