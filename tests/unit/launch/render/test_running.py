@@ -411,6 +411,25 @@ def test_an_unresponsive_node_is_replaced_while_there_are_spare_nodes(make_plan:
 
 
 @pytest.mark.usefixtures("_no_delay")
+def test_a_silent_node_ends_srun_and_is_replaced(make_plan: PlanMaker, machine: Machine) -> None:
+    resources = make_plan.recipe.resources.model_copy(update={"spare_nodes": 1})
+    make_plan.recipe = make_plan.recipe.model_copy(update={"resources": resources})
+    plan = make_plan("dev", 2, node_local_dir=machine.local_disk)
+    hangs = "while [[ -e /proc/$PPID ]]; do sleep 0.01; done"
+    falls_silent = f"mkdir silent; printf '1700000000\\tn1\\n' >silent/n2; {hangs}"
+    machine.environment = {
+        "FAKE_TRAINER": f"[[ ${{!#}} != 0 ]] || {{ {falls_silent}; exit 1; }}",
+        "FAKE_DEAD": "n2",
+        "FAKE_NODES": "n1 n2 n3",
+    }
+    assert machine.run(plan)[0] == 0
+    heard = [call.environment["FTKIT_NODES"] for call in machine.calls("python3") if "ftkit.train" in call.words]
+    assert heard == ["12345.0.0 n1 n2", "12345.0.1 n1 n3"]
+    assert plan.layout.end_reason.read_text(encoding="utf-8") == "node-failure\tn2, silent since 22:13:20 UTC\n"
+    assert not plan.layout.silent_nodes.exists()
+
+
+@pytest.mark.usefixtures("_no_delay")
 @pytest.mark.parametrize("why_not", ["a reason that comes again", "canceled", "completed"])
 def test_training_does_not_restart_if_a_restart_cannot_help(why_not: str, plan: RunPlan, machine: Machine) -> None:
     ends = {
