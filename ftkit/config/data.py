@@ -246,6 +246,23 @@ def _check_chat_template(value: str) -> str:
 ChatTemplateText = Annotated[str, AfterValidator(_check_chat_template)]
 """`model`, the name of a shipped template, a file, or Jinja text."""
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "developer",
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "model", "chatgpt", "chatbot", "bot", "ai", "bard", "bing", "claude"),
+                    "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython", "environment"), "tool"),
+    **dict.fromkeys(("function_response", "tool_response", "function_result", "tool_result", "tool_output"), "tool"),
+}  # fmt: skip
+"""What data sets and chat templates call the roles: ShareGPT's, Cohere's (chatbot), OpenAssistant's (prompter), …"""
+CALL_ROLES = ("function_call", "function_calls", "tool_call", "tool_calls")
+"""ShareGPT roles of assistant turns whose text is the JSON of tool calls."""
+
+
+def normalized_role(name: str) -> str:
+    """Return a role's name without differences in case and separators."""
+    return name.strip().lower().replace("-", "_").replace(" ", "_")
 
 
 Packing = Literal["auto", "off"]
@@ -261,8 +278,10 @@ def _check_option(value: object) -> object:
 
 
 def _check_train_on(value: object) -> object:
-    is_list_of_roles = isinstance(value, list) and value and all(role in get_args(Role) for role in value)
-    if is_list_of_roles or value in get_args(TrainOn):
+    names = [normalized_role(str(name)) for name in value] if isinstance(value, list) else []
+    if names and all(name in ROLES or name in CALL_ROLES for name in names):
+        return list(dict.fromkeys(ROLES.get(name, "assistant") for name in names))
+    if isinstance(value, str) and value in get_args(TrainOn):
         return value
     raise ValueError(
         f"write {', '.join(get_args(TrainOn))}, or a list of roles: [{', '.join(get_args(Role))}] or some of them"
@@ -297,7 +316,8 @@ class DataSpec(Spec):
     """Variables for the chat template, such as `enable_thinking: false` of Qwen 3 or `reasoning_effort` of gpt-oss."""
     train_on: Annotated[TrainOn | list[Role], BeforeValidator(_check_train_on)] = "assistant"
     """Which tokens count in the loss: those of all assistant turns with their end-of-turn token, of the last one, of
-    the completion, or all tokens; or the roles whose turns count. A turn's own `weight` or `train` takes precedence."""
+    the completion, or all tokens; or the roles whose turns count, by these names or the data's. A turn's own `weight`
+    or `train` takes precedence."""
     too_long: Literal["auto", "error", "drop", "truncate", "split"] = "auto"
     """What to do with a document longer than a pack: refuse it, drop it, truncate it after the last trained turn that
     fits, or (text only) split it. `auto` splits plain text, and refuses conversations. Affected documents are counted

@@ -19,7 +19,7 @@ from ftkit.config.image import BASE_LOCK_NAME, ImageSpec, read_base_lock
 from ftkit.config.image_reference import parse_image, parse_reference
 from ftkit.config.layers import KeyPath, Layers
 from ftkit.config.problems import validate
-from ftkit.config.recipe import RecipeSpec
+from ftkit.config.recipe import MAIN_KEYS, RecipeSpec
 from ftkit.config.yaml_files import parse_override, read_yaml
 from ftkit.errors import ConfigError, NotFoundError, Problem, closest
 from ftkit.files import read_small
@@ -186,9 +186,8 @@ def _override(below: Layers, overrides: Iterable[str]) -> Layers:
     typed = Layers()
     for override in overrides:
         one = _expand_short_forms(parse_override(override))
-        if isinstance(one.values.get("model"), str):
-            below = below.without(("model",))
-        typed = _with_weights(one).over(typed)
+        below = _without_replaced(below, one)
+        typed = _with_main_keys(one).over(typed)
     return _merge_over(typed, below)
 
 
@@ -196,25 +195,31 @@ def _merge_over(above: Layers, below: Layers) -> Layers:
     """Merge one layer into another.
 
     `max_steps` or `num_epochs` of the upper one replaces either of the lower, as in Hugging Face's TrainingArguments.
-    The short form of a model replaces the lower's whole model.
+    The short form of a model or of data replaces the lower's whole section.
     """
     lengths = {("training", "max_steps"), ("training", "num_epochs")}
     given = {path for path in lengths if above.value(path) is not None}
     if len(given) == 1:
         (other,) = lengths - given
         below = below.without(other)
-    if isinstance(above.values.get("model"), str):
-        below = below.without(("model",))
-    return _with_weights(above).over(_with_weights(below))
+    return _with_main_keys(above).over(_with_main_keys(_without_replaced(below, above)))
 
 
-def _with_weights(layers: Layers) -> Layers:
-    """Expand the short form of a model, which is its weights alone."""
-    weights = layers.values.get("model")
-    if not isinstance(weights, str):
-        return layers
-    origins = layers.origins | {("model", "weights"): layers.origin(("model",))}
-    return Layers({**layers.values, "model": {"weights": weights}}, origins)
+def _without_replaced(below: Layers, above: Layers) -> Layers:
+    for section in MAIN_KEYS:
+        if isinstance(above.values.get(section), str):
+            below = below.without((section,))
+    return below
+
+
+def _with_main_keys(layers: Layers) -> Layers:
+    """Expand the short form of a model or of data, which is its weights or its source alone."""
+    values, origins = dict(layers.values), dict(layers.origins)
+    for section, key in MAIN_KEYS.items():
+        if isinstance(value := values.get(section), str):
+            values[section] = {key: expand_source(value) if section == "data" else value}
+            origins[section, key] = layers.origin((section,))
+    return Layers(values, origins)
 
 
 def _expand_short_forms(layers: Layers) -> Layers:
@@ -245,7 +250,7 @@ def _resolve_files(layers: Layers) -> Layers:
 
     Relative paths are relative to their file, or to the current folder.
     """
-    values = copy.deepcopy(_with_weights(layers).values)
+    values = copy.deepcopy(_with_main_keys(layers).values)
     model, data, source = values["model"], values["data"], values["data"]["source"]
     places = [(model, ("model", "weights")), (model.get("tokenizer"), ("model", "tokenizer", "source"))]
     places.append((data.get("validation"), ("data", "validation", "file")))

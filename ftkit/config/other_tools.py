@@ -87,3 +87,10 @@ def find_name(word: str) -> tuple[str, str]:
         if key or reason:
             return units.get(key, read_values()["values"].get(key, {}).get("key", key)), reason
     return "", ""
+
+
+def find_value(key: str, word: str) -> str:
+    """Return what a value of another tool is for a key of a recipe; empty if no tool has it."""
+    tables: dict[str, dict[str, Any]] = read_values()["values"]
+    same = [table.get("same", {}) for name, table in tables.items() if table.get("key", name) == key]
+    return next((ours for each in same for ours, theirs in each.items() if word.lower() in str(theirs).split()), "")

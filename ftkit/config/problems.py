@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeVar, Union
 from pydantic import BaseModel, ValidationError
 
 from ftkit.config.layers import COMMAND_LINE, KeyPath, Layers
-from ftkit.config.other_tools import find_name
+from ftkit.config.other_tools import find_name, find_value
 from ftkit.errors import ConfigError, Problem, closest, plural
 from ftkit.spec import attribute_docstrings
 
@@ -51,9 +51,14 @@ def validate(model: type[SpecT], layers: Layers) -> SpecT:
     try:
         return model.model_validate(layers.values)
     except ValidationError as error:
-        # A list is too short only because pydantic counts its valid values, if values in it are wrong.
+        # A default made of other values is missing, and a list too short, only because these values are wrong.
         of_values = {each["loc"][:length] for each in error.errors() for length in range(len(each["loc"]))}
-        details = [each for each in error.errors() if each["type"] != "too_short" or each["loc"] not in of_values]
+        details = [
+            each
+            for each in error.errors()
+            if each["type"] != "default_factory_not_called"
+            and (each["type"] != "too_short" or each["loc"] not in of_values)
+        ]
         problems = [_problem(model, layers, detail) for detail in details[:MAX_PROBLEMS]]
         if (num_hidden := len(details) - MAX_PROBLEMS) > 0:
             problems.append(Problem("", "", f"{plural(num_hidden, 'more problem')} not shown."))
@@ -86,7 +91,8 @@ def _problem(  # noqa: C901 - one case for each form of message
             word = str(context.get("tag", given if isinstance(given, str) else _shown(given)))[:_LONGEST_VALUE]
             words = [choice.strip(" '") for choice in choices.replace(" or ", ", ").split(",")]
             shown = word if given is None or isinstance(given, bool) else repr(word)
-            message, fix = f"{shown} is none of {choices}.", _suggestion(word, words) or _description(owner, path)
+            message = f"{shown} is none of {choices}."
+            fix = _suggestion(find_value(key, word) or word, words) or _description(owner, path)
         case "value_error":
             message = detail["msg"].removeprefix("Value error, ")
             if isinstance(given, dict):

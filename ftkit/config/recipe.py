@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
 from ftkit.config.data import DataSpec
 from ftkit.config.sbatch_options import SbatchOption
@@ -210,9 +210,12 @@ class ResourcesSpec(Spec):
     the data's fingerprint, so a run with others uses the same prepared data, and `ftkit resume` may change them."""
 
 
-def _with_weights(value: object) -> object:
-    """Expand the short form of a model: its weights alone."""
-    return {"weights": value} if isinstance(value, str) else value
+MAIN_KEYS: Final = {"model": "weights", "data": "source"}
+"""Sections with a short form: the value of one key alone."""
+
+
+def _from_main_key(value: object, info: ValidationInfo) -> object:
+    return {MAIN_KEYS[str(info.field_name)]: value} if isinstance(value, str) else value
 
 
 def _as_destination(value: str) -> str:
@@ -232,10 +235,10 @@ class RecipeSpec(Spec):
     """One line for `ftkit config recipes`."""
     image: str | None = None
     """Image to run in if neither the command line nor the settings set one."""
-    model: Annotated[ModelSpec, BeforeValidator(_with_weights, json_schema_input_type=str | ModelSpec)]
+    model: Annotated[ModelSpec, BeforeValidator(_from_main_key, json_schema_input_type=str | ModelSpec)]
     """The model to fine-tune: its weights alone (`model: Qwen/Qwen3-8B`), or its fields."""
-    data: DataSpec
-    """The data to train and evaluate on."""
+    data: Annotated[DataSpec, BeforeValidator(_from_main_key, json_schema_input_type=str | DataSpec)]
+    """The data to train and evaluate on: its source alone (`data: ./chats.jsonl`), or its fields."""
     training: TrainingSpec = Field(default_factory=lambda: TrainingSpec.model_validate({}))
     """The optimization."""
     evaluation: EvaluationSpec = EvaluationSpec.model_construct()

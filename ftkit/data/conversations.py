@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from ftkit.config.data import Role
-from ftkit.errors import DataError
+from ftkit.config.data import CALL_ROLES, ROLES, Role, normalized_role
+from ftkit.errors import DataError, closest
 
 JsonObject = Mapping[str, Any]
 _MAX_SHOWN = 80
@@ -126,16 +126,6 @@ def _short_id(text: str) -> str:
     return text if is_short else hashlib.sha256(text.encode()).hexdigest()[:_SHORT_ID]
 
 
-_ROLES: dict[str, Role] = {
-    "system": "system",
-    "developer": "developer",
-    **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "model", "chatgpt", "bot", "ai", "bard", "bing", "claude"), "assistant"),
-    **dict.fromkeys(("tool", "function", "observation", "ipython", "environment"), "tool"),
-    **dict.fromkeys(("function_response", "tool_response", "function_result", "tool_result", "tool_output"), "tool"),
-}
-_CALLS = ("function_call", "function_calls", "tool_call", "tool_calls")
-"""ShareGPT roles whose text is the JSON of tool calls."""
 _TEXT_PARTS = frozenset(("text", "input_text", "output_text"))
 """Types of a content's text parts: OpenAI's chat API, and the requests and results of its Responses API."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -203,8 +193,8 @@ def _openai_turn(turn: JsonObject) -> Message:
 
 
 def _sharegpt_turn(turn: JsonObject) -> Message:
-    name, value = _normalized(turn.get("from")), turn.get("value")
-    if name in _CALLS:
+    name, value = turn.get("from"), turn.get("value")
+    if normalized_role(str(name)) in CALL_ROLES:
         if isinstance(value, str):
             value = _GLAIVE.sub(lambda found: found[1] + json.dumps(found[2]) + found[3], value)
         calls = [_read_call(call) for call in _as_list(value, "a function call")]
@@ -250,19 +240,16 @@ def blank_turn() -> DataError:
     )
 
 
-def _normalized(role: object) -> str:
-    return str(role).strip().lower().replace("-", "_").replace(" ", "_")
-
-
 def _role(value: object) -> Role:
-    role = _ROLES.get(_normalized(value))
-    if role is None:
-        raise DataError(
-            f"a turn's role is {str(value)[:_MAX_SHOWN]!r}",
-            meaning=f"known roles: {', '.join([*_ROLES, *_CALLS])}",
-            fix="correct data.format.style, or the data",
-        )
-    return role
+    name = normalized_role(str(value))
+    if role := ROLES.get(name):
+        return role
+    close = closest(name, ROLES)
+    raise DataError(
+        f"a turn's role is {str(value)[:_MAX_SHOWN]!r}",
+        meaning=f"known roles: {', '.join([*ROLES, *CALL_ROLES])}",
+        fix=f"did you mean '{close}'? correct the data" if close else "correct data.format.style, or the data",
+    )
 
 
 def _content(value: object, role: str, *, is_optional: bool) -> str:

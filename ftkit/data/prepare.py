@@ -13,7 +13,7 @@ from ftkit.data.conversations import PlainText
 from ftkit.data.encoding import MAX_CHARACTERS, RowEncoder
 from ftkit.data.packing import DocumentBatch, Packer, count_row_tokens
 from ftkit.data.prepared_data import DataManifest, PackWriter, PreparedData, new_prepared_data
-from ftkit.data.row_formats import DETECTION_ROWS, read_example, resolve_format
+from ftkit.data.row_formats import DETECTION_ROWS, describe_roles, read_example, resolve_format
 from ftkit.data.selection import first_rows, read_rows, split_of
 from ftkit.data.template_probes import find_unread
 from ftkit.data.tokenizers import add_tokens, check_size, find_model_end_tokens, learn_tokenizer, load_tokenizer
@@ -156,9 +156,10 @@ def open_encoder(recipe: RecipePlan, report: Callable[[str], None]) -> BatchEnco
     data = recipe.data
     formats: dict[int, Format] = {}
     for number, source in enumerate(data.sources):
-        formats[number] = resolve_format(data.format, first_rows(data, number, DETECTION_ROWS))
+        rows = first_rows(data, number, DETECTION_ROWS)
+        formats[number] = resolve_format(data.format, rows)
         name = f" of {source.name}" if len(data.sources) > 1 else ""
-        report(f"format{name}: {describe_format(formats[number])}")
+        report(f"format{name}: {describe_format(formats[number])}{describe_roles(rows, formats[number])}")
     tokenizer = _tokenizer(recipe, formats, report)
     vocab_size = recipe.model.architecture.vocab_size
     check_size(tokenizer, recipe.model, vocab_size, report)

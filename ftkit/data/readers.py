@@ -243,7 +243,8 @@ def _read_csv(file: IO[bytes], path: str) -> Iterator[RawRow]:
                 if values:
                     yield RawRow(path, ":", first, _csv_columns(names, values, f"{path}:{first}"))
         except csv.Error as error:
-            raise DataError(f"{path}: after line {last}: not valid CSV: {error}", fix="correct this line") from error
+            fix = 'close the quotes of its fields, and double those inside: "said ""hi"""'
+            raise DataError(f"{path}: after line {last}: not valid CSV: {error}", fix=fix) from error
         except UnicodeDecodeError as error:
             raise _not_utf8(f"{path}: after line {last}", error) from error
 

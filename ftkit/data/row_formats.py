@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ftkit.config.data import (
+    ROLES,
     AlpacaFormat,
     AutoFormat,
     DataSpec,
@@ -22,6 +23,7 @@ from ftkit.config.data import (
     TaskFormat,
     TextFormat,
     describe_format,
+    normalized_role,
 )
 from ftkit.config.data_sources import columns_of, parse_format_string
 from ftkit.data.conversations import (
@@ -102,10 +104,8 @@ def check_split(data: DataSpec, form: Format) -> None:
 
 def _detect_turns(columns: set[str], rows: Sequence[Row]) -> Format | None:
     def is_turns(value: object, style: str) -> bool:
-        if isinstance(value, str) and value.lstrip().startswith("["):
-            with suppress(ValueError, RecursionError):
-                value = json.loads(value)
-        return isinstance(value, list) and bool(value) and all(is_turn(turn, style) for turn in value)
+        turns = _turns_in(value)
+        return bool(turns) and all(is_turn(turn, style) for turn in turns)
 
     for style in ("openai", "sharegpt"):
         names = [name for name in rows[0].columns if name in columns]
@@ -113,6 +113,25 @@ def _detect_turns(columns: set[str], rows: Sequence[Row]) -> Format | None:
         if len(found) == 1:
             return MessagesFormat(column=found[0], style=style)
     return None
+
+
+def _turns_in(value: object) -> list[object]:
+    """Return the turns of a column, which tables often have as JSON text; none if it has no list."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    return value if isinstance(value, list) else []
+
+
+def describe_roles(rows: Sequence[Row], form: Format) -> str:
+    """Say which roles the first rows have by other names; empty if none."""
+    if not isinstance(form, MessagesFormat):
+        return ""
+    key = "role" if form.style == "openai" else "from"
+    turns = [turn for row in rows for turn in _turns_in(row.columns.get(form.column)) if isinstance(turn, dict)]
+    names = {name: ROLES.get(normalized_role(name)) for turn in turns if isinstance(name := turn.get(key), str)}
+    renamed = [f"'{name}' is {role}" for name, role in names.items() if role and normalized_role(name) != role]
+    return f"; {', '.join(renamed)}" if renamed else ""
 
 
 def _detect_by_columns(columns: set[str], first: Columns) -> Format | None:

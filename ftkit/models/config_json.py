@@ -171,12 +171,12 @@ def resolve_shape(model: ModelSpec, config: Mapping[str, Any] | None) -> Archite
     if config is None and isinstance(given, ArchitectureSpec):
         return _with_more_positions(given, given)
     if config is None:
-        fix = f"On a machine with network access: hf download {model.weights} config.json"
+        fix = f"On a machine with network access: hf download {model.weights} config.json, or"
         if is_path(model.weights):
             neighbor = neighbor_of(Path(model.weights))
-            fix = f"{neighbor[:1].upper()}{neighbor[1:]}Correct the path; if the folder exists only on the nodes"
+            fix = f"{neighbor[:1].upper()}{neighbor[1:]}Correct the path, or, if the folder exists only on the nodes,"
         what = f"the config.json of '{model.weights}' can't be read from here."
-        raise ConfigError([Problem("", "model.weights", what, f"{fix}, or give the complete model.architecture.")])
+        raise ConfigError([Problem("", "model.weights", what, f"{fix} give the complete model.architecture.")])
     check_shape(given, config, model.weights)
     return _with_more_positions(read_shape(config, model.weights), given)
 

@@ -408,7 +408,11 @@ def test_true_and_false_are_not_numbers(ctx: Context, override: str, message: st
             "got 0.5. Number of passes over the data, a whole number; for a part of a pass, give max_st",
         ),
         ("training.warmup_ratio=5", "must be at most 1.0, got 5. Fraction of all steps in which the learning rate"),
-        ("training.attention=flash_attention_2", "or 'eager'. Attention kernel: `flash4` (flash-attn-4"),
+        ("training.attention=flash3", "or 'eager'. Did you mean 'flash4'?"),
+        ("training.attention=flash_attention_2", "or 'eager'. Did you mean 'auto'?"),
+        ("training.optimizer=adamw_torch_fused", "Did you mean 'adamw'?"),
+        ("training.schedule=constant_with_warmup", "Did you mean 'constant'?"),
+        ("training.engine=deepspeed", "or 'zero3'. Engine that shards the model over processes"),
         ("data.validation=0.1", "must be a mapping, got 0.1. Its keys are count, fraction, by, file, seed."),
         ("data.train_on=asistant", "data.train_on: write assistant, last, completion, all, or a list of roles: ["),
         ("data.train_on=[]", "data.train_on: write assistant, last, completion, all, or a list of roles: ["),
@@ -485,6 +489,25 @@ def test_a_model_given_only_by_weights_replaces_the_inherited_model(ctx: Context
     assert load_recipe("mine", ctx, ["model=run:earlier"]).model.weights == "run:earlier"
     kept = load_recipe("qwen3-8b-tools-full", ctx, ["model.revision=v1"]).model
     assert (kept.weights, kept.revision, kept.architecture.num_hidden_layers) == ("Qwen/Qwen3-8B", "v1", 36)
+
+
+def test_data_given_only_by_its_source_replaces_the_inherited_data(ctx: Context) -> None:
+    path = ctx.project / "recipes" / "mine.yaml"
+    path.write_text("extends: qwen3-8b-tools-full\nname: mine\ndata: ./mine.jsonl\n")
+    data = load_recipe("mine", ctx).data
+    assert data.model_fields_set == {"source"}
+    assert data.files == [("data.source.train", str(ctx.project / "recipes" / "mine.jsonl"))]
+    last = load_recipe("mine", ctx, ["data.train_on=last"]).data
+    assert (last.train_on, last.source) == ("last", data.source)
+    assert load_recipe("mine", ctx, ["data=other/set"]).data.source.dataset == "other/set"  # type: ignore[union-attr]
+
+
+def test_a_wrong_value_is_the_only_problem_where_a_default_depends_on_it(ctx: Context) -> None:
+    path = ctx.project / "recipes" / "mine.yaml"
+    path.write_text("model: a/b\ndata: a/c\n")
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("mine", ctx, ["training.precision=fp16", "training.lora.rank=x"])
+    assert [problem.key for problem in caught.value.problems] == ["training.lora.rank", "training.precision"]
 
 
 @pytest.mark.parametrize(

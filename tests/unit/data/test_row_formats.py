@@ -18,7 +18,7 @@ from ftkit.config.data import (
     describe_format,
 )
 from ftkit.data.conversations import Conversation, Message, PlainText, ToolCall
-from ftkit.data.row_formats import read_example, resolve_format, unused_columns
+from ftkit.data.row_formats import describe_roles, read_example, resolve_format, unused_columns
 from ftkit.data.rows import Row
 from ftkit.errors import DataError
 
@@ -80,6 +80,46 @@ def test_a_format_is_detected_from_rows_and_reported(
 ) -> None:
     assert describe_format(resolve_format(data().format, [Row(columns, "f:1")])) == described
     assert turns_of(columns) == turns
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("user", "assistant"), ""),
+        (("USER", "Assistant"), ""),
+        (("human", "bot"), "; 'human' is user, 'bot' is assistant"),
+        (("user", "robot"), ""),
+    ],
+)
+def test_roles_with_other_names_are_reported(names: tuple[str, str], said: str) -> None:
+    turns = [{"role": name, "content": "x"} for name in names]
+    for column in (turns, json.dumps(turns)):
+        assert describe_roles([Row({"messages": column}, "f:1")], MessagesFormat()) == said
+    assert describe_roles([Row({"messages": "x"}, "f:1"), Row({}, "f:2")], MessagesFormat()) == ""
+    assert describe_roles([Row({"text": "x"}, "f:1")], TextFormat()) == ""
+
+
+@pytest.mark.parametrize(
+    ("written", "roles"),
+    [
+        (["bot"], ["assistant"]),
+        (["model", "Human"], ["assistant", "user"]),
+        (["gpt", "assistant"], ["assistant"]),
+        (["function-call", "ipython"], ["assistant", "tool"]),
+    ],
+)
+def test_trained_roles_may_be_given_as_the_data_or_the_template_names_them(
+    written: list[str], roles: list[str]
+) -> None:
+    assert data(train_on=written).train_on == roles
+
+
+def test_an_unknown_role_is_refused_with_the_closest_one() -> None:
+    with pytest.raises(DataError, match="a turn's role is 'assistent'") as caught:
+        read({"messages": [ASK, {"role": "assistent", "content": "a"}]})
+    assert "did you mean 'assistant'?" in caught.value.fix
+    with pytest.raises(ValidationError, match="or a list of roles"):
+        data(train_on=["robot"])
 
 
 def test_plain_text_is_detected_and_stays_a_text() -> None:
@@ -278,8 +318,8 @@ def test_ignored_keys_of_turns_are_dropped() -> None:
 @pytest.mark.parametrize(
     ("names", "role"),
     [
-        (("human", "user", "Human"), "user"),
-        (("gpt", "assistant", "model", "chatgpt", "bard"), "assistant"),
+        (("human", "user", "Human", "prompter"), "user"),
+        (("gpt", "assistant", "model", "chatgpt", "bard", "CHATBOT", "bot", "ai"), "assistant"),
         (("tool", "observation", "function_response", "function-response", "tool_response"), "tool"),
         (("system",), "system"),
     ],
