@@ -17,7 +17,7 @@ from ftkit.cli.commands import current_context
 from ftkit.config.context import Context, list_images, list_names, read_settings_layers, workspace_folder
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
 from ftkit.planning.layout import Workspace
-from ftkit.runs.find import RunFolder, list_runs
+from ftkit.runs.find import RunFolder, find_run, list_runs
 from ftkit.runs.signing import require_signing_key
 
 if TYPE_CHECKING:
@@ -51,29 +51,34 @@ def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) ->
     """Complete the name or id of one of the newest runs."""
     del ctx, param
     with suppress(Exception):
-        here = Context.here()
-        workspace = Workspace(workspace_folder(read_settings_layers(here, ["workspace"]), here))
-        runs = list_runs(workspace)[:_NUM_RUNS]
+        runs = list_runs(_workspace_of_files())[:_NUM_RUNS]
         words = dict.fromkeys(["last", *(run.name for run in runs), *(run.id for run in runs)])
         return [word for word in words if word.startswith(incomplete)]
     return []
 
 
-def complete_words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the name of a recipe, the next part of an override's key, or its value.
+def complete_run_step(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Complete a run as `complete_run` does, or after `@` one of its steps."""
+    name, at, step = incomplete.rpartition("@")
+    if not at:
+        return complete_run(ctx, param, incomplete)
+    with suppress(Exception):
+        steps = [str(step) for step, _ in find_run(name, _workspace_of_files()).layout.list_checkpoints()]
+        return [f"{name}@{each}" for each in ("best", "last", *steps) if each.startswith(step)]
+    return []
 
-    Bash passes a key, `=` and a value as three words, and expects the value alone.
-    """
-    typed = [*(ctx.params.get("words") or ())]
-    key, _, value = incomplete.rpartition("=")
-    if typed and typed[-1] == "=":
-        key, value = typed[-2] if len(typed) > 1 else "", incomplete
-    elif typed and not incomplete and "." in typed[-1]:  # click drops an `=` that is a word of its own
-        key = typed[-1]
-    if key:
-        words = _words_of_overrides().get(key, [])
-        return [incomplete.removesuffix(value) + word for word in words if word.startswith(value)]
-    if not typed and "." not in incomplete:
+
+def _workspace_of_files() -> Workspace:
+    here = Context.here()
+    return Workspace(workspace_folder(read_settings_layers(here, ["workspace"]), here))
+
+
+def complete_words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Complete the name of a recipe, the next part of an override's key, or its value."""
+    key, equals, value = incomplete.partition("=")
+    if equals:
+        return [f"{key}={word}" for word in _words_of_overrides().get(key, []) if word.startswith(value)]
+    if not ctx.params.get("words") and "." not in incomplete:
         return complete_recipe(ctx, param, incomplete)
     parts: dict[str, None] = {}
     for key in _words_of_overrides():

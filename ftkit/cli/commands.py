@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem
+from click.shell_completion import BashComplete, CompletionItem, add_completion_class, split_arg_string
 
 from ftkit.cli.output import WithOutputOptions
 from ftkit.config.context import Context
@@ -38,6 +39,23 @@ class ExamplesCommand(WithOutputOptions):
         with formatter.section("Examples"):
             for example in self.examples:
                 formatter.write(f"{'':>{formatter.current_indent}}{example}\n")
+
+
+@add_completion_class
+class BashCompletion(BashComplete):
+    """Completes in bash, which splits words at `=`, `@` and `:` too, and expects the last part alone."""
+
+    def get_completion_args(self) -> tuple[list[str], str]:
+        line = os.environ["COMP_WORDS"]
+        words = split_arg_string(line)
+        incomplete = words.pop() if words and not line[-1].isspace() else ""
+        breaks = os.environ.get("COMP_WORDBREAKS", "")
+        starts = [incomplete.rfind(char) + (char != "@") for char in breaks]  # readline keeps an `@` in the word
+        self._before = incomplete[: max(0, *starts, 0)]
+        return words[1:], incomplete
+
+    def format_completion(self, item: CompletionItem) -> str:
+        return f"{item.type},{item.value.removeprefix(self._before)}"
 
 
 def command(

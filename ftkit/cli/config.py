@@ -22,7 +22,15 @@ from ftkit.models.architecture import ArchitectureSpec, ModelSpec
 from ftkit.models.parameters import count_by_config, count_model
 from ftkit.spec import Spec
 
-_NO_SPACE = "    [[ ${COMPREPLY[0]} == *[.=] ]] && compopt -o nospace\n"
+_SCRIPT_EDITS = {
+    "bash": {
+        'COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD=$COMP_CWORD':
+            'COMP_WORDS="${COMP_LINE:0:COMP_POINT}" COMP_WORDBREAKS="$COMP_WORDBREAKS"',
+        "    return 0\n": "    [[ ${COMPREPLY[0]} == *[.=] ]] && compopt -o nospace\n    return 0\n",
+    },
+    "zsh": {"compadd -U": 'compadd -U -S "${${completions[1]:#*[.=]}:+ }"'},
+}  # fmt: skip
+"""Changes of click's scripts: bash passes the line unsplit, and no space follows a part of an override."""
 
 
 @command(
@@ -138,6 +146,6 @@ def completion_command(shell: str) -> None:
     if completion is None:
         raise PrerequisiteError(f"click has no completion for {shell}", fix="install another release of click")
     script = completion(cli, {}, PROGRAM, COMPLETE_VARIABLE).source()
-    if shell == "bash":  # no space after a part of an override
-        script = script.replace("    return 0\n", f"{_NO_SPACE}    return 0\n")
+    for before, after in _SCRIPT_EDITS.get(shell, {}).items():
+        script = script.replace(before, after)
     Terminal().data(script + "\n")

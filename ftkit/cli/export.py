@@ -46,7 +46,7 @@ _VERIFICATION_SECONDS = 24 * 3600.0
     "ftkit export demo --step 10 --to ./my-model",
     "ftkit export demo --push ./copies/demo",
 )
-@arguments.run_argument
+@click.argument("reference", metavar="RUN", shell_complete=arguments.complete_run_step)
 @click.option(
     "--step", metavar="N|best|last", default="",
     help="Checkpoint: a step, 'best' (by evaluation.best, or validation loss), or 'last'; default: the best by "

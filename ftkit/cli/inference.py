@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ftkit.cli.arguments import complete_run, current_workspace
+from ftkit.cli.arguments import complete_run_step, current_workspace
 from ftkit.data.imports import import_transformers
 from ftkit.errors import PrerequisiteError
 from ftkit.evaluate.source import ModelSource, Target, find_target
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ftkit.evaluate.loaded_model import GeneratingModel, LoadedModel
     from ftkit.evaluate.vllm import EngineName
 
-model_argument = click.argument("reference", metavar="RUN|MODEL", shell_complete=complete_run)
+model_argument = click.argument("reference", metavar="RUN|MODEL", shell_complete=complete_run_step)
 engine_option = click.option(
     "--engine", type=click.Choice(["auto", "transformers", "vllm"]), default="auto",
     help="auto, the default: vLLM for exports and hub models on GPUs where it is installed, else transformers.",

@@ -91,11 +91,7 @@ def test_a_command_imports_only_the_heavy_modules_that_it_needs(
 ) -> None:
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "FTKIT_WORKSPACE": str(tmp_path)}
     if completes:
-        environment |= {
-            "_FTKIT_COMPLETE": "bash_complete",
-            "COMP_WORDS": completes,
-            "COMP_CWORD": str(len(completes.split(" ")) - 1),
-        }
+        environment |= {"_FTKIT_COMPLETE": "bash_complete", "COMP_WORDS": completes}
     arguments = [sys.executable, "-c", LIST_MODULES, *words]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment, cwd=tmp_path)
     num_frozen, *modules = json.loads(done.stderr.splitlines()[-1])
@@ -481,7 +477,10 @@ def test_the_schema_allows_all_keys_of_recipe_files(ftkit: Callable[..., Result]
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_completion_script_calls_ftkit(ftkit: Callable[..., Result], shell: str) -> None:
-    assert f"_FTKIT_COMPLETE={shell}_complete" in ftkit("config", "completion", shell).out
+    script = ftkit("config", "completion", shell).out
+    assert f"_FTKIT_COMPLETE={shell}_complete" in script
+    assert "*[.=]" in script or shell == "fish"  # no space follows a part of an override
+    assert "COMP_LINE" in script or shell != "bash"
 
 
 @pytest.mark.parametrize(
@@ -490,16 +489,18 @@ def test_the_completion_script_calls_ftkit(ftkit: Callable[..., Result], shell: 
         ("ftkit st", "status"),
         ("ftkit run de", "demo"),
         ("ftkit run --cluster a4", "a4-highgpu-8g"),
-        ("ftkit run --image olmo3:2", "olmo3:25.02"),
+        ("ftkit run --image olmo3:2", "25.02"),
         ("ftkit status mi", "mine"),
         ("ftkit cancel la", "last"),
         ("ftkit run demo tra", "training."),
         ("ftkit run demo training.le", "training.learning_rate="),
         ("ftkit plan training.lora.al", "training.lora.alpha="),
-        ("ftkit run demo training.method = q", "qlora"),
-        ("ftkit run demo training.method =", "full"),
-        ("ftkit run demo training.method=q", "training.method=qlora"),
-        ("ftkit run demo training.seed = 1 profile.enabled = t", "true"),
+        ("ftkit run demo training.method=q", "qlora"),
+        ("ftkit run demo training.method=", "full"),
+        ("ftkit run 'demo' --name 'a b' training.seed=1 profile.enabled=t", "true"),
+        ("ftkit run --cluster=a4", "a4-highgpu-8g"),
+        ("ftkit chat mine@", "@best"),
+        ("ftkit export mine@2", "@20"),
     ],
 )
 def test_the_shell_completes_names(
@@ -510,13 +511,27 @@ def test_the_shell_completes_names(
     words: str,
     offered: str,
 ) -> None:
-    make_run("mine")
+    make_run("mine").layout.checkpoint(20).mkdir(parents=True)
     monkeypatch.setenv("_FTKIT_COMPLETE", "bash_complete")
     monkeypatch.setenv("COMP_WORDS", words)
-    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    monkeypatch.setenv("COMP_WORDBREAKS", " \t\n\"'@><=;|&(:")
     with pytest.raises(SystemExit):
         ftkit()
     assert f"plain,{offered}" in capsys.readouterr().out.splitlines()
+
+
+def test_a_command_that_takes_a_run_completes_no_steps(
+    ftkit: Callable[..., Result],
+    make_run: RunMaker,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_run("mine")
+    monkeypatch.setenv("_FTKIT_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", "ftkit rm mine@")
+    with pytest.raises(SystemExit):
+        ftkit()
+    assert "best" not in capsys.readouterr().out
 
 
 def test_completion_and_help_of_run_import_no_library_for_specs_and_no_part_of_a_launch() -> None:
