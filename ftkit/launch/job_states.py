@@ -18,7 +18,7 @@ from ftkit import process
 from ftkit.errors import EXIT_CODES, DiskFullError, FtkitError
 from ftkit.files import read_json_if_valid, read_small, write_json
 from ftkit.launch.scheduler import scheduler_for
-from ftkit.runs.ends import find_slurms_words
+from ftkit.runs.ends import find_slurms_words, find_wait
 from ftkit.runs.job import STATES, Cause, Job, RunState, SchedulerName, SubmittedRun
 from ftkit.runs.lease import current_holder, last_touch
 from ftkit.runs.metrics_file import read_last_record
@@ -76,14 +76,17 @@ def _ask(name: SchedulerName, runs: Sequence[SubmittedRun], states: dict[str, Jo
             states[run.id] = _read_final(run, even_if_old=True) or _judge_alone(run, error)
         return [error.what]
     for run in runs:
-        states[run.id] = _conclude(run, seen.get(run.id))
-        if states[run.id].is_final:
+        known = seen.get(run.id)
+        states[run.id] = _conclude(run, known)
+        if states[run.id].is_final and (known is None or known.is_final):
             _write_final(run, states[run.id])
     return []
 
 
 def _judge_alone(run: SubmittedRun, error: FtkitError) -> Job:
     """Derive the state from the run's folder, because its scheduler can't be queried."""
+    if (waits := find_wait(run.layout)) and _exit_code(run) is None:
+        return Job(run.job_id, RunState.RUNNING, reason=waits)
     if holder := current_holder(run.layout):
         return Job(run.job_id, RunState.RUNNING, nodes=holder.host, started=holder.since)
     if _exit_code(run) is not None or run.layout.canceled.exists():
@@ -99,10 +102,9 @@ def _conclude(run: SubmittedRun, seen: Job | None) -> Job:
         stopped_at = "checkpoint of step {} written" if end.has_checkpoint else "asked to stop at step {}"
         stopped_at = stopped_at.format(end.step)
     if seen and not seen.is_final:
-        if seen.state is RunState.PENDING and stopped_at:
-            waits = f"{stopped_at}; waits to continue" + (f" ({seen.reason})" if seen.reason else "")
-            return replace(seen, state=RunState.STOPPED, reason=waits)
-        return seen
+        seen = _judge_active(run, seen, stopped_at)
+        if not seen.is_final:
+            return seen
     last = seen or _state_from_files(run, stopped_at)
     holder = current_holder(run.layout)
     # When Slurm reports the end of a job, it has also ended the processes, unless it lost a node with them.
@@ -127,6 +129,20 @@ def _conclude(run: SubmittedRun, seen: Job | None) -> Job:
         code = DiskFullError.exit_code
         return replace(last, reason=EXIT_CODES[code], exit_code=code, cause=Cause.DISK_FULL)
     return last if last.exit_code is not None else replace(last, exit_code=_exit_code(run))
+
+
+def _judge_active(run: SubmittedRun, seen: Job, stopped_at: str) -> Job:
+    """Return the state of a run whose job the scheduler lists as active; it is final if the job's script has ended."""
+    if seen.state is RunState.PENDING and stopped_at:
+        waits = f"{stopped_at}; waits to continue" + (f" ({seen.reason})" if seen.reason else "")
+        return replace(seen, state=RunState.STOPPED, reason=waits)
+    if seen.state is not RunState.RUNNING or run.submission.scheduler != "slurm":
+        return seen
+    if _exit_code(run) is None:
+        return replace(seen, reason=seen.reason or find_wait(run.layout))
+    # Slurm lists a job for up to a minute after its script has ended, while it cleans up the nodes.
+    ended = run.layout.job_exit_code(run.job_id).stat().st_mtime
+    return replace(_state_from_files(run, stopped_at), nodes=seen.nodes, started=seen.started, ended=ended)
 
 
 def _failed_preparation(run: SubmittedRun, last: Job) -> Job | None:

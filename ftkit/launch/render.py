@@ -15,6 +15,7 @@ from typing import Final
 from ftkit.config.cluster import ClusterProfile, mounted_folders, nccl_for, site_folders
 from ftkit.config.image_reference import image_file
 from ftkit.data.staging import weights_to_export
+from ftkit.launch.slurm import NO_ANSWER
 from ftkit.launch.templates import as_bash, fill
 from ftkit.planning.plan import PlacementPlan, RunPlan, ScriptPlan
 
@@ -155,6 +156,7 @@ def _render(
         "time_limit": cluster.limit_time(resources.time_limit),
         "sbatch_options": [option.partition("=") for option in (*cluster.sbatch_options, *resources.sbatch_options)],
         "preflight": False,
+        "no_answer": NO_ANSWER,
         **_site_values(cluster, plan.placement, (*(each for _, each in folders), *mounted), variables),
         **values,
     }

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ftkit import process
 from ftkit.errors import FtkitError, NoAnswerError, SubmitError, one_line
 from ftkit.launch import slurm
-from ftkit.launch.slurm import clean_stderr, find_job
+from ftkit.launch.slurm import NO_ANSWER, clean_stderr, find_job
 from ftkit.runs.job import Job, RunState, SchedulerName, Submission, SubmittedRun
 from ftkit.runs.lease import current_holder
 
@@ -99,7 +99,7 @@ def _wait_until_gone(submission: Submission, seconds: float) -> bool:
 class SlurmScheduler:
     """Submits with sbatch; queries squeue for pending and running jobs, and sacct for the others."""
 
-    poll_seconds: ClassVar[float] = 4.0
+    poll_seconds: ClassVar[float] = 10.0
 
     def submit(self, layout: RunLayout, environment: Mapping[str, str], *, has_preparation: bool = False) -> Submission:
         """Submit the script with sbatch in the run's folder, after the preparation job if there is one.
@@ -235,11 +235,6 @@ _REFUSALS = {
          "print the script with --dry-run; remove the option from the cluster's profile"),
 }  # fmt: skip
 """Parts of sbatch's messages, with their usual meaning and what to do."""
-_NO_ANSWER = (
-    "contact slurm controller|timed out|connection refused|unable to connect|zero bytes were|not connected|"
-    "message (?:send|receive) failure|socket error|connection reset|broken pipe"
-)
-"""Messages after which a job may exist: Slurm's protocol failed, or its answer was lost."""
 
 
 class UncertainSubmitError(NoAnswerError):
@@ -255,7 +250,7 @@ class InterruptedSubmitError(UncertainSubmitError):
 def explain_refusal(stderr: str) -> SubmitError:
     """Convert sbatch's message to an error with its usual meaning."""
     message = clean_stderr(stderr) or "sbatch printed no error"
-    if re.search(_NO_ANSWER, message, re.IGNORECASE):
+    if re.search(NO_ANSWER, message, re.IGNORECASE):
         meaning = "its controller is down, restarting or overloaded"
         return UncertainSubmitError(f"Slurm did not answer: {message}", meaning=meaning)
     for pattern, (meaning, fix) in _REFUSALS.items():

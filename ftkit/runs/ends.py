@@ -141,6 +141,13 @@ def find_slurms_words(layout: RunLayout, *, since: float | None = None, job_id: 
     return None
 
 
+def find_wait(layout: RunLayout) -> str:
+    """Return since when a job script waits for Slurm's controller; empty if it has logged something else since."""
+    last = next((line for line in reversed(log_tail(layout, num_lines=None)) if "Z ftkit: " in line), "")
+    found = re.search(r"Z ftkit: (waiting for Slurm's controller since \S+):", last)
+    return found[1] if found else ""
+
+
 def log_tail(layout: RunLayout, num_lines: int | None = 20, num_bytes: int = 2**16) -> list[str]:
     """Return the last lines of the job's log, of at most `num_bytes`; all of these if `num_lines` is null."""
     try:

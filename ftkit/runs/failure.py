@@ -23,6 +23,7 @@ from ftkit.errors import (
     DiskFullError,
     FtkitError,
     MemoryExhaustedError,
+    NoAnswerError,
     NotFoundError,
     PrerequisiteError,
     RunFailedError,
@@ -44,7 +45,9 @@ _LOST_PEER = re.compile(
 )
 """Messages of gloo, NCCL and torch's store in the remaining ranks after one has ended."""
 _CLOCK_TOLERANCE_SECONDS = 60
-_CODES_OF_SCRIPTS = {error.exit_code for error in (NotFoundError, PrerequisiteError, SubmitError, UnfitMachineError)}
+_CODES_OF_SCRIPTS = {
+    error.exit_code for error in (NoAnswerError, NotFoundError, PrerequisiteError, SubmitError, UnfitMachineError)
+}
 """Exit codes with which a job script itself ends; it has logged why."""
 
 
@@ -150,7 +153,7 @@ def explain_failure(run: SubmittedRun, seen: Job) -> Failure | None:
     if seen.state is RunState.OUT_OF_MEMORY:
         return Failure(MemoryExhaustedError.exit_code, error, can_resume=False)
     if seen.exit_code in _CODES_OF_SCRIPTS:
-        return Failure(seen.exit_code, error)
+        return Failure(seen.exit_code, None)
     # If Slurm ended the job, or another rank or a signal ended this one, exceptions of ranks follow from that.
     is_cause = seen.state is RunState.FAILED and error and not error.was_killed and not error.reports_lost_peer
     is_in_code = bool(is_cause and error and (layout.is_script or f'"{layout.code}/' in error.traceback))

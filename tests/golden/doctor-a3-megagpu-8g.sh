@@ -124,7 +124,7 @@ srun_options=(
 # nodes not to wait for it.
 check_node() { # HOST FOLDER OPTION...
     # shellcheck disable=SC2016
-    timeout --kill-after=10 300 srun --nodes=1 --ntasks=1 --nodelist="$1" "${srun_options[@]}" \
+timeout --kill-after=10 300 srun --nodes=1 --ntasks=1 --nodelist="$1" "${srun_options[@]}" \
         bash -c "$IN_CHECK"'exec "$0" -m ftkit.health --in-job "$@"' "$RUN_PYTHON" \
         --host="$1" \
         --absent-dir="$2" \

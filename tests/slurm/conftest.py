@@ -170,7 +170,7 @@ class Cluster:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not condition():
             assert time.monotonic() < deadline, self.explain(run)
-            if not ends and any(self.folder(run).glob("exit-code-*")):
+            if not ends and (self.folder(run) / f"exit-code-{self.job(run)}").exists():
                 assert self.slurm_state(self.job(run)) in _ACTIVE, self.explain(run)
             time.sleep(0.5)
 

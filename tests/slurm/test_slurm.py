@@ -155,6 +155,27 @@ def test_a_run_that_lost_a_node_is_requeued_with_slurms_default_timeouts(cluster
     assert causes == ["stop-request", "stop-request", "node-failure"]
 
 
+def test_a_controller_outage_burns_no_restart(cluster: Cluster, long_run: str) -> None:
+    num_starts = len(cluster.records(long_run, "start"))
+    resumed_from = cluster.records(long_run, "start")[-1]["resumed_from"]
+    victim = cluster.nodes(cluster.job(long_run))[-1]
+    cluster.switch("kill-controller")
+    try:
+        cluster.kill(victim, "python[^ ]* -u -m ftkit.train ")
+        cluster.wait_for_log(long_run, "asking again in 20 s")
+        shown = cluster.status(long_run)
+    finally:
+        cluster.switch("revive-controller")
+    assert shown["state"] == "running"
+    assert shown["reason"].startswith("waiting for Slurm's controller since 20")
+    cluster.wait_for_step(long_run, resumed_from + 1, start=num_starts)
+    start = cluster.records(long_run, "start")[-1]
+    assert start["resumed_from"] == resumed_from
+    status = cluster.status(long_run)
+    assert (status["state"], status["reason"], status["restarts"][-1]["reason"]["cause"]) == ("running", "", "killed")
+    assert "restart 2 of" not in cluster.wait_for_log(long_run, "restart 1 of at most")
+
+
 def test_a_preemption_without_grace_time_is_known_where_nodes_do_not_reach_the_accounting(
     cluster: Cluster, long_run: str
 ) -> None:

@@ -63,7 +63,7 @@ def test_job_scripts_end_with_the_codes_of_what_they_found() -> None:
     codes = {int(code) for path in templates for code in re.findall(r"\bexit (\d+)", path.read_text())}
     terminated = 143
     assert codes - {0, terminated} == {
-        error.exit_code for error in (NotFoundError, PrerequisiteError, SubmitError, UnfitMachineError)
+        error.exit_code for error in (NoAnswerError, NotFoundError, PrerequisiteError, SubmitError, UnfitMachineError)
     }
 
 

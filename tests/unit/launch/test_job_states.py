@@ -183,6 +183,34 @@ def test_the_state_is_unknown_and_not_saved_if_slurm_is_unavailable(make_run: Ru
     assert programs.calls() == []
 
 
+def test_a_job_whose_script_has_ended_is_not_running_while_slurm_cleans_up_its_nodes(
+    make_run: RunMaker, slurm_says: Callable[..., None]
+) -> None:
+    run = make_run()
+    run.layout.job_exit_code(run.job_id).write_text("9")
+    slurm_says(run, queue="COMPLETING")
+    seen = observe(run)
+    assert (seen.state, seen.is_final, seen.exit_code) == (RunState.FAILED, True, 9)
+    slurm_says(run, queue="PENDING")  # a node was lost, and Slurm requeued the job
+    assert observe(run).state is RunState.PENDING
+
+
+@pytest.mark.parametrize("is_answering", [True, False])
+def test_a_run_that_waits_for_slurms_controller_says_since_when(
+    make_run: RunMaker, programs: FakePrograms, slurm_says: Callable[..., None], *, is_answering: bool
+) -> None:
+    run, waiting = make_run(), "waiting for Slurm's controller since 2026-01-02T03:05:00Z"
+    run.layout.logs.mkdir(exist_ok=True)
+    log = f"2026-01-02T03:06:00Z ftkit: {waiting}: asking again in 80 s\nsrun: error: x\n"
+    run.layout.job_log.write_text(log)
+    slurm_says(run, queue="RUNNING")
+    if not is_answering:
+        programs.answer("squeue", stderr="slurm_load_jobs error: Unable to contact slurm controller\n", code=1)
+    assert str(observe(run)) == f"running: {waiting}"
+    run.layout.job_log.write_text(f"{log}2026-01-02T03:06:00Z ftkit: Slurm's controller answers again\n")
+    assert observe(run).reason != waiting
+
+
 def test_a_run_in_a_read_only_folder_can_be_observed(
     make_run: RunMaker, slurm_says: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,8 +37,10 @@ env -0 >"$RECORD/${0##*/}.$call/environment"
 """
 
 STAND_INS = {
-    # Starts the task of a node as srun would, without srun's options.
+    # Starts the task of a node as srun would, without srun's options; in an outage of Slurm's controller, nothing.
     "srun": (
+        'if [[ " ${FAKE_OUTAGE-} " == *" $call "* ]]; then echo "${FAKE_WORDS-}" | tee -a logs/job.log >&2\n'
+        "exit 1; fi\n"
         'for node in ${FAKE_DEAD-}; do case "$*" in *--overlap*--nodelist="$node "*) exit 1 ;; esac; done\n'
         'case "$*" in *--overlap*sinfo*) exit 0 ;; *--overlap*--nodes=1*" true") exit "${FAKE_PROBE_HERE:-0}" ;;\n'
         '*--overlap*" true") exit "${FAKE_PROBE_ALL:-0}" ;; esac\n'
@@ -48,6 +50,9 @@ STAND_INS = {
     "sbcast": '[[ -z ${FAKE_FULL_DISK-} ]] && cp "$2" "$3"',
     "scontrol": (
         'if [[ "$1 $2" == "show job" ]]; then echo "${FAKE_JOB:-PreemptTime=None}"\n'
+        'elif [[ $1 == ping ]]; then echo "Slurmctld(primary) at n0 is UP"\n'
+        'elif [[ $1 == requeue && -n ${FAKE_WORDS-} ]] && mkdir "$RECORD/no-answer" 2>/dev/null; then\n'
+        'echo "$FAKE_WORDS" | tee -a logs/job.log >&2; exit 1\n'
         'elif [[ "$1 $2" == "show config" ]]; then echo "${FAKE_CONFIG:-}"\n'
         'elif [[ "$1 $2" == "show node" ]]; then echo "${FAKE_NODE:-}"\n'
         'elif [[ $1 == show ]]; then printf "%s\\n" ${FAKE_NODES:-n1 n2}\n'

@@ -13,7 +13,7 @@ import pytest
 from waiting import PATIENCE_SECONDS, wait_until
 
 from ftkit.config.cluster import NcclSpec
-from ftkit.errors import NotFoundError, SubmitError
+from ftkit.errors import NoAnswerError, NotFoundError, SubmitError
 from ftkit.planning.layout import DataLayout
 from ftkit.runs.ends import excluded_nodes
 from ftkit.runs.records import EndRecord, to_line
@@ -388,6 +388,56 @@ def test_failed_training_restarts_until_it_fails_too_often_in_a_row(plan: RunPla
     assert "restart 1 of" in said
     starts = [call.words[-1] for call in machine.calls("python3") if "ftkit.train" in call.words]
     assert starts == [str(number) for number in range(len(starts))]
+
+
+# What Slurm 22.05 printed while its controller was down, stopped, or answered with garbage.
+NO_ANSWERS = (
+    "srun: error: Unable to confirm allocation for job 1: Unable to contact slurm controller (connect failure)",
+    "srun: error: Unable to confirm allocation for job 1: Socket timed out on send/recv operation",
+    "srun: error: Unable to confirm allocation for job 1: Unspecified error",
+    "srun: error: Unable to create step for job 1: Job/step already completing or completed",
+)
+
+
+@pytest.mark.usefixtures("_no_delay")
+@pytest.mark.parametrize("words", NO_ANSWERS)
+def test_a_launch_that_slurms_controller_does_not_answer_is_no_attempt(
+    words: str, slurm_plan: RunPlan, machine: Machine
+) -> None:
+    machine.environment = {"FAKE_OUTAGE": "1 2 3", "FAKE_WORDS": words}
+    code, said = machine.run(slurm_plan)
+    assert (code, _slept(slurm_plan)) == (0, [10, 20, 40])
+    assert "restart" not in said.partition("training")[2]
+    assert len([call for call in machine.calls("python3") if "ftkit.train" in call.words]) == 1
+    assert slurm_plan.layout.job_log.read_text().count("waiting for Slurm's controller since 20") == 3
+
+
+@pytest.mark.usefixtures("_no_delay")
+def test_nodes_are_checked_and_jobs_requeued_once_slurms_controller_answers(
+    slurm_plan: RunPlan, machine: Machine
+) -> None:
+    words = "Unexpected message received for job 12345"  # what scontrol prints
+    machine.environment = {"FAKE_TRAINER": "exit 1", "FAKE_PROBE_ALL": "233", "FAKE_WORDS": words}
+    machine.environment |= {"FAKE_OUTAGE": "2 4"}
+    code, _ = machine.run(slurm_plan)
+    assert code == 0
+    assert [call.words for call in machine.calls("scontrol")].count(["requeue", "12345"]) == 2
+
+
+@pytest.mark.usefixtures("_no_delay")
+def test_the_wait_for_slurms_controller_ends_with_the_jobs_time(slurm_plan: RunPlan, machine: Machine) -> None:
+    machine.environment = {
+        "FAKE_OUTAGE": "1", "FAKE_WORDS": NO_ANSWERS[0], "FAKE_JOB": "   StartTime=1 EndTime=2 Deadline=N/A"
+    }  # fmt: skip
+    assert machine.run(slurm_plan)[0] == machine.exit_code(slurm_plan) == NoAnswerError.exit_code
+
+
+@pytest.mark.usefixtures("_no_delay")
+def test_an_error_of_a_step_that_slurm_has_started_is_a_failed_attempt(slurm_plan: RunPlan, machine: Machine) -> None:
+    words = "srun: error: Task launch for StepId=1.0 failed on node n2: Connection refused"
+    machine.environment = {"FAKE_OUTAGE": "1", "FAKE_WORDS": words}
+    assert machine.run(slurm_plan)[0] == 0
+    assert _slept(slurm_plan) == [5]
 
 
 @pytest.mark.usefixtures("_no_delay")
