@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
@@ -160,10 +161,12 @@ def _plan_all(args: RunArgs, environment: Mapping[str, str]) -> list[RunPlan]:
     "ftkit plan demo",
     "ftkit plan --image olmo3:25.02 --cluster mycluster --nodes 2",
     "ftkit plan demo training.global_batch_size=64 --json",
+    "ftkit plan olmo3-7b-full --gpu h100 --gpus-per-node 8",
 )
 @arguments.run_options
+@click.option("--gpu", metavar="NAME", help="Preview on nodes with this GPU (l4, h100), without a cluster's profile.")
 @arguments.json_option
-def plan_command(words: tuple[str, ...], *, as_json: bool, **options: Unpack[RunOptions]) -> None:
+def plan_command(words: tuple[str, ...], *, gpu: str | None, as_json: bool, **options: Unpack[RunOptions]) -> None:
     """Preview a run and check that it fits. Nothing is written or submitted.
 
     Takes the arguments of 'ftkit run', and fails for the same reasons: missing files, weights, data, packages or
@@ -175,7 +178,9 @@ def plan_command(words: tuple[str, ...], *, as_json: bool, **options: Unpack[Run
     from ftkit.launch.preflight import run_checks
     from ftkit.planning.plan import plan_to_json
 
-    terminal, plans = Terminal(), _plan_all(arguments.run_args(words, **options), os.environ)
+    if gpu and options["cluster"]:
+        raise arguments.usage_error("--gpu takes the place of --cluster: omit one of them")
+    terminal, plans = Terminal(), _plan_all(replace(arguments.run_args(words, **options), gpu=gpu), os.environ)
     is_sweep = len(plans) > 1
     if as_json:
         texts = ",".join(map(plan_to_json, plans))

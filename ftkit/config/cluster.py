@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from ftkit.config.data_sources import HubSource
+from ftkit.config.layers import COMMAND_LINE
 from ftkit.config.sbatch_options import SbatchOption, find_conflicts
+from ftkit.errors import ConfigError, Problem, closest
 from ftkit.models.architecture import ModelPlan
 from ftkit.paths import fixed_folder, is_address, is_path
 from ftkit.spec import (
@@ -212,6 +214,24 @@ class ClusterProfile(Spec):
         for conflict in self.find_conflicts(self.sbatch_options):
             raise ValueError(f"sbatch_options has {conflict}")
         return self
+
+
+def profile_of_gpu(name: str, gpus_per_node: int | None) -> ClusterProfile:
+    """Return a profile of nodes with this GPU, by default one each, to preview runs on it.
+
+    Raises ConfigError if no GPU, or several, have the name.
+    """
+    models = _models_of(name)
+    if len(models) != 1:
+        known = [*_GPU_VARIANTS, *(model.partition("-")[0] for model in _GPU_VARIANTS)]
+        meant = models or _models_of(closest(name.lower(), known))
+        what = f"{name!r} is {'several' if models else 'none'} of the known GPUs: {', '.join(models or _GPU_VARIANTS)}."
+        fix = f"Did you mean {' or '.join(meant)}?" if meant else "Give one of these."
+        raise ConfigError([Problem(COMMAND_LINE, "--gpu", what, fix)])
+    return ClusterProfile(
+        name=models[0], description=f"Nodes with {models[0]}", scheduler="slurm", runtime="none", gpu=models[0],
+        gpus_per_node=gpus_per_node or 1,
+    )  # fmt: skip
 
 
 def nccl_for(cluster: ClusterProfile, num_nodes: int) -> NcclSpec | None:

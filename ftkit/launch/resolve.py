@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ftkit.config.cluster import ClusterProfile, recognize_gpu
+from ftkit.config.cluster import ClusterProfile, profile_of_gpu, recognize_gpu
 from ftkit.config.image_reference import AnyImage, NamedImage, parse_image
 from ftkit.config.layers import COMMAND_LINE, Layers
 from ftkit.config.load import Loaded, load_image, read_cluster, read_recipe
@@ -48,6 +48,7 @@ class RunArgs:
     name: str | None = None
     num_nodes: int | None = None
     gpus_per_node: int | None = None
+    gpu: str | None = None  # plan for nodes with this GPU, in place of a cluster
     code: tuple[CodePlan, ...] = ()
 
 
@@ -80,13 +81,13 @@ class Place:
 def load_place(args: RunArgs, ctx: Context) -> Place:
     """Load the cluster and the image that options and settings select. Raises as `resolve` does."""
     loaded = read_settings(args, ctx)
-    _check_cluster_is_chosen(loaded, ctx)
-    return Place(loaded, _load_cluster(loaded.settings.cluster, loaded, ctx).spec, _image_of(loaded))
+    _check_cluster_is_chosen(args, loaded, ctx)
+    return Place(loaded, _load_cluster(loaded.settings.cluster, loaded, ctx, args).spec, _image_of(loaded))
 
 
-def _check_cluster_is_chosen(loaded: LoadedSettings, ctx: Context) -> None:
+def _check_cluster_is_chosen(args: RunArgs, loaded: LoadedSettings, ctx: Context) -> None:
     """Refuse to train on a cluster's login node by accident: it has Slurm, even if the controller does not respond."""
-    if loaded.has_cluster:
+    if loaded.has_cluster or args.gpu:
         return
     from ftkit.health.site import list_partitions  # noqa: PLC0415 - few commands ask Slurm
 
@@ -108,9 +109,9 @@ def resolve(args: RunArgs, ctx: Context) -> RunPlan:
     problem of recipe, cluster and image, or every reason why they are incompatible.
     """
     loaded = read_settings(args, ctx)
-    _check_cluster_is_chosen(loaded, ctx)
+    _check_cluster_is_chosen(args, loaded, ctx)
     # The default profile has no containers: with --image, a plan without a cluster is for any Slurm cluster.
-    is_assumed = args.image is not None and not loaded.has_cluster
+    is_assumed = args.image is not None and not loaded.has_cluster and not args.gpu
     errors: list[FtkitError] = []
 
     def collect(load: Callable[[], ResultT]) -> ResultT | None:
@@ -121,7 +122,7 @@ def resolve(args: RunArgs, ctx: Context) -> RunPlan:
             return None
 
     cluster_name = "slurm" if is_assumed else loaded.settings.cluster
-    site = collect(lambda: _load_cluster(cluster_name, loaded, ctx))
+    site = collect(lambda: _load_cluster(cluster_name, loaded, ctx, args))
     uses_image = args.image is not None or site is None or site.spec.runtime != "none"
     wanted = collect(lambda: _image_of(loaded)) if uses_image else None
     image = collect(lambda: _load_defined(wanted, ctx))
@@ -157,7 +158,7 @@ def resolve_recipe(args: RunArgs, ctx: Context) -> RecipePlan:
     """
     loaded = read_settings(args, ctx)
     if args.cluster:
-        _load_cluster(args.cluster, loaded, ctx)  # a mistyped name is an error
+        _load_cluster(args.cluster, loaded, ctx, args)  # a mistyped name is an error
     name = recipe_name(args, ctx)
     if name is None:
         raise _no_recipe(_image_of(loaded))
@@ -194,8 +195,10 @@ def resolve_image_link(plan: PlanT) -> PlanT:
     return replace(plan, container_image=str(file))
 
 
-def _load_cluster(name: str, loaded: LoadedSettings, ctx: Context) -> Loaded[ClusterProfile]:
-    """Read a profile; if it does not exist, the error reports where its name comes from."""
+def _load_cluster(name: str, loaded: LoadedSettings, ctx: Context, args: RunArgs) -> Loaded[ClusterProfile]:
+    """Read a profile, or make that of `--gpu`; if it does not exist, the error reports where its name comes from."""
+    if args.gpu:
+        return Loaded(profile_of_gpu(args.gpu, args.gpus_per_node), Layers())
     try:
         return read_cluster(name, ctx)
     except NotFoundError as error:

@@ -193,6 +193,14 @@ def test_a_run_that_is_not_followed_prints_only_its_id(
     assert manifest["command"] == ["ftkit", "run", "demo", "--name", "mine", "--no-follow"]
 
 
+def test_a_plan_for_a_gpu_needs_no_profile(ftkit: Callable[..., Result]) -> None:
+    plan = json.loads(ftkit("plan", "demo", "--gpu", "H100", "--gpus-per-node", "4", "--nodes", "2", "--json").out)
+    place = plan["placement"]
+    assert (plan["cluster"]["gpu"], place["num_nodes"], place["processes_per_node"]) == ("h100-80gb", 2, 4)
+    both = ftkit("plan", "demo", "--gpu", "l4", "--cluster", "local")
+    assert (both.code, "omit one" in both.err) == (2, True)
+
+
 @pytest.mark.parametrize("name", ["../up", "a/b", "two words", "-x", "", "a" * 64])
 def test_a_name_that_no_recipe_could_have_is_rejected(
     ftkit: Callable[..., Result], workspace: Workspace, name: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from ftkit.config.cluster import ClusterProfile
+from ftkit.config.cluster import ClusterProfile, profile_of_gpu
 from ftkit.config.layers import Layers
 from ftkit.config.problems import validate
 from ftkit.errors import ConfigError
@@ -46,3 +46,14 @@ def test_a_refused_gpu_lists_the_known_ones_and_suggests_no_other(written: objec
 def test_an_a100_without_its_memory_is_asked_for() -> None:
     with pytest.raises(ValidationError, match="a100-40gb or a100-80gb"):
         GPU.validate_python("a100")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("a100", "a100-40gb or a100-80gb"), ("hh100", "h100-80gb"), ("h20o", "h200"), ("rtx-4090", None)],
+)
+def test_a_preview_on_an_unclear_gpu_asks_for_the_closest(typed: str, meant: str | None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        profile_of_gpu(typed, None)
+    (problem,) = caught.value.problems
+    assert problem.fix == (f"Did you mean {meant}?" if meant else "Give one of these.")
