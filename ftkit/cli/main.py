@@ -43,12 +43,12 @@ _SECTIONS = {
     ),
     "Runs": (
         LazyCommand("runs", "ftkit.cli.groups", "List runs; show their checkpoints and GPUs; copy them."),
-        LazyCommand("logs", "ftkit.cli.runs", "Print the log of a run."),
+        LazyCommand("logs", "ftkit.cli.jobs", "Print the log of a run."),
         LazyCommand("report", "ftkit.cli.report", "Write report.html for a run, or a comparison of several."),
         LazyCommand("compare", "ftkit.cli.report", "Compare the settings and results of runs."),
         LazyCommand("resume", "ftkit.cli.resume", "Continue a run from its newest checkpoint."),
         LazyCommand("rerun", "ftkit.cli.resume", "Repeat a run, and compare its losses with the original's."),
-        LazyCommand("cancel", "ftkit.cli.runs", "Cancel a run, or all runs of a sweep."),
+        LazyCommand("cancel", "ftkit.cli.jobs", "Cancel a run, or all runs of a sweep."),
         LazyCommand("rm", "ftkit.cli.run_files", "Remove runs, or what nothing uses."),
     ),
     "Models and data": (

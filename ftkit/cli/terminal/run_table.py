@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal.console import Cell, Styled, Terminal
 from ftkit.cli.terminal.format import age
-from ftkit.cli.terminal.run_view import STATE_STYLES
 from ftkit.launch.job_states import observe_all
+from ftkit.runs.job import FAILURES, RunState
 from ftkit.runs.metrics_file import find_damage, read_last_step
 from ftkit.runs.script_log import read_script_step
 
@@ -18,6 +18,17 @@ if TYPE_CHECKING:
     from ftkit.runs.listing import RunEntry
     from ftkit.runs.records import ScriptStepRecord, StepRecord
 
+STATE_STYLES = {
+    RunState.COMPLETED: "green",
+    RunState.RUNNING: "cyan",
+    RunState.PENDING: "yellow",
+    RunState.STOPPED: "yellow",
+    RunState.CANCELED: "yellow",
+    RunState.UNKNOWN: "dim",
+    RunState.DAMAGED: "red",
+    RunState.UNREADABLE: "dim",
+    **dict.fromkeys(FAILURES, "red"),
+}
 _TAIL_BYTES = 4_096
 """Number of bytes at the end of metrics.jsonl in which a listing looks for damaged lines: it must be fast."""
 _TITLES = ("NAME…", "ID", "STATE", "#STEP", "#LOSS", "CLUSTER…", "#JOB", "#AGE")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ftkit.cli.terminal.console import Cell, Facts, Styled, Terminal
 from ftkit.cli.terminal.format import age, count, duration, energy, short_path
 from ftkit.cli.terminal.record_lines import early_stopping, measured, record_line, sharding_text
+from ftkit.cli.terminal.run_table import STATE_STYLES
 from ftkit.errors import EXIT_CODES, RunFailedError, plural, redact
 from ftkit.launch.job_states import LOST, observe_all
 from ftkit.runs.checkpoints import list_checkpoints
@@ -19,7 +20,7 @@ from ftkit.runs.ends import excluded_nodes, log_tail, silent_nodes
 from ftkit.runs.facts import RunFacts, read_facts
 from ftkit.runs.failure import Failure, explain_failure, original_command
 from ftkit.runs.history import RunSummary, Silence, measure_silence, read_summary
-from ftkit.runs.job import FAILURES, Job, RunState, SubmittedRun
+from ftkit.runs.job import Job, RunState, SubmittedRun
 from ftkit.runs.listing import RunEntry, read_entry
 from ftkit.runs.sync import read_status
 
@@ -29,17 +30,6 @@ if TYPE_CHECKING:
     from ftkit.runs.gpu_samples import GpuSummary
     from ftkit.runs.records import EvaluationRecord, Sample, StepRecord
 
-STATE_STYLES = {
-    RunState.COMPLETED: "green",
-    RunState.RUNNING: "cyan",
-    RunState.PENDING: "yellow",
-    RunState.STOPPED: "yellow",
-    RunState.CANCELED: "yellow",
-    RunState.UNKNOWN: "dim",
-    RunState.DAMAGED: "red",
-    RunState.UNREADABLE: "dim",
-    **dict.fromkeys(FAILURES, "red"),
-}
 _NUM_SHOWN = 5
 """Number of checkpoints, and of restarts."""
 _NUM_ANOMALIES_SHOWN = 8
