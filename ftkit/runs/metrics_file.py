@@ -1,4 +1,7 @@
-"""Read metrics.jsonl, completely or from its end, and append to it.
+"""Read metrics.jsonl, completely, thinned, or from its end, and append to it.
+
+Beside it, metrics.index has the place of each record that is not a step. With it, a reader of a file of gigabytes reads
+these records and some steps: its first line is 0, or it is not used.
 
 Reading never raises and takes bounded memory, for any content of the files: run folders are shared, and a damaged one
 must not hide the others.
@@ -6,19 +9,29 @@ must not hide the others.
 
 from __future__ import annotations
 
+import io
 import math
+import re
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import IO
 
 from ftkit.errors import one_line, plural
-from ftkit.files import DamagedFileError, PrivateFileError, open_regular
+from ftkit.files import DamagedFileError, PrivateFileError, open_regular, read_small
 from ftkit.runs.records import EvaluationRecord, Record, StartRecord, StepRecord, from_line, is_damaged, to_line
 
 MAX_LINE_BYTES = 2**23
 """Longer lines are skipped: the longest records, evaluations with samples, take a few hundred KiB."""
 _MAX_TAIL_BYTES = 2**26  # number of bytes at the end of a file in which its newest record is searched
 _TAIL_BYTES = 2**14  # number of bytes that are read first in this search
+
+LARGE_BYTES = 2**25
+"""Smaller files are read completely."""
+_NEIGHBOR_BYTES = 2**12
+_NUM_SAMPLED = 500  # number of steps in a thinned file, at most twice as many
+_STEP, _NUM_STEPS_IN_LINE = re.compile(rb'"step": (\d+)'), re.compile(rb'"num_steps": (\d+)')
 
 _STEP_LINE, _START_LINE = b'{"event": "step"', b'{"event": "start"'
 """The first characters of the records of steps and starts, as `to_line` writes them."""
@@ -30,9 +43,9 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def read_outline(path: Path) -> Iterator[Record]:
-    """Read a run's first step and the records that are not steps: hundreds of megabytes take a second or two."""
+    """Read a run's first step and the records that are not steps."""
     has_step = False
-    for line in _lines(path):
+    for line in _thinned(path, skips_steps=True) or _lines(path):
         if has_step and line.startswith(_STEP_LINE):
             continue
         record = from_line(line)
@@ -57,11 +70,13 @@ def find_damage(
 
     Readers skip such records, so a run with an unreadable file would look like one that has not started. With
     `tail_bytes`, only the lines in so many bytes at the end of the file are checked. The readable ones are appended to
-    `records`; with `skips_steps`, without the steps after the first one of each start.
+    `records`; with `skips_steps`, without the steps after the first one of each start. Of a large file with an index,
+    only some steps are checked and appended.
     """
     num_damaged, where, has_step = 0, "", False
+    thinned = _thinned(path, skips_steps=skips_steps) if records is not None else None
     try:
-        with open_regular(path) as file:
+        with io.BytesIO(b"".join(thinned)) if thinned else open_regular(path) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - (tail_bytes or size)))
             if file.tell():
@@ -132,8 +147,67 @@ def append_record(path: Path, record: Record, *, begins_line: bool = False) -> N
     `begins_line` tells that the write before this one failed, and may have left a part of a line. Raises `OSError` if
     it can't be written, or only in part.
     """
-    with path.open("a", encoding="utf-8") as file:
-        file.write("\n" * begins_line + to_line(record) + "\n")
+    with path.open("ab") as file:
+        if not isinstance(record, StepRecord):  # first, so that no record is missing if this process is killed
+            with path.with_suffix(".index").open("a", encoding="ascii") as index:
+                index.write(f"{file.tell() + begins_line}\n")
+        file.write(("\n" * begins_line + to_line(record) + "\n").encode())
+
+
+# --- Thinned -------------------------------------------------------------------------------------
+
+
+def _thinned(path: Path, *, skips_steps: bool) -> list[bytes] | None:
+    """Return the lines of a large file that are not steps, those around them, and, unless skipped, some other steps.
+
+    None if the file is small, or has no index.
+    """
+    try:
+        places = sorted({int(place) for place in read_small(path.with_suffix(".index"), 2**28).split()})
+        with open_regular(path) as file:
+            size = file.seek(0, 2)
+            if size < LARGE_BYTES or places[0] != 0:
+                return None
+            found: dict[int, bytes] = {}
+            for place in (*places, size):
+                file.seek(max(0, place - _NEIGHBOR_BYTES))
+                *_, before, rest = (b"\n\n" + file.read(place - file.tell())).split(b"\n")
+                if rest and place < size:
+                    return None  # the index is that of another file
+                if before.startswith(_STEP_LINE):
+                    found[place - len(rest) - len(before) - 1] = before + b"\n"
+                found |= {file.tell(): file.readline(MAX_LINE_BYTES) for _ in range(2)}
+            starts = [place for place in places if found.get(place, b"").startswith(_START_LINE)]
+            for low, high in pairwise([*starts, size] * (not skips_steps)):
+                found |= _some_steps(file, low, high)
+    except (OSError, ValueError, IndexError):
+        return None
+    return [found[place] for place in sorted(found)]
+
+
+def _some_steps(file: IO[bytes], low: int, high: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the places and lines of some steps of one start: the same steps in each run of the same length."""
+
+    def find(place: int) -> tuple[float, int, bytes]:
+        """Return the first step that begins at or after a place, with its own place, and its line."""
+        file.seek(max(low, place - 1))
+        if place > low:
+            file.readline()  # the rest of the line before
+        while (at := file.tell()) < high:
+            line = file.readline(MAX_LINE_BYTES)
+            if line.startswith(_STEP_LINE) and (step := _STEP.search(line)):
+                return int(step[1]), at, line
+        return math.inf, high, b""
+
+    step, place, line = find(low)
+    num_steps = _NUM_STEPS_IN_LINE.search(line)
+    stride, factors = 1, cycle((2.0, 2.5, 2.0))  # 1, 2, 5, 10, 20, …
+    while num_steps and int(num_steps[1]) > stride * _NUM_SAMPLED:
+        stride = int(stride * next(factors))
+    while place < high:
+        yield place, line
+        following = (step // stride + 1) * stride
+        step, place, line = find(bisect_left(range(high), following, lo=place, key=lambda at: find(at)[0]))
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from ftkit.cli.page.run_report import read_report
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import plan_to_json, read_plan
+from ftkit.runs import metrics_file
 from ftkit.runs.compare import read_run
 from ftkit.runs.history import History, read_history, read_summary
-from ftkit.runs.metrics_file import find_damage
+from ftkit.runs.metrics_file import append_record, find_damage
 from ftkit.runs.records import (
     CheckpointRecord,
     EndRecord,
@@ -199,3 +200,60 @@ def test_short_spans_are_merged_and_have_the_kind_that_takes_most_of_their_time(
     ]
     alone = [Span("start-up", -20, 0), *steps, Span("down", 10, 30)]
     assert merge_spans(alone, 1.0) == [Span("start-up", -20, 0), Span("training", 0, 10), Span("down", 10, 30)]
+
+
+def _write_long_run(layout: RunLayout, records: Any) -> None:
+    """Write 3,000 steps in two starts, of which the second repeats some; with an evaluation every 100 steps."""
+    begin = 1000.0
+    for first, last in ((0, 1777), (1700, 3000)):
+        append_record(layout.metrics, StageRecord(begin + first - 2.0, "loading weights"))
+        append_record(layout.metrics, replace(start(begin + first - 1.0, resumed_from=first), num_steps=3000))
+        for step in range(first + 1, last + 1):
+            append_record(layout.metrics, records.step(step, time=begin + step, num_steps=3000, loss=3.0 - step / 3000))
+            if step % 100 == 0:
+                append_record(layout.metrics, replace(evaluation(begin + step + 0.5), step=step))
+        begin += 500.0
+
+
+def test_a_thinned_history_agrees_with_the_complete_one(
+    tmp_path: Path, records: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = RunLayout(tmp_path)
+    _write_long_run(layout, records)
+    complete, complete_summary = read_history(layout), read_summary(layout)
+    monkeypatch.setattr(metrics_file, "LARGE_BYTES", 2**10)
+    thinned, summary = read_history(layout), read_summary(layout)
+    assert summary == complete_summary
+    assert len(thinned.records) < len(complete.records) / 2
+    assert len({(each.event, each.time) for each in thinned.records}) == len(thinned.records)
+    for name in ("first_step", "last_step", "evaluations", "starts", "training_seconds"):
+        assert getattr(thinned, name) == getattr(complete, name), name
+    assert thinned.steps.items() <= complete.steps.items()
+    assert set(range(10, 3001, 10)) <= set(thinned.steps), "the same steps in each run of this length"
+    assert thinned.time_use == pytest.approx(complete.time_use, rel=0.02)
+
+
+@pytest.mark.parametrize("index", [None, "", "7\n", "0\n3\n", "x\n"])
+def test_a_large_file_without_its_own_index_is_read_completely(
+    index: str | None, tmp_path: Path, records: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = RunLayout(tmp_path)
+    _write_long_run(layout, records)
+    complete = read_history(layout)
+    monkeypatch.setattr(metrics_file, "LARGE_BYTES", 2**10)
+    path = layout.metrics.with_suffix(".index")
+    path.unlink() if index is None else path.write_text(index)
+    assert read_history(layout) == complete
+
+
+def test_a_step_that_is_being_written_does_not_hide_the_others(
+    tmp_path: Path, records: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = RunLayout(tmp_path)
+    _write_long_run(layout, records)
+    monkeypatch.setattr(metrics_file, "LARGE_BYTES", 2**10)
+    with layout.metrics.open("a") as file:
+        file.write('{"event": "step", "ti')
+    last = read_history(layout).last_step
+    assert last is not None
+    assert last.step == 3000
