@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -41,9 +40,7 @@ from ftkit.runs.stragglers import RankTiming
 
 NOW = time.time()
 STAMP = "20260101T{:02d}{:02d}{:02d}Z"
-STEP = StepRecord(
-    NOW, 1, 100, 0.1, 2.0, 1e-5, 1.0, 4096, 2048, 1e4, 0.5, 0.01, 0.001, 0.4, 40.0
-)
+STEP = StepRecord(NOW, 1, 100, 0.1, 2.0, 1e-5, 1.0, 4096, 2048, 1e4, 0.5, 0.01, 0.001, 0.4, 40.0)
 COLUMNS = "{:<44} {:>8} {:>8} {:>8}"
 
 

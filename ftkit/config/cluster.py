@@ -146,8 +146,8 @@ class ClusterProfile(Spec):
     """Request whole nodes."""
     gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
     """How to request GPUs; `none` if the site has no GRES (AWS HyperPod)."""
-    mpi: OneLine | None = None
-    """`--mpi` of srun; torch needs none."""
+    mpi: OneLine | None = "none"
+    """`--mpi` of srun. torch needs none, and a site's default may be broken; the site's default if null."""
     srun_options: tuple[str, ...] = ()
     """More options for srun, one argument each."""
     sbatch_options: tuple[SbatchOption, ...] = ()

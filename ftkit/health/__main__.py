@@ -23,7 +23,7 @@ from typing import Any, Final, get_args
 from ftkit.config.cluster import GpuModel
 from ftkit.errors import UnfitMachineError, one_line
 from ftkit.health.findings import Finding, Status, failures
-from ftkit.health.node import check_disk, check_gpus, check_shared_disk, open_nvml
+from ftkit.health.node import check_disk, check_gpus, check_interfaces, check_shared_disk, open_nvml
 from ftkit.health.rates import (
     SLOW_GPU,
     CollectiveRates,
@@ -104,7 +104,7 @@ class NodeCheck:
     def _check_alone(self, environment: Mapping[str, str]) -> NodeReport:
         """GPUs are checked after the matmuls, while they are warm."""
         mib = (64 if self.is_short else 256) // (1 if self.on_gpu else 4)
-        findings = [check_disk("local disk", self.local_dir, mib)]
+        findings = [check_disk("local disk", self.local_dir, mib), *check_interfaces(environment)]
         if self.shared_file is not None:
             findings.append(check_shared_disk(self.shared_file, mib))
         devices: Sequence[DeviceRates] = ()

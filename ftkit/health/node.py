@@ -10,13 +10,15 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+from ftkit.config.cluster import recognize_gpu
 from ftkit.errors import one_line
 from ftkit.health.findings import Finding
 from ftkit.runs.gpu_samples import GpuSample
@@ -229,6 +231,25 @@ def check_shared_disk(marker: Path, mib: int) -> Finding:
     return check_disk("shared disk", marker.parent, mib)
 
 
+def check_interfaces(environment: Mapping[str, str], names: Sequence[str] | None = None) -> Iterator[Finding]:
+    """Yield the variables that select interfaces which this node does not have; `names` are those that it has.
+
+    NCCL's are prefixes, exact after `=`, and excluded after `^` (NCCL's user guide); gloo's are exact.
+    """
+    has = [name for _, name in socket.if_nameindex()] if names is None else names
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        wanted = environment.get(variable, "")
+        is_exact, is_excluded = (
+            variable.startswith("GLOO") or wanted.lstrip("^").startswith("="),
+            wanted.startswith("^"),
+        )
+        words = wanted.lstrip("^=").split(",")
+        found = [name for name in has if any(name == word if is_exact else name.startswith(word) for word in words)]
+        if wanted and not (set(has) - {"lo", *found} if wanted.startswith("^") else found):
+            value = f"{variable}={wanted} selects none of this node's: {', '.join(has)}"
+            yield Finding("interfaces", "failed", value, "set it in 'nccl.environment' or 'environment' of the profile")
+
+
 def check_gpus(nvml: Nvml, num_gpus: int, device_name: str, environment: Mapping[str, str]) -> list[Finding]:
     """Compare the driver's major CUDA version with the image's, and the GPUs with `device_name` unless it is empty."""
     value = nvml.driver + (f", CUDA {nvml.cuda[0]}.{nvml.cuda[1]}" if nvml.cuda else "")
@@ -244,8 +265,9 @@ def check_gpus(nvml: Nvml, num_gpus: int, device_name: str, environment: Mapping
         return [driver, Finding("GPUs", "failed", f"{value}; {num_gpus} expected", fix)]
     gpus = Finding("GPUs", "ok", value)
     if any(device_name not in name for name in names):
-        fix = "set 'gpu:' in the cluster's profile"
-        gpus = Finding("GPUs", "warning", f"{value}; the profile says {device_name}", fix)
+        models = {recognize_gpu(name) for name in names} - {None, recognize_gpu(device_name)}
+        fix = "set 'gpu:' in the profile; where nodes differ, request one kind: sbatch_options: [constraint=…]"
+        gpus = Finding("GPUs", "failed" if models else "warning", f"{value}; the profile says {device_name}", fix)
     return [driver, gpus, *nvml.faults()]
 
 

@@ -94,6 +94,7 @@ class RunLayout:
     silent_nodes = FilePath("silent")
     """Files named by nodes: when the node was last heard, since the epoch, a tab, and the node that misses it."""
     metrics = FilePath("metrics.jsonl")
+    """The records; beside it, `metrics.index` has the places of those that are not steps."""
     report = FilePath("report.html")
     evaluations = FilePath("evaluations.jsonl")
     """The records of jobs that evaluate checkpoints: only they write it, and the trainer copies the records."""

@@ -61,6 +61,17 @@ export FTKIT_NCCL_PROFILE=/var/lib/tcpxo/lib64/nccl-env-profile.sh # sourced on 
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 readonly MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # below Linux's ephemeral ports
 
+# Prints the first port from this one on that nothing listens on. It is passed to all tasks of the step.
+find_port() { # HOST PORT
+    local port=$2
+    # shellcheck disable=SC2016
+    while ((port < $2 + 100)) && timeout 5 bash -c ': <"/dev/tcp/$0/$1"' "$1" "$port" 2>/dev/null; do
+        port=$((port + 10)) # the checks of nodes use several
+    done
+    ((port == $2)) || say "port $2 of $1 is taken: using $port"
+    printf '%s' "$port"
+}
+
 # --- Tasks ---------------------------------------------------------------------------------------
 readonly CONTAINER_IMAGE=/shared/ftkit/images/olmo3+25.02.sqsh
 export FTKIT_CONTAINER_IMAGE=$CONTAINER_IMAGE # recorded by the trainer
@@ -109,9 +120,11 @@ join() {
 # second time, but would stay on the nodes of sites that keep named containers after a job.
 srun_options=(
     --ntasks-per-node=1
+    --cpu-bind=none # sites that bind by default would bind a node's only task to one core
     --export=ALL
     --kill-on-bad-exit=1
     --wait=60
+    --mpi=none
     --no-container-mount-home
     --container-writable
     --container-image="$CONTAINER_IMAGE"
@@ -128,7 +141,7 @@ timeout --kill-after=10 300 srun --nodes=1 --ntasks=1 --nodelist="$1" "${srun_op
         bash -c "$IN_CHECK"'exec "$0" -m ftkit.health --in-job "$@"' "$RUN_PYTHON" \
         --host="$1" \
         --absent-dir="$2" \
-        --port="$((MASTER_PORT + 1))" \
+        --port="$check_port" \
         --device=cuda \
         --num-devices=8 \
         --gpu=h100-80gb \
@@ -140,8 +153,9 @@ timeout --kill-after=10 300 srun --nodes=1 --ntasks=1 --nodelist="$1" "${srun_op
 # Each node is checked in a separate job step, so that a container that does not start can't end the other checks.
 # The checks rendezvous by themselves. A node's output is in FOLDER/HOST.out, the errors of its step in FOLDER/HOST.err.
 check_nodes() { # FOLDER OPTION...
-    local folder=$1 host hosts=${nodes//$'\n'/,} pids=()
+    local folder=$1 host hosts=${nodes//$'\n'/,} pids=() check_port
     shift
+    check_port=$(find_port "${hosts%%,*}" "$((MASTER_PORT + 1))")
     mkdir -p -- "$folder"
     for host in $nodes; do
         check_node "$host" "$folder" --hosts="$hosts" "$@" >"$folder/$host.out" 2>"$folder/$host.err" &

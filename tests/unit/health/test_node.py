@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftkit.health.node import Nvml, check_disk, check_gpus, check_shared_disk, visible_indices
+from ftkit.health.node import Nvml, check_disk, check_gpus, check_interfaces, check_shared_disk, visible_indices
 from ftkit.health.rates import bus_bandwidth, compare_with_others, find_transport, least_matmul, pair_rounds
 
 if TYPE_CHECKING:
@@ -167,3 +167,31 @@ def test_bus_bandwidths_match_nccl_tests() -> None:
 )
 def test_the_transport_is_read_from_nccls_log(log: str, transport: str) -> None:
     assert find_transport(log) == transport
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "is_found"),
+    [
+        ("NCCL_SOCKET_IFNAME", "enp", True),
+        ("NCCL_SOCKET_IFNAME", "eth,ib", True),
+        ("NCCL_SOCKET_IFNAME", "=ib0", True),
+        ("NCCL_SOCKET_IFNAME", "=ib", False),
+        ("NCCL_SOCKET_IFNAME", "eth", False),
+        ("NCCL_SOCKET_IFNAME", "^docker,veth", True),
+        ("NCCL_SOCKET_IFNAME", "^enp,ib", False),
+        ("NCCL_SOCKET_IFNAME", "", True),
+        ("GLOO_SOCKET_IFNAME", "enp0s12", True),
+        ("GLOO_SOCKET_IFNAME", "enp", False),
+    ],
+)
+def test_a_variable_that_selects_no_interface_of_the_node_fails_it(variable: str, value: str, is_found: bool) -> None:
+    findings = list(check_interfaces({variable: value}, ["lo", "enp0s12", "ib0"]))
+    assert [each.status for each in findings] == ([] if is_found else ["failed"])
+
+
+def test_a_node_with_another_model_of_gpu_than_the_profile_fails() -> None:
+    statuses = []
+    for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA Something"):
+        [_, gpus, *_] = check_gpus(Nvml(library(nvmlDeviceGetName=name), [0, 1]), 2, "H100 80GB HBM3", {})
+        statuses.append(gpus.status)
+    assert statuses == ["failed", "warning"]

@@ -6,6 +6,8 @@ import os
 import shlex
 import shutil
 import signal
+import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -786,3 +788,29 @@ def test_the_image_is_staged_once_and_verified_or_else_started_from_the_shared_f
     staged.write_text("damaged")
     machine.environment = {"FAKE_FULL_DISK": "1"}
     assert started() == (str(image), 1)
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_all_tasks_get_a_port_of_the_first_node_that_nothing_listens_on(
+    is_taken: bool, make_plan: PlanMaker, machine: Machine
+) -> None:
+    for job in range(12345, 13345, 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", 20_000 + job % 10_000)) as server:
+            machine.environment = {"FAKE_NODES": "localhost", "SLURM_JOB_ID": str(job)}
+            if not is_taken:
+                server.close()
+            machine.run(make_plan("dev", 1, node_local_dir=machine.local_disk))
+            break
+    _, train = machine.calls("srun")
+    assert f"--master-port={20_000 + job % 10_000 + 10 * is_taken}" in train.words
+
+
+def test_the_tasks_use_no_mpi_and_all_cpus_unless_the_profile_says_otherwise(
+    make_plan: PlanMaker, machine: Machine
+) -> None:
+    machine.run(make_plan("dev", 1, node_local_dir=machine.local_disk))
+    machine.run(make_plan("dev", 1, node_local_dir=machine.local_disk, mpi="pmix", cpus_per_node=4))
+    (*_, plain), (*_, with_mpi) = machine.calls("srun")[:2], machine.calls("srun")[2:]
+    assert {"--mpi=none", "--cpu-bind=none"} <= set(plain.words)
+    assert {"--mpi=pmix", "--cpus-per-task=4"} <= set(with_mpi.words)
+    assert "--cpu-bind=none" not in with_mpi.words
