@@ -239,10 +239,7 @@ def check_interfaces(environment: Mapping[str, str], names: Sequence[str] | None
     has = [name for _, name in socket.if_nameindex()] if names is None else names
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         wanted = environment.get(variable, "")
-        is_exact, is_excluded = (
-            variable.startswith("GLOO") or wanted.lstrip("^").startswith("="),
-            wanted.startswith("^"),
-        )
+        is_exact = variable.startswith("GLOO") or wanted.lstrip("^").startswith("=")
         words = wanted.lstrip("^=").split(",")
         found = [name for name in has if any(name == word if is_exact else name.startswith(word) for word in words)]
         if wanted and not (set(has) - {"lo", *found} if wanted.startswith("^") else found):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -63,9 +64,9 @@ def test_slurm_sends_no_signal_without_a_grace_period(make_plan: PlanMaker) -> N
     assert not [line for line in directives if line.startswith("--signal")]
 
 
-def test_mpi_is_set_only_if_the_site_needs_it(make_plan: PlanMaker) -> None:
-    assert "\n    --mpi" not in render_job(make_plan("slurm"))
-    assert "\n    --mpi=pmix\n" in render_job(make_plan("slurm", mpi="pmix"))
+def test_mpi_is_none_unless_the_profile_sets_another_or_leaves_it_to_the_site(make_plan: PlanMaker) -> None:
+    jobs = [render_job(make_plan("slurm", **given)) for given in ({}, {"mpi": "pmi2"}, {"mpi": None})]
+    assert [re.findall(r"\n    --mpi=(\w+)", job) for job in jobs] == [["none"], ["pmi2"], []]
 
 
 PLUGIN = {"profile_script": "/p.sh", "library_dir": "/lib64/x", "environment": {"NCCL_NET": "x"}}
