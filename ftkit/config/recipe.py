@@ -200,6 +200,9 @@ class ResourcesSpec(Spec):
     exclude_stragglers: bool = False
     """Exclude the slowest node when the job is requeued, if it computes at least 10% more slowly than the others
     (`ftkit status`), on Slurm with two or more nodes. The cluster must have another node to replace it."""
+    core_dumps: bool = False
+    """Let ranks that crash write core dumps, to the node's local disk unless the kernel's `core_pattern` says another;
+    those of a script are in its folder. The error names the place."""
     preflight: bool | None = None
     """Check all nodes before training, on Slurm, and exclude unhealthy ones. If null: with GPUs on several nodes."""
     time_limit: TimeLimit | None = None

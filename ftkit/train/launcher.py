@@ -13,6 +13,7 @@ import ctypes
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import gettempdir
 from typing import TYPE_CHECKING
 
 from ftkit import process
@@ -31,7 +33,7 @@ from ftkit.data.staging import STAGED, stage_weights
 from ftkit.errors import FtkitError, MemoryExhaustedError, as_user_error, one_line
 from ftkit.health.sampler import sampling
 from ftkit.planning.layout import RunLayout
-from ftkit.planning.plan import PlacementPlan, read_plan
+from ftkit.planning.plan import PlacementPlan, RunPlan, ScriptPlan, read_job_plan
 from ftkit.runs.failure import RankError, record_rank_error, write_rank_error
 from ftkit.runs.lease import FolderHeldError, held_lease, is_held_by_another_job, revoke_if_dead
 from ftkit.runs.manifest import record_start
@@ -63,8 +65,13 @@ def main(arguments: list[str]) -> int:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # torchrun installs a handler, which never runs
     layout = RunLayout(Path(arguments[arguments.index("-m") + 2]).parent)
-    if cache := os.environ.get("FTKIT_CACHE_DIR"):
-        _stage_weights(layout, Path(cache))
+    plan, core_dumps = None, ""
+    with suppress(FtkitError):  # the ranks report the error
+        plan = read_job_plan(layout)
+        core_dumps = _place_core_dumps(plan)
+    cache = os.environ.get("FTKIT_CACHE_DIR")
+    if cache and isinstance(plan, RunPlan):
+        _stage_weights(plan, Path(cache))
     if folder := keep_bytecode():
         sys.stderr.write(f"ftkit: torch was installed without bytecode: it is kept in {folder}\n")
     with faster_imports():  # after the mask: their threads inherit it
@@ -81,7 +88,7 @@ def main(arguments: list[str]) -> int:
             revoke_if_dead(layout)
             return 0
         sys.stderr.write(f"{error}\n")
-        _record_deaths(layout, error, num_oom_kills)
+        _record_deaths(layout, error, num_oom_kills, core_dumps)
         revoke_if_dead(layout)
         return 1
     if {"--standalone", "--node-rank=0"} & set(arguments):
@@ -106,12 +113,27 @@ def _write_report(layout: RunLayout) -> None:
         sys.stderr.write(f"ftkit: no report was written: {one_line(failure)}\n")
 
 
-def _stage_weights(layout: RunLayout, cache: Path) -> None:
+def _place_core_dumps(plan: RunPlan | ScriptPlan) -> str:
+    """Disable core dumps, which are as large as a rank's memory; return where they are if the plan asks for them.
+
+    core(5): they are in the working directory, unless the administrator has chosen another place, or a program.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (most if plan.resources.core_dumps else 0, most))
+    if not plan.resources.core_dumps:
+        return ""
+    if isinstance(plan, ScriptPlan):
+        folder = Path(plan.script.folder)
+    else:
+        folder = Path(os.environ.get("FTKIT_CACHE_DIR", gettempdir())) / "core-dumps"
+        folder.mkdir(parents=True, exist_ok=True)
+        os.chdir(folder)
+    pattern = Path("/proc/sys/kernel/core_pattern").read_text(encoding="utf-8").strip()
+    return f"passed to {pattern[1:]}" if pattern.startswith("|") else str(folder / pattern)
+
+
+def _stage_weights(plan: RunPlan, cache: Path) -> None:
     """Copy the weights to this node's local disk, if the cluster profile says so, and pass the path to the ranks."""
-    try:
-        plan = read_plan(layout)
-    except FtkitError:  # the ranks report the error
-        return
     if plan.cluster.stage == "local":
 
         def report(text: str) -> None:
@@ -150,8 +172,8 @@ def _explain_kill(num_before: int | None) -> tuple[str, int]:
     return ": by another process, not by the kernel's OOM killer", 1
 
 
-def _record_deaths(layout: RunLayout, error: ChildFailedError, num_oom_kills: int | None) -> None:
-    """Write an error for each rank that was killed by a signal."""
+def _record_deaths(layout: RunLayout, error: ChildFailedError, num_oom_kills: int | None, core_dumps: str = "") -> None:
+    """Write an error for each rank that was killed by a signal, with the place of its core dump."""
     for rank, failure in error.failures.items():
         if failure.exitcode >= 0:
             continue
@@ -160,6 +182,8 @@ def _record_deaths(layout: RunLayout, error: ChildFailedError, num_oom_kills: in
             meaning = ": a memory-mapped file can't be read; usually its file system is full or unreachable"
         elif name == "SIGKILL":
             meaning, code = _explain_kill(num_oom_kills)
+        elif core_dumps:
+            meaning = f"; its core dump on {socket.gethostname()}: {core_dumps}"
         message = f"rank {rank} was killed by {name}{meaning}"
         # The timestamp is rounded down to seconds, so it precedes those of ranks that failed because of this one.
         died = RankError(float(failure.timestamp), rank, socket.gethostname(), name, message, "", code, code == 1)

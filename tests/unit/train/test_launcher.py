@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -79,6 +80,31 @@ def test_a_sigkill_is_the_kernels_only_if_it_counted_one(
     assert error is not None
     assert (error.was_killed, error.exit_code, error.can_resume) == (True, code, code == 1)
     assert meaning in error.message
+
+
+CRASH = """
+import ctypes, os, sys
+from types import SimpleNamespace
+from ftkit.train.launcher import _place_core_dumps
+print(_place_core_dumps(SimpleNamespace(resources=SimpleNamespace(core_dumps=sys.argv[1] == "True"))), flush=True)
+ctypes.string_at(0)
+"""
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_a_crashed_rank_dumps_its_core_on_request_and_on_the_nodes_disk(tmp_path: Path, *, is_wanted: bool) -> None:
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    run.mkdir()
+    crashed = subprocess.run(
+        [sys.executable, "-c", CRASH, str(is_wanted)], cwd=run, env={**os.environ, "FTKIT_CACHE_DIR": str(disk)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert crashed.returncode == -signal.SIGSEGV
+    assert list(run.iterdir()) == []
+    place = crashed.stdout.strip()
+    assert bool(place) == disk.exists() == is_wanted
+    if place.startswith(str(disk)) and resource.getrlimit(resource.RLIMIT_CORE)[1]:
+        assert list(disk.glob("core-dumps/*"))
 
 
 def test_a_rank_ends_if_its_launcher_is_killed(launcher: subprocess.Popen[str], rank: int) -> None:
