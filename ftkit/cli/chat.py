@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from ftkit.launch.render import SideJob
 
 _EXPORT_SECONDS = 6 * 3600
+_HELP = """/reset  clear the conversation
+/exit   end it, as Ctrl-D does
+\\       at the end of a line: the message continues on the next one"""
 _decoding_options = arguments.together(
     arguments.number_option("--max-new-tokens", default=256, about="Maximum number of new tokens (default 256)."),
     click.option(
@@ -72,8 +76,8 @@ def chat_command(
 ) -> None:  # fmt: skip
     r"""Chat with a model. To complete a file of prompts, use 'ftkit generate'; for other programs, 'ftkit serve'.
 
-    Each line is a turn; a line that ends with \ continues on the next line. /reset clears the conversation; /exit or
-    Ctrl-D ends it. In a pipe, only completions go to stdout.
+    Each line is a turn; a line that ends with \ continues on the next line. /help lists the commands. In a pipe, only
+    completions go to stdout.
 
     {MODEL}
     """
@@ -118,7 +122,7 @@ def _turns(terminal: Terminal) -> Iterator[str]:
     if is_interactive:
         import readline  # noqa: F401 - gives input() its history and keys
 
-        terminal.say("Write a message; /reset clears the conversation, /exit ends it.")
+        terminal.say("Write a message; /help lists the commands.")
     lines: list[str] = []
     while True:
         try:
@@ -129,9 +133,11 @@ def _turns(terminal: Terminal) -> Iterator[str]:
         if line.endswith("\\"):
             continue
         turn, lines = "\n".join(lines).strip(), []
-        if turn == "/exit":
+        if turn in ("/exit", "/quit"):
             return
-        if turn:
+        if turn == "/help" or (is_interactive and re.fullmatch(r"/\w+", turn) and turn != "/reset"):
+            terminal.say(_HELP if turn == "/help" else f"there is no command {turn}\n{_HELP}")
+        elif turn:
             yield turn
 
 

@@ -68,8 +68,9 @@ def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None
         seen = _show_until_the_end(run, tail, view, output)
     except KeyboardInterrupt:
         view.close()
-        terminal.say(f"\n{run.id} continues. To follow or cancel it:")
-        terminal.say(f"  ftkit status {run.id} --follow\n  ftkit cancel {run.id}")
+        terminal.say(
+            f"\n{run.id} continues; to follow it: ftkit status {run.id} --follow; to stop it: ftkit cancel {run.id}"
+        )
         raise
     finally:
         view.close()

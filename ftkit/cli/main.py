@@ -164,14 +164,18 @@ def main(args: Sequence[str] | None = None) -> int:
         load_dotenv(Context.here().project, os.environ)
         with process.exit_on_termination():
             code = _invoke(words)
-        sys.stdout.flush()
+        if code == 0:
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader (head, less) has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
+        code = 0
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - reported
-        return _report(error, words)
+        code = _report(error, words)
+    try:
+        sys.stdout.flush()
+    except OSError:  # a closed pipe or a full disk: otherwise the interpreter writes what is left when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return code
 
 

@@ -163,6 +163,14 @@ def ask(wanted: Repository, files: tuple[str, ...], environment: Mapping[str, st
             status = 0 if response is None else int(response.status_code)
             if isinstance(error, errors.GatedRepoError):
                 status = _FORBIDDEN
+            said = "" if response is None else str(response.headers.get("X-Error-Message"))
+            if token is not None and status == 401 and said.startswith("Invalid credentials"):  # noqa: PLR2004
+                raise PrerequisiteError(
+                    f"{wanted.key}: the hub does not accept your token, so it was not asked for '{wanted.name}'",
+                    meaning="the token expired, was revoked, or is incomplete",
+                    fix="make a new one in the hub's settings, and set HF_TOKEN; public models need none",
+                    name="bad-token",
+                ) from error
             _refuse(wanted, status, has_token=token is not None)
             return Answer(f"the hub answered {status} when asked for '{wanted.name}': the job will ask again", missing)
         except Exception as error:  # noqa: BLE001 - of the client's HTTP library

@@ -72,8 +72,8 @@ def _check_complete(wanted: Repository, missing: list[str]) -> None:
     if CONFIG_FILE in missing or {WEIGHTS_FILE, WEIGHTS_INDEX} <= {*missing}:
         raise NotFoundError(
             f"{wanted.key}: '{wanted.name}' has no {' and no '.join(missing)}",
-            meaning="ftkit trains models in transformers' layout with safetensors; these files have another format, or "
-            "are adapters",
+            meaning="ftkit trains models in transformers' layout with safetensors; these files have another format, "
+            "such as GGUF, or are adapters",
             fix="choose another model or revision; or convert the weights, and give model.weights the folder",
             name="no-model-files",
         )
@@ -106,8 +106,9 @@ def download_weights(
             return folder
         return download(files, folder.name)  # the same commit, even if the branch has moved
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
+        said = getattr(error, "server_message", None) or one_line(error)
         raise NotFoundError(
-            f"can't download '{model.weights}': {one_line(error)}",
+            f"can't download '{model.weights}': {said}",
             meaning="the name is wrong, the model is gated and HF_TOKEN may not read it, or the hub is out of reach",
             fix="accept the model's license on the hub and set HF_TOKEN; or give model.weights a local folder",
         ) from error

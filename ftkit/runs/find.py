@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 
 from ftkit.errors import NotFoundError, PrerequisiteError, one_line
 from ftkit.files import PrivateFileError, load_json, read_small
@@ -65,6 +66,13 @@ def _from_name(workspace: Workspace, name: str) -> RunFolder | None:
 
 def find_run(reference: str, workspace: Workspace) -> RunFolder:
     """Return a run by `last`, name, id or a part of it, job id, or folder; NotFoundError if none, PrivateFileError."""
+    is_folder = "/" in reference and os.path.isdir(reference)  # noqa: PTH112 - False for impossible paths
+    if is_folder and Path(reference).resolve().parent != workspace.runs.resolve():
+        raise NotFoundError(
+            f"{reference} is not among the runs of this workspace, {workspace.runs}",
+            meaning="a run's plan contains its paths, so a folder that was copied or moved can't be used",
+            fix="give the original run; 'ftkit runs sync' makes copies that can be resumed",
+        )
     found = _select(reference, list_runs(workspace), workspace)
     root, plan = found.layout.root, found.layout.plan
     if not os.access(root, os.R_OK | os.X_OK, effective_ids=True):

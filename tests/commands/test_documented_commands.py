@@ -22,7 +22,8 @@ CHECKOUT = Path(__file__).parents[2]
 PAGES = [
     page
     for page in (CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", *sorted((CHECKOUT / "docs").rglob("*.md")))
-    if page.name != "cli.md"  # generated from the commands' help, whose examples are tested below
+    # Generated: the examples of the commands' help are tested below, and mistakes in test_mistakes.py.
+    if page.name not in ("cli.md", "mistakes.md")
 ]
 
 

@@ -18,7 +18,7 @@ from waiting import PATIENCE_SECONDS
 if TYPE_CHECKING:
     from pathlib import Path
 
-ELSEWHERE = {"cli.md", "recipe.md", "image.md", "cluster-profile.md", "many-nodes.md"}
+ELSEWHERE = {"cli.md", "recipe.md", "image.md", "cluster-profile.md", "many-nodes.md", "mistakes.md"}
 """Written by scripts/docs from commands and schemas, whose numbers are defaults and limits; the last is arithmetic on
 bandwidths that vendors state, which test_many_nodes.py repeats."""
 

@@ -118,8 +118,14 @@ class Terminal:
 
     def confirm(self, question: str, *, yes: bool) -> bool:
         """Ask a question on stderr, which `--yes` answers; say so if nothing will be done."""
-        if yes or click.confirm(question, err=True):
-            return True
+        try:
+            if yes or click.confirm(question, err=True):
+                return True
+        except click.Abort:
+            if sys.stdin.isatty():
+                raise
+            self.say()
+            raise click.UsageError("nobody answers here: give --yes", click.get_current_context()) from None
         self.say("nothing was changed")
         return False
 

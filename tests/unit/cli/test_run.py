@@ -271,7 +271,7 @@ def test_an_interrupt_does_not_stop_the_run_and_shows_how_to_follow_it(
     result = ftkit("run", "demo")
     (next(workspace.runs.iterdir()) / "go").touch()
     assert result.code == 130
-    assert "continues. To follow" in result.err
+    assert "continues; to follow it: ftkit status" in result.err
     assert "ftkit cancel demo-" in result.err
 
 
