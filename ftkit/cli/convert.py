@@ -22,10 +22,14 @@ from ftkit.errors import ConfigError, Problem
 from ftkit.files import write_file
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ftkit.config.convert import Converted
     from ftkit.config.convert_rows import Row
+    from ftkit.config.foreign_files import Settings
 
 _LONGEST_VALUE = 60
+_DATASET_INFO = "dataset_info.json"
 
 
 @command(
@@ -48,9 +52,10 @@ def convert_command(  # noqa: PLR0913 - its options
 ) -> None:  # fmt: skip
     """Write a recipe from the configuration of Axolotl, LLaMA-Factory, TRL, torchtune, Unsloth, or NeMo AutoModel.
 
-    FILE is a YAML file, a shell script, a Python script, or a notebook; files of accelerate and DeepSpeed, and
-    LLaMA-Factory's dataset_info.json, may follow it. No code is run. The recipe is written to stdout or --output, and
-    to stderr what each key became, or why there is nothing for it in ftkit.
+    FILE is a YAML file, a shell script, a Python script, or a notebook; files of accelerate and DeepSpeed may follow
+    it. LLaMA-Factory's dataset_info.json is found in dataset_dir or beside FILE, or may follow it. No code is run. The
+    recipe is written to stdout or --output, and to stderr what each key became, or why there is nothing for it in
+    ftkit.
     """
     terminal = Terminal()
     if output is not None and output.exists() and not yes:
@@ -59,6 +64,9 @@ def convert_command(  # noqa: PLR0913 - its options
         )
     calls = {name: names for each in (*TOOLS, LAUNCHERS) for name, names in read_tool(each).calls.items()}
     parts = {str(path): read_foreign(path, calls) for path in files}
+    if info := _find_dataset_info(files, parts):
+        parts[str(info)] = read_foreign(info, calls)
+        terminal.say(f"read {short_path(info)} too")
     name = (output or files[0]).stem
     converted = convert(parts, tool or detect_tool(parts), name, num_gpus=gpus, mean_length=mean_length)
     text = _yaml(converted, files)
@@ -73,6 +81,16 @@ def convert_command(  # noqa: PLR0913 - its options
         terminal.data(text)
     else:
         terminal.say(f"\nwrote {short_path(output)}; next: ftkit data check {short_path(output)}")
+
+
+def _find_dataset_info(files: tuple[Path, ...], parts: Mapping[str, Settings]) -> Path | None:
+    """Return the file that lists LLaMA-Factory's data, where it looks or beside the configuration, unless given."""
+    if any(file.name == _DATASET_INFO for file in files) or not any("dataset" in part for part in parts.values()):
+        return None
+    named = [str(part["dataset_dir"]) for part in parts.values() if part.get("dataset_dir")] or ["data"]
+    folders = [parent / name for parent in (Path(), files[0].parent) for name in named]
+    found = (folder / _DATASET_INFO for folder in (*folders, files[0].parent))
+    return next((path for path in found if path.is_file()), None)
 
 
 def _yaml(converted: Converted, files: tuple[Path, ...]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from ftkit.config.convert_rows import DATASET, Conversion, Row
@@ -85,12 +86,13 @@ def convert(
 def _find_named_datasets(it: Conversion, lists: Mapping[str, Settings]) -> None:
     """Read what LLaMA-Factory's `dataset_info.json` says about the datasets that the configuration names."""
     note = "see the rows of dataset_info.json" if lists else "dataset_info.json defines it: give that file, too"
-    folder = next((row.value for row in it.rows if row.key == "dataset_dir"), "data")
+    named = next((row.value for row in it.rows if row.key == "dataset_dir"), None)
     for names in it.take(f"{DATASET}names", note):
         for index, name in enumerate(each.strip() for each in str(names.value).split(",")):
             for file, part in lists.items():
+                folder = Path(named or Path(file).parent)
                 for key in [key for key in part if key.startswith(f"{name}.")]:
-                    value = f"{folder}/{part[key]}" if key.endswith(".file_name") else part[key]
+                    value = str(folder / part[key]) if key.endswith(".file_name") else part[key]
                     it.sort(Row(file, key, value, index=index), f"info{key.removeprefix(name)}")
     for file, part in lists.items():
         others = len({key.partition(".")[0] for key in part} - {row.key.partition(".")[0] for row in it.rows})

@@ -91,3 +91,18 @@ def test_an_unknown_configuration_gets_the_list_of_tools(ftkit: Callable[..., Re
     assert {"axolotl", "llamafactory", "trl", "torchtune", "unsloth", "automodel"} <= set(
         ftkit("convert", "other.yaml").err.replace(".", " ").split()
     )
+
+
+@pytest.mark.parametrize(
+    ("folder", "setting", "source"),
+    [("data", "", "data/mine.json"), (".", "", "mine.json"), ("sets", "dataset_dir: sets", "sets/mine.json")],
+)
+def test_the_list_of_llama_factorys_data_is_found(
+    ftkit: Callable[..., Result], folder: str, setting: str, source: str
+) -> None:
+    Path(folder).mkdir(exist_ok=True)
+    Path(folder, "dataset_info.json").write_text('{"mine": {"file_name": "mine.json"}}')
+    Path("lora.yaml").write_text(f"model_name_or_path: org/model\nfinetuning_type: lora\ndataset: mine\n{setting}\n")
+    found = ftkit("convert", "lora.yaml", "--json")
+    assert json.loads(found.out)["recipe"]["data"]["source"] == source
+    assert "dataset_info.json" in found.err

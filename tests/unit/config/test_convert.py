@@ -207,7 +207,7 @@ EDGES: dict[str, dict[str, str]] = {
 CONFIGURATIONS = EDGES | {
     "Axolotl": {"chats.yml": AXOLOTL},
     "LLaMA-Factory": {"lora.yaml": LLAMAFACTORY},
-    "LLaMA-Factory with its datasets": {"lora.yaml": LLAMAFACTORY, "dataset_info.json": DATASET_INFO},
+    "LLaMA-Factory with its datasets": {"lora.yaml": LLAMAFACTORY, "data/dataset_info.json": DATASET_INFO},
     "TRL's command": {"train.sh": TRL_SCRIPT},
     "TRL's command and accelerate": {"train.sh": TRL_SCRIPT.replace("--num_processes 4", ""), "zero2.yaml": ACCELERATE},
     "TRL's YAML": {"sft.yaml": TRL_YAML},
