@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import click
 from ruamel.yaml import YAML
@@ -23,20 +23,21 @@ from ftkit.cli.terminal.plan_view import plan_facts
 from ftkit.config.context import PROJECT_FILE, Context, list_names
 from ftkit.config.data_sources import DATA_FILE
 from ftkit.config.load import load_cluster
+from ftkit.config.request import load_settings
 from ftkit.config.yaml_files import read_yaml, to_yaml
 from ftkit.data.readers import IN_FOLDERS, suffix_of
+from ftkit.data.source_files import OTHER_SPLIT
 from ftkit.errors import ConfigError, NoAnswerError, Problem
-from ftkit.health.site import ProposedCluster, Site, detect_site, propose_cluster
-from ftkit.launch.new_recipe import choose_recipe
+from ftkit.health.site import ProposedCluster, Site, detect_site, list_partitions, propose_cluster
+from ftkit.launch.new_recipe import choose_recipe, find_splits
 from ftkit.launch.resolve import RunArgs, load_place
 from ftkit.paths import is_address, is_path
+from ftkit.planning.first_recipe import Choice
 from ftkit.spec import as_name
-
-if TYPE_CHECKING:
-    from ftkit.planning.first_recipe import Choice
 
 _MARK = "Written by 'ftkit init'."
 _HEAD = f"{_MARK} 'ftkit config' shows all settings; keys of a profile: docs/reference/cluster-profile.md"
+_IMAGE: Final = "olmo3:25.02"
 _MAX_SHOWN: Final = 3
 _COMMENT_COLUMN: Final = 32
 
@@ -83,12 +84,16 @@ def init_command(model: str | None, data: str | None, *, name: str | None, yes: 
         if not asks:
             raise usage_error(f"give the data too ({what}): ftkit init {model} DATA")
         found = [click.prompt(f"Data ({what}): a file, a folder, a hub id or an address", err=True)]
+    ctx = current_context()
+    if not load_settings(ctx).has_cluster and list_partitions(ctx.environment) != ():
+        _set_up_project(terminal, asks=asks, force=force)
     _write_recipe(model, found[0], name, terminal, force=force)
 
 
 def _data_here() -> list[str]:
     """Return the data files in the current folder; if there are none, the folder `data` if it has some."""
     files = sorted(each.name for each in Path.cwd().iterdir() if each.is_file() and suffix_of(each.name) in IN_FOLDERS)
+    files = [name for name in files if not OTHER_SPLIT.match(name)] or files
     if files or not Path("data").is_dir():
         return files
     return ["data/"] if any(suffix_of(each.name) in IN_FOLDERS for each in Path("data").iterdir()) else []
@@ -101,6 +106,7 @@ def _write_recipe(model: str, data: str, name: str | None, terminal: Terminal, *
         each: not is_address(each) and bool(Path(each).exists() or DATA_FILE.search(each)) for each in (model, data)
     }
     model, data = (f"./{each}" if is_here[each] and not is_path(each) else each for each in (model, data))
+    source, validation = find_splits(data)
     stem = Path(data.rstrip("/*")).name.partition(".")[0]
     name = name or as_name(stem, "recipe", 40)
     file = Path(f"{name}.yaml")
@@ -109,16 +115,24 @@ def _write_recipe(model: str, data: str, name: str | None, terminal: Terminal, *
         raise ConfigError([Problem(str(file), "", what, fix)])
     with TemporaryDirectory() as folder:
         draft = Path(folder, f"{name}.yaml")
-        places = [str(Path.cwd() / Path(each).expanduser()) if is_path(each) else each for each in (model, data)]
-        draft.write_text(to_yaml({"model": places[0], "data": {"source": places[1]}}), encoding="utf-8")
+        given = [model, source, *([validation] if validation else [])]
+        places = [str(Path.cwd() / Path(each).expanduser()) if is_path(each) else each for each in given]
+        values = {"source": places[1], **({"validation": {"file": places[2]}} if validation else {})}
+        draft.write_text(to_yaml({"model": places[0], "data": values}), encoding="utf-8")
+        ctx = current_context()
+        place = load_place(RunArgs(), ctx)
+        image = None if place.image or place.cluster.runtime == "none" else _IMAGE
         try:
-            plan, chosen = choose_recipe(draft, data, current_context(), terminal.say)
+            plan, chosen = choose_recipe(draft, data, ctx, terminal.say, image)
         except ConfigError as error:  # about a file that is gone
             raise ConfigError([replace(each, where="") for each in error.problems]) from error
+    if validation:
+        chosen["data"].append(Choice("validation", {"file": validation}, "the split beside the training data"))
     terminal.facts(plan_facts(plan), is_data=False)
-    file.write_text(_with_reasons(name, model, data, chosen), encoding="utf-8")
+    file.write_text(_with_reasons(name, model, source, chosen), encoding="utf-8")
     terminal.say(Styled(f"\nwrote {file}", "bold"))
-    terminal.say(f"Inspect the data: ftkit data show {file}\nTrain:            ftkit run {file}")
+    with_image = f"{file} --image {image}" if image else file
+    terminal.say(f"Inspect the data: ftkit data show {file}\nTrain:            ftkit run {with_image}")
 
 
 def _with_reasons(name: str, model: str, data: str, chosen: Mapping[str, list[Choice]]) -> str:
@@ -178,7 +192,7 @@ def _set_up_project(terminal: Terminal, *, asks: bool, force: bool) -> None:
     command = "ftkit run demo"
     if proposed.values.get("runtime") != "none" and proposed.name != "local":
         nodes = "" if proposed.name == "docker" else f" --nodes {min(2, proposed.values.get('max_nodes', 2))}"
-        command = f"ftkit run --image olmo3:25.02{nodes}"
+        command = f"ftkit run --image {_IMAGE}{nodes}"
     terminal.say(Styled(f"\nTry: {command}", "bold"))
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MAX_FILES: Final = 100_000
 """Maximum entries of a dataset's folder; walking through that many takes seconds."""
 _BUFFER = 1 << 20
-_OTHER_SPLIT = re.compile(r"(?:test|val|valid|validation|eval|dev|heldout|holdout)(?:[-_./]|$)", re.IGNORECASE)
+OTHER_SPLIT = re.compile(r"(?:test|val|valid|validation|eval|dev|heldout|holdout)(?:[-_./]|$)", re.IGNORECASE)
 """Prefixes of files and folders that are not for training, as in datasets of the hub."""
 _GIT_LFS: Final = b"version https://git-lfs"
 """Beginning of the file that a repository has in place of a large one."""
@@ -124,7 +124,7 @@ def _train_files(folder: str, files: list[str], key: str) -> list[str]:
         and path.name not in _METADATA
         and not any(part.startswith((".", "_")) for part in path.parts)
     )
-    others = [below[file] for file in found if any(map(_OTHER_SPLIT.match, below[file].parts))]
+    others = [below[file] for file in found if any(map(OTHER_SPLIT.match, below[file].parts))]
     train = [file for file in found if below[file] not in others]
     if others and train:
         raise DataError(

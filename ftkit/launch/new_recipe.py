@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from ftkit.data.readers import suffix_of
 from ftkit.errors import ConfigError, DataError
 from ftkit.launch.resolve import RunArgs, detect_hardware, load_place, resolve, resolve_recipe
 from ftkit.models.parameters import count_model
+from ftkit.paths import is_address
 from ftkit.planning.first_recipe import Choice, DocumentLengths, choose_data, choose_training, methods_to_try
 from ftkit.planning.training_setup import GPUS
 
@@ -17,17 +20,39 @@ if TYPE_CHECKING:
     from ftkit.config.context import Context
     from ftkit.planning.plan import RunPlan
 
+_TRAIN, _SECOND_SPLITS = "train", ("validation", "valid", "val", "dev", "eval", "test")
 _MOST_ENCODED: Final = 2000
 _MOST_COUNTED: Final = 200_000
 """Rows whose documents are measured, and rows that are counted: seconds."""
 
 
+def find_splits(data: str) -> tuple[str, str | None]:
+    """Return the data to train on, and files of a second split in the same folder, if their names tell.
+
+    They have the name of a training file with another word for `train`: `train.jsonl` and `test.jsonl`.
+    """
+    path = Path(data).expanduser()
+    if not path.exists() or is_address(data):
+        return data, None
+    folder = data.rstrip("/") if path.is_dir() else data.rpartition("/")[0] or "."
+    names = [each.name for each in Path(folder).expanduser().iterdir()]
+    pattern = path.name
+    if path.is_dir():
+        train = [name for name in names if name.startswith(_TRAIN) and suffix_of(name)]
+        suffixes = {suffix_of(name) for name in train}
+        pattern = train[0] if len(train) == 1 else f"{_TRAIN}*{suffixes.pop()}" if len(suffixes) == 1 else ""
+    others = [pattern.replace(_TRAIN, word) for word in _SECOND_SPLITS] if _TRAIN in pattern else []
+    other = next((each for each in others if any(fnmatchcase(name, each) for name in names)), None)
+    return (f"{folder}/{pattern}", f"{folder}/{other}") if other else (data, None)
+
+
 def choose_recipe(
-    draft: Path, data: str, ctx: Context, report: Callable[[str], None]
+    draft: Path, data: str, ctx: Context, report: Callable[[str], None], image: str | None = None
 ) -> tuple[RunPlan, dict[str, list[Choice]]]:
     """Return the plan of a draft of a recipe, which has a model and data, and the settings of that plan, by section.
 
-    `data` is what messages call the data. The first method that fits the GPUs is taken; if none does, the last one.
+    `data` is what messages call the data, and `image` is for a cluster with containers. The first method that fits the
+    GPUs is taken; if none does, the last one.
     Raises as `resolve` and `open_encoder` do; DataError if there are no rows.
     """
     from ftkit.data.inspection import DataInspector  # noqa: PLC0415 - loads tokenizers
@@ -53,14 +78,14 @@ def choose_recipe(
     shape = recipe.model.architecture
     length, num_parameters = found.length_of_packs(shape.max_position_embeddings), count_model(shape).total
     hardware = detect_hardware(load_place(RunArgs(), ctx).cluster, ctx.environment, ctx.root)
-    of_data += choose_data(found, length)
+    of_data += choose_data(found, length, has_validation=recipe.data.validation is not None)
     best, failure = None, None
     for method in methods_to_try(num_parameters, is_text=is_text, on_gpu=hardware.device == "cuda"):
         training = [*choose_training(found, length, method, num_parameters, hardware.gpus_per_node)]
         chosen = {"data": of_data, "training": training}
         overrides = [f"{section}.{each.key}={json.dumps(each.value)}" for section in chosen for each in chosen[section]]
         try:
-            plan = resolve(RunArgs(recipe=str(draft), overrides=tuple(overrides)), ctx)
+            plan = resolve(RunArgs(recipe=str(draft), overrides=tuple(overrides), image=image), ctx)
         except ConfigError as error:  # such as a model without layers for adapters
             failure = failure or error
             continue

@@ -61,12 +61,12 @@ def methods_to_try(num_parameters: int, *, is_text: bool, on_gpu: bool) -> tuple
     return ("full", "lora", "qlora") if is_text or num_parameters <= _SMALL else ("lora", "qlora")
 
 
-def choose_data(found: DocumentLengths, length: int) -> Iterator[Choice]:
-    """Yield the settings of `data` besides its source."""
+def choose_data(found: DocumentLengths, length: int, *, has_validation: bool) -> Iterator[Choice]:
+    """Yield the settings of `data` besides its source, and a validation split that it has already."""
     longer = found.num_longer(length)
     if longer and not found.is_text:
         yield Choice("too_long", "drop", f"{longer:,} of {len(found.lengths):,} documents looked at are longer")
-    if found.num_rows >= 5 * _STEPS_PER_EPOCH:
+    if not has_validation and found.num_rows >= 5 * _STEPS_PER_EPOCH:
         yield Choice("validation", {"count": min(200, found.num_rows // 20)}, "5% of the rows, at most 200")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -121,3 +122,49 @@ def test_a_recipe_of_a_model_and_data_alone_has_defaults_that_the_plan_names(
     assert load_recipe(
         "./short.yaml", Context.here(), ["training.method=lora"]
     ).training.learning_rate == pytest.approx(2e-4)
+
+
+@pytest.mark.parametrize(
+    ("typed", "source", "validation"),
+    [
+        ("train.jsonl", "./train.jsonl", "./dev.jsonl"),
+        ("sets", "./sets/train.jsonl", "./sets/test.jsonl"),
+        ("parts/", "./parts/train*.jsonl", "./parts/validation*.jsonl"),
+        ("", "./train.jsonl", "./dev.jsonl"),
+    ],
+)
+def test_a_second_split_is_the_validation_split(typed: str, source: str, validation: str) -> None:
+    chats()
+    text = Path("chats.jsonl").read_text()
+    Path("chats.jsonl").unlink()
+    for name in ("train", "dev", "sets/train", "sets/test", "parts/train-0", "parts/train-1", "parts/validation-0"):
+        Path(f"{name}.jsonl").parent.mkdir(exist_ok=True)
+        Path(f"{name}.jsonl").write_text(text.replace("river", name.partition("/")[2] or name))
+    assert main(["init", "./model", *([typed] if typed else []), "--name", "mine"]) == 0
+    written = Path("mine.yaml").read_text()
+    assert f"source: {source}\n" in written
+    assert f"validation: {{file: {validation}}}" in written
+    assert main(["plan", "mine.yaml"]) == 0
+
+
+def test_on_a_slurm_machine_without_settings_the_cluster_is_found_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chats()
+    answers = {
+        "sinfo": '[ "$1" = --version ] && echo slurm 24.11.1 || echo "gpu*|up|2|192|gpu:h200:8(S:0-1)|4:00:00|1"',
+        "srun": "echo '      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]'",
+        "scontrol": "echo 'ClusterName             = mine'",
+        **dict.fromkeys(("sbatch", "squeue", "scancel", "sacct", "sacctmgr"), "true"),
+    }
+    for name, answer in answers.items():
+        program = tmp_path / "programs" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/sh\n{answer}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'programs'}{os.pathsep}{os.environ['PATH']}")
+    assert main(["init", "model", "chats.jsonl"]) == 0
+    assert "cluster: mine" in Path("ftkit.yaml").read_text()
+    train = capsys.readouterr().err.splitlines()[-1].split("ftkit ")[1]
+    assert main([*train.split(), "--dry-run"]) == 0
+    assert "#SBATCH --gpus-per-node=8" in capsys.readouterr().out

@@ -207,7 +207,7 @@ EDGES: dict[str, dict[str, str]] = {
 CONFIGURATIONS = EDGES | {
     "Axolotl": {"chats.yml": AXOLOTL},
     "LLaMA-Factory": {"lora.yaml": LLAMAFACTORY},
-    "LLaMA-Factory with its datasets": {"lora.yaml": LLAMAFACTORY, "data/dataset_info.json": DATASET_INFO},
+    "LLaMA-Factory with its datasets": {"lora.yaml": LLAMAFACTORY, "dataset_info.json": DATASET_INFO},
     "TRL's command": {"train.sh": TRL_SCRIPT},
     "TRL's command and accelerate": {"train.sh": TRL_SCRIPT.replace("--num_processes 4", ""), "zero2.yaml": ACCELERATE},
     "TRL's YAML": {"sft.yaml": TRL_YAML},
@@ -272,7 +272,7 @@ def test_datasets_of_llamafactory_are_in_another_file(tmp_path: Path) -> None:
     found = converted(tmp_path, CONFIGURATIONS["LLaMA-Factory with its datasets"])
     assert found.recipe["data"]["source"] == [
         {"kind": "hub", "dataset": "org/chats", "num_train": 500},
-        {"kind": "files", "train": "data/pairs.json", "num_train": 500},
+        {"kind": "files", "train": "pairs.json", "num_train": 500},
     ]
     assert found.recipe["data"]["validation"] == {"count": 100}
     assert training(found)["lora"] == {"rank": 8, "alpha": 16, "targets": ["q_proj", "v_proj"]}
