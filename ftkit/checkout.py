@@ -14,9 +14,8 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import ftkit
 from ftkit import process
@@ -26,8 +25,7 @@ _SETTINGS: Final = "autocrlf|eol|excludesfile|filemode|ignorecase|precomposeunic
 """Settings in `core` that say how files are compared and which are ignored; they name no programs."""
 
 
-@dataclass(frozen=True)
-class Commit:
+class Commit(NamedTuple):
     """The commit of a checkout.
 
     Attributes:

@@ -15,10 +15,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
-from typing import IO, Final, NoReturn, TypeVar, cast
+from typing import IO, Final, NamedTuple, NoReturn, TypeVar, cast
 
 from ftkit.errors import FtkitError, NoAnswerError, PrerequisiteError
 
@@ -54,8 +53,7 @@ def in_thread(function: Callable[[], ResultT]) -> Future[ResultT]:
     return future
 
 
-@dataclass(frozen=True)
-class ProgramOutput:
+class ProgramOutput(NamedTuple):
     """Exit status and output of a program that has ended."""
 
     returncode: int
@@ -323,6 +321,13 @@ IGNORED_SBATCH_VARIABLES: Final = frozenset([
 ])  # fmt: skip
 """Variables that contradict how ftkit submits and follows a job: one job, with its log in the run's folder, that is
 told to stop and requeued."""
+
+
+SLURM_NO_ANSWER = (
+    "contact slurm controller|timed out|connection refused|unable to connect|zero bytes were|not connected|"
+    "message (send|receive) failure|unexpected message|socket error|connection reset|broken pipe|rate limit"
+)
+"""Messages after which a job or step may exist: Slurm's protocol failed, or its answer is lost; for re and grep -E."""
 
 
 def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:

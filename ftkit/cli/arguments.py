@@ -6,10 +6,10 @@ The shell completes commands with this module, so pydantic is imported only when
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar, Unpack
 
 import click
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ftkit.cli.terminal.console import Terminal
     from ftkit.config.request import LoadedSettings
     from ftkit.images.image_store import ImageStore
+    from ftkit.launch.code import CodeCopy
     from ftkit.launch.resolve import RunArgs
     from ftkit.planning.plan import CodePlan
     from ftkit.runs.job import SubmittedRun
@@ -367,3 +368,22 @@ def signing_key(*, signs: bool, key: Path | None) -> Path | None:
     if key:
         require_signing_key(key)
     return key
+
+
+# --- Submitting ---------------------------------------------------------------------------------
+
+
+class SubmitRequest(NamedTuple):
+    """How to submit a run; `command` is the typed command line, for the manifest."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    copies: Sequence[CodeCopy]
+    where: str = "job"  # data is prepared: in a job, here, or with-training
+    does_import: bool = False
+
+
+def split_script_args(words: tuple[str, ...], typed: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Separate the arguments of `ftkit run` from those of the script, which follow the first `--`."""
+    args = tuple(typed[typed.index("--") + 1 :]) if "--" in typed else ()
+    return words[: len(words) - len(args)], args

@@ -20,9 +20,9 @@ from ftkit.cli.inference import require_packages
 from ftkit.cli.terminal.console import Facts, Styled, Terminal
 from ftkit.cli.terminal.format import count, duration, short_path
 from ftkit.config.data import describe_too_long
+from ftkit.data.staging import prepare_here
 from ftkit.data.upload import upload_data
 from ftkit.errors import DataError, plural
-from ftkit.launch.inputs import prepare_here
 from ftkit.launch.resolve import RunArgs, read_settings, resolve, resolve_recipe
 from ftkit.planning.plan import read_plan_to_use
 

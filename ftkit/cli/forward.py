@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ftkit.cli.arguments import current_workspace, run_args
+from ftkit.cli.arguments import current_workspace, run_args, split_script_args
 from ftkit.cli.output import current_output, log_output
-from ftkit.cli.submit import copy_selected_code, split_script_args
 from ftkit.cli.terminal.console import Terminal
 from ftkit.config.load import load_cluster
 from ftkit.errors import ConfigError, Problem, one_line, plural
-from ftkit.launch.code import pack_copies
+from ftkit.launch.code import copy_selected, pack_copies
 from ftkit.launch.resolve import recipe_name
 from ftkit.launch.sweep import expand
 from ftkit.launch.user_script import copy_script
@@ -206,7 +205,7 @@ def _pack_code(params: Mapping[str, Any]) -> tuple[bytes, list[str], dict[str, s
     and small files that it needs in the project's folder.
     """
     script, config = params["script"], params["accelerate_config"]
-    copies = copy_selected_code(params["with_code"], is_dev=params["is_dev"])
+    copies = copy_selected(params["with_code"], is_dev=params["is_dev"])
     if script is not None:
         copies.insert(0, copy_script(script, current_workspace()))
     archive = pack_copies(copies) if copies else b""

@@ -9,10 +9,9 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, TextIO, cast
+from typing import IO, Any, NamedTuple, TextIO, cast
 
 import click
 from click.core import ParameterSource
@@ -27,8 +26,7 @@ _KEY = "ftkit.output"
 _log = logging.getLogger("ftkit")
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """How much a command prints, and whether in color.
 
     Attributes:
@@ -65,7 +63,7 @@ def _store(ctx: click.Context, parameter: click.Parameter, value: bool | None) -
     if ctx.resilient_parsing or ctx.get_parameter_source(str(parameter.name)) is ParameterSource.DEFAULT:
         return
     before = ctx.meta.get(_KEY, Output())
-    ctx.meta[_KEY] = replace(before, **{str(parameter.name): value})
+    ctx.meta[_KEY] = before._replace(**{str(parameter.name): value})
     if parameter.name == "verbose" and not before.verbose:
         ctx.with_resource(_show_details())
 

@@ -12,7 +12,8 @@ from ftkit.cli import arguments
 from ftkit.cli.commands import current_context
 from ftkit.cli.forwarded import forwarded_command
 from ftkit.cli.image_check import require_same_image
-from ftkit.cli.submit import SubmitRequest, make_ready, report_submission, say_overridden
+from ftkit.cli.overrides import say_overridden
+from ftkit.cli.submit import make_ready, report_submission
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.plan_view import plan_facts, show_findings
 from ftkit.config.image_reference import parse_image
@@ -166,7 +167,9 @@ def rerun_command(  # noqa: PLR0913 - one for each option
         terminal.data(render_job(plan, ctx.project))
         return
     environment = arguments.job_environment(hf_token_file)
-    ready = make_ready(plan, SubmitRequest(["ftkit", *typed], environment, copies, does_import=does_import), terminal)
+    ready = make_ready(
+        plan, arguments.SubmitRequest(["ftkit", *typed], environment, copies, does_import=does_import), terminal
+    )
     _list_changes(original, ready.plan, ready.manifest, allowed, terminal)
     ready = replace(
         ready,

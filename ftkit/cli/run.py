@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
@@ -17,10 +16,11 @@ from ftkit.errors import ConfigError, FtkitError, Problem, SubmitError, plural
 
 if TYPE_CHECKING:
     from ftkit.cli.arguments import RunOptions
-    from ftkit.cli.submit import SubmitRequest
     from ftkit.cli.terminal.console import Cell, Terminal
+    from ftkit.launch.code import CodeCopy
     from ftkit.launch.resolve import RunArgs
     from ftkit.launch.submission import NewJob
+    from ftkit.launch.user_script import ScriptArgs
     from ftkit.planning.plan import RunPlan, StopSignal
     from ftkit.runs.job import SubmittedRun
 
@@ -95,12 +95,15 @@ def run_command(  # noqa: PLR0913 - one for each option
     --script starts your own PyTorch or Hugging Face script instead of ftkit's trainer; what follows '--' are its
     arguments, in which {run} is the run's folder.
     """
-    from ftkit.cli.submit import SubmitRequest, copy_selected_code, report_submission, run_script, split_script_args
     from ftkit.cli.terminal.console import Terminal
 
     terminal = Terminal()
-    copies = copy_selected_code(with_code, is_dev=is_dev, sent=sent_code)
-    request = SubmitRequest(
+    copies: list[CodeCopy] = []
+    if with_code or is_dev or sent_code:
+        from ftkit.launch.code import copy_selected
+
+        copies = copy_selected(with_code, is_dev=is_dev, sent=sent_code)
+    request = arguments.SubmitRequest(
         ["ftkit", *typed], arguments.job_environment(hf_token_file), copies, where, does_import=does_import
     )
     if script is None:
@@ -109,17 +112,42 @@ def run_command(  # noqa: PLR0913 - one for each option
         return
     from ftkit.launch.user_script import ScriptArgs
 
-    words, script_args = split_script_args(words, typed)
+    words, script_args = arguments.split_script_args(words, typed)
     about = ScriptArgs(script, script_args, accelerate_config, stop_signal, can_restart)
-    run = run_script(about, arguments.run_args(words, **options), request, terminal, dry_run=dry_run)
-    if run:
-        report_submission(run, terminal, does_follow=follow)
+    _run_script(about, arguments.run_args(words, **options), request, terminal, dry_run=dry_run, does_follow=follow)
+
+
+def _run_script(
+    script: ScriptArgs,
+    run: RunArgs,
+    request: arguments.SubmitRequest,
+    terminal: Terminal,
+    *,
+    dry_run: bool,
+    does_follow: bool,
+) -> None:
+    """Run a script; accelerate's configuration is made from the plan of the recipe in `run`, if it has one."""
+    from ftkit.cli.overrides import say_overridden
+    from ftkit.cli.terminal.plan_view import script_facts
+    from ftkit.launch.render import render_job
+    from ftkit.launch.user_script import resolve_script
+
+    ctx = current_context()
+    plan, copies = resolve_script(script, run, request.copies, ctx)
+    terminal.facts(script_facts(plan), is_data=False)
+    say_overridden(terminal, ctx.project)
+    if dry_run:
+        terminal.data(render_job(plan, ctx.project))
+        return
+    from ftkit.cli.submit import report_submission, submit_script
+
+    report_submission(submit_script(plan, copies, request, terminal), terminal, does_follow=does_follow)
 
 
 def _run_trainer(
-    args: RunArgs, request: SubmitRequest, terminal: Terminal, *, dry_run: bool, does_follow: bool
+    args: RunArgs, request: arguments.SubmitRequest, terminal: Terminal, *, dry_run: bool, does_follow: bool
 ) -> None:
-    from ftkit.cli.submit import make_ready, report_submission, say_overridden
+    from ftkit.cli.overrides import say_overridden
     from ftkit.cli.terminal.plan_view import plan_facts
     from ftkit.launch.render import render_job
 
@@ -137,6 +165,7 @@ def _run_trainer(
     if dry_run:
         terminal.data("".join(scripts))
         return
+    from ftkit.cli.submit import make_ready, report_submission
     from ftkit.launch.submission import submit
 
     ready = [make_ready(plan, request, terminal) for plan in plans]
@@ -180,7 +209,7 @@ def plan_command(words: tuple[str, ...], *, gpu: str | None, as_json: bool, **op
 
     if gpu and options["cluster"]:
         raise arguments.usage_error("--gpu takes the place of --cluster: omit one of them")
-    terminal, plans = Terminal(), _plan_all(replace(arguments.run_args(words, **options), gpu=gpu), os.environ)
+    terminal, plans = Terminal(), _plan_all(arguments.run_args(words, **options)._replace(gpu=gpu), os.environ)
     is_sweep = len(plans) > 1
     if as_json:
         texts = ",".join(map(plan_to_json, plans))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 
@@ -30,8 +29,7 @@ from ftkit.spec import RUN
 SpecT = TypeVar("SpecT", bound=BaseModel)
 
 
-@dataclass(frozen=True)
-class Loaded(Generic[SpecT]):
+class Loaded(NamedTuple, Generic[SpecT]):
     """A spec, and the origin of each of its values."""
 
     spec: SpecT
@@ -79,8 +77,7 @@ def load_cluster(name: str, ctx: Context) -> ClusterProfile:
     return read_cluster(name, ctx).spec
 
 
-@dataclass(frozen=True)
-class ImageDefinition:
+class ImageDefinition(NamedTuple):
     """An image's definition and its files."""
 
     spec: ImageSpec

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ftkit import assets
 from ftkit.config.yaml_files import read_yaml
@@ -19,8 +18,7 @@ LAUNCHERS: Final = "launchers"
 _NUMBER: Final = re.compile(r"\[\d+\]")
 
 
-@dataclass(frozen=True)
-class Tool:
+class Tool(NamedTuple):
     """A tool's names.
 
     Attributes:

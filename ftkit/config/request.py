@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.context import Context, read_settings_layers, settings_files, workspace_folder
@@ -33,8 +33,7 @@ class Settings(Spec):
     """Registry that `ftkit push` pushes to and `ftkit import` imports from: `HOST` or `HOST/PATH`."""
 
 
-@dataclass(frozen=True)
-class LoadedSettings:
+class LoadedSettings(NamedTuple):
     """Settings, with the origin of each and the files that were searched for."""
 
     settings: Settings

@@ -1,4 +1,4 @@
-"""Bring a run's weights to its GPUs: exported or downloaded, and staged on each node's local disk.
+"""Prepare a run: its data, and its weights, which are exported or downloaded, and staged on each node's local disk.
 
 Of a staged copy there is one per node, verified at each start and shared by the node's ranks.
 """
@@ -16,11 +16,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit import process
-from ftkit.errors import NotFoundError, one_line
+from ftkit.errors import NotFoundError, PrerequisiteError, one_line
 from ftkit.files import atomic_folder, read_json_if_valid, remove, write_json
 from ftkit.hub.client import find_folder, is_fetched
 from ftkit.hub.readiness import check_weights, download_weights
@@ -31,7 +32,6 @@ from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.runs.checkpoints import MARKER, SavedFile
 
 if TYPE_CHECKING:
-    from ftkit.models.architecture import TrainedWeights
     from ftkit.planning.plan import RunPlan
 
 STAGED = "FTKIT_STAGED_WEIGHTS"
@@ -47,16 +47,35 @@ _THREADS = 8
 """Files copied in parallel: one stream does not saturate a parallel file system."""
 
 
-def weights_to_export(plan: RunPlan) -> TrainedWeights | None:
-    """Return the checkpoint of an earlier run that must be exported first; None if there is none."""
-    trained = plan.recipe.model.trained
-    return None if trained is None or Path(trained.folder).is_dir() else trained
+def needs_preparation(plan: RunPlan, environment: Mapping[str, str]) -> bool:
+    """Return whether a run on Slurm has to prepare data or weights; a local run's own script does that."""
+    if plan.cluster.scheduler != "slurm":
+        return False
+    return not plan.data.is_prepared or not are_weights_here(plan, environment)
+
+
+def prepare_here(
+    plan: RunPlan, environment: Mapping[str, str], report: Callable[[str], None], num_workers: int | None = None
+) -> None:
+    """Prepare data and weights on this machine; PrerequisiteError if a package is missing, or as its callees."""
+    missing = [name for name in ("datasets", "numpy", "tokenizers", "transformers") if find_spec(name) is None]
+    if missing:
+        raise PrerequisiteError(
+            f"preparing data here needs {', '.join(missing)}",
+            meaning="ftkit was installed without the packages for training",
+            fix="pip install 'ftkit[train]'; or let a job do it: --prepare job",
+        )
+    from ftkit.data.prepare import prepare  # noqa: PLC0415 - seconds of imports
+
+    export_weights(plan, report)
+    prepare(plan, report, num_workers)
+    fetch_weights(plan, environment, report)
 
 
 def are_weights_here(plan: RunPlan, environment: Mapping[str, str]) -> bool:
     """Return whether all weights are present. The cluster profile's variables override the environment's."""
     variables = {**environment, **plan.cluster.environment}
-    return weights_to_export(plan) is None and is_fetched(
+    return plan.weights_to_export is None and is_fetched(
         plan.recipe.model, variables, Workspace(plan.workspace).hub_home
     )
 
@@ -73,7 +92,7 @@ def fetch_weights(plan: RunPlan, environment: Mapping[str, str], report: Callabl
 
 def export_weights(plan: RunPlan, report: Callable[[str], None]) -> None:
     """Export the checkpoint that training continues from, if not yet exported."""
-    trained = weights_to_export(plan)
+    trained = plan.weights_to_export
     if trained is None:
         return
     layout = RunLayout(Path(trained.folder).parents[1])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ftkit.errors import DataError, one_line
 from ftkit.files import MAX_JSON_BYTES, load_json, read_small
@@ -25,8 +24,7 @@ PROCESSOR_TEMPLATE = "chat_template.json"
 """File in which transformers 4 saved the chat template of a multimodal model's processor, unknown to its tokenizer."""
 
 
-@dataclass(frozen=True)
-class ChatTemplate:
+class ChatTemplate(NamedTuple):
     """A chat template that ftkit ships in `ftkit/data/templates`, and the special tokens that it writes."""
 
     name: str
@@ -160,8 +158,7 @@ def _read_json(path: Path) -> JsonFile:
     return stored if isinstance(stored, dict) else {}
 
 
-@dataclass(frozen=True)
-class Vocabulary:
+class Vocabulary(NamedTuple):
     """The ids of a tokenizer's tokens; `size` is without added tokens."""
 
     ids: dict[str, int]

@@ -11,9 +11,8 @@ import logging
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ftkit.errors import NotFoundError, PrerequisiteError, one_line
 from ftkit.models.folder import missing_files
@@ -110,8 +109,7 @@ def endpoint_of(environment: Mapping[str, str]) -> str:
     return (environment.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
 
 
-@dataclass(frozen=True)
-class Repository:
+class Repository(NamedTuple):
     """A repository in a recipe, with its key."""
 
     kind: Literal["model", "dataset"]
@@ -120,8 +118,7 @@ class Repository:
     revision: str | None
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """The hub's answer about a repository: a warning if there is none, missing files, and the revision's commit."""
 
     warning: str | None

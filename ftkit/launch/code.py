@@ -171,3 +171,10 @@ def _walk(folder: Path) -> list[Path]:
         if len(found) > _MAX_FILES:
             break
     return found
+
+
+def copy_selected(with_code: Sequence[Path], *, is_dev: bool, sent: Path | None = None) -> list[CodeCopy]:
+    """Copy the code that the options select. Raises as `copy_code` does."""
+    if sent is not None:
+        return read_unpacked(sent)
+    return [*copy_packages(with_code), *([copy_own_package()] if is_dev else [])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -18,8 +18,7 @@ from ftkit.config.data_sources import HubSource
 from ftkit.data.row_formats import DETECTION_ROWS, resolve_format
 from ftkit.data.selection import first_rows, peek_rows
 from ftkit.data.source_files import find_files, stamp, walk
-from ftkit.data.staging import are_weights_here, export_weights, fetch_weights
-from ftkit.errors import DataError, FtkitError, NotFoundError, PrerequisiteError, UnreachableError
+from ftkit.errors import DataError, FtkitError, NotFoundError, UnreachableError
 from ftkit.files import read_json_if_valid
 from ftkit.hub.client import find_tokenizer
 from ftkit.models.folder import read_end_tokens
@@ -33,31 +32,6 @@ if TYPE_CHECKING:
 
     from ftkit.config.recipe import RecipePlan, RecipeSpec
     from ftkit.data.rows import Row
-
-
-def needs_preparation(plan: RunPlan, environment: Mapping[str, str]) -> bool:
-    """Return whether a run on Slurm has to prepare data or weights; a local run's own script does that."""
-    if plan.cluster.scheduler != "slurm":
-        return False
-    return not plan.data.is_prepared or not are_weights_here(plan, environment)
-
-
-def prepare_here(
-    plan: RunPlan, environment: Mapping[str, str], report: Callable[[str], None], num_workers: int | None = None
-) -> None:
-    """Prepare data and weights on this machine; PrerequisiteError if a package is missing, or as its callees."""
-    missing = [name for name in ("datasets", "numpy", "tokenizers", "transformers") if find_spec(name) is None]
-    if missing:
-        raise PrerequisiteError(
-            f"preparing data here needs {', '.join(missing)}",
-            meaning="ftkit was installed without the packages for training",
-            fix="pip install 'ftkit[train]'; or let a job do it: --prepare job",
-        )
-    from ftkit.data.prepare import prepare  # noqa: PLC0415 - seconds of imports
-
-    export_weights(plan, report)
-    prepare(plan, report, num_workers)
-    fetch_weights(plan, environment, report)
 
 
 _TOKENIZER_FILES = (

@@ -22,7 +22,6 @@ from ftkit.errors import ConfigError, FtkitError, Problem, one_line
 from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, write_json
 from ftkit.hub.client import TOKENIZER_FILE, find_folder
 from ftkit.hub.readiness import fetch_config, fetch_files, find_commit
-from ftkit.launch.trained_model import continue_adapters, continue_run
 from ftkit.models.architecture import (
     NO_CAUSAL_CLASS,
     UNKNOWN_FAMILY,
@@ -68,6 +67,8 @@ def resolve_model(model: ModelSpec, environment: Mapping[str, str], workspace: W
     is_run = model.weights.startswith(RUN)
     if not is_run and not (is_path(model.weights) and holds_adapters(Path(model.weights))):
         return _resolve(model, environment, workspace.hub_home)
+    from ftkit.launch.trained_model import continue_adapters, continue_run  # noqa: PLC0415 - reads runs
+
     continued = continue_run(model, workspace) if is_run else continue_adapters(model)
     plan = continued.plan or _resolve(continued.model, environment, workspace.hub_home)
     return plan.model_copy(update={"adapter": continued.adapter, "trained": continued.trained, "source": model.weights})

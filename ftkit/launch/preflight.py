@@ -18,7 +18,6 @@ from ftkit.data.conversations import Conversation
 from ftkit.data.row_formats import check_split, read_example
 from ftkit.data.rows import Row, errors_at
 from ftkit.data.selection import peek_rows
-from ftkit.data.staging import weights_to_export
 from ftkit.data.tokenizer_files import check_tokenizer_folder, needs_loading, read_vocabulary
 from ftkit.errors import (
     DataError,
@@ -140,7 +139,7 @@ def source_checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Che
     They raise `NotFoundError` for what does not exist, `PrerequisiteError` for what is gated, `ConfigError` if the
     recipe contradicts the weights' configuration, and `DataError` for a tokenizer or first rows that can't be used.
     """
-    recipe, exported = plan.recipe, weights_to_export(plan)
+    recipe, exported = plan.recipe, plan.weights_to_export
     later = None if exported is None else Path(exported.folder)
     unseen = {key: path for key, path in local_paths(recipe) if not path.exists() and path != later}
     for key, path in unseen.items():

@@ -14,10 +14,9 @@ from typing import Final
 
 from ftkit.config.cluster import ClusterProfile, mounted_folders, nccl_for, site_folders
 from ftkit.config.image_reference import image_file
-from ftkit.data.staging import weights_to_export
-from ftkit.launch.slurm import NO_ANSWER
 from ftkit.launch.templates import as_bash, fill
 from ftkit.planning.plan import PlacementPlan, RunPlan, ScriptPlan
+from ftkit.process import SLURM_NO_ANSWER
 
 _SET_BY_SCRIPT = (
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
@@ -135,7 +134,7 @@ def _render(
     cluster, num_nodes, resources = plan.cluster, plan.placement.num_nodes, plan.resources
     if isinstance(plan, RunPlan):
         folders = mounted_folders(plan.recipe, cluster, plan.workspace, num_nodes)
-        exported = weights_to_export(plan)
+        exported = plan.weights_to_export
         manifest, weights = plan.data.manifest, exported and Path(exported.folder)
         payload: dict[str, object] = {"module": "ftkit.train", "data_manifest": manifest, "weights": weights}
         can_restart = True
@@ -156,7 +155,7 @@ def _render(
         "time_limit": cluster.limit_time(resources.time_limit),
         "sbatch_options": [option.partition("=") for option in (*cluster.sbatch_options, *resources.sbatch_options)],
         "preflight": False,
-        "no_answer": NO_ANSWER,
+        "no_answer": SLURM_NO_ANSWER,
         **_site_values(cluster, plan.placement, (*(each for _, each in folders), *mounted), variables),
         **values,
     }

@@ -6,10 +6,10 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ftkit.config.cluster import ClusterProfile, profile_of_gpu, recognize_gpu
 from ftkit.config.image_reference import AnyImage, NamedImage, parse_image
@@ -37,8 +37,7 @@ ResultT = TypeVar("ResultT")
 PlanT = TypeVar("PlanT", bound=JobPlan)
 
 
-@dataclass(frozen=True)
-class RunArgs:
+class RunArgs(NamedTuple):
     """The arguments of `ftkit run` and `ftkit plan`."""
 
     recipe: str | None = None
@@ -69,8 +68,7 @@ def read_settings(args: RunArgs, ctx: Context) -> LoadedSettings:
     return load_settings(ctx, Layers(dict(typed), {(key,): COMMAND_LINE for key in typed}))
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where runs go: the settings, the cluster, and the image if one is chosen."""
 
     settings: LoadedSettings

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ftkit import process
 from ftkit.errors import FtkitError, NoAnswerError, SubmitError, one_line
 from ftkit.launch import slurm
-from ftkit.launch.slurm import NO_ANSWER, clean_stderr, find_job
+from ftkit.launch.slurm import clean_stderr, find_job
 from ftkit.runs.job import Job, RunState, SchedulerName, Submission, SubmittedRun
 from ftkit.runs.lease import current_holder
 
@@ -250,7 +250,7 @@ class InterruptedSubmitError(UncertainSubmitError):
 def explain_refusal(stderr: str) -> SubmitError:
     """Convert sbatch's message to an error with its usual meaning."""
     message = clean_stderr(stderr) or "sbatch printed no error"
-    if re.search(NO_ANSWER, message, re.IGNORECASE):
+    if re.search(process.SLURM_NO_ANSWER, message, re.IGNORECASE):
         meaning = "its controller is down, restarting or overloaded"
         return UncertainSubmitError(f"Slurm did not answer: {message}", meaning=meaning)
     for pattern, (meaning, fix) in _REFUSALS.items():

@@ -23,11 +23,6 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
 
 _IDS_IN_A_QUERY = 400
-NO_ANSWER = (
-    "contact slurm controller|timed out|connection refused|unable to connect|zero bytes were|not connected|"
-    "message (send|receive) failure|unexpected message|socket error|connection reset|broken pipe|rate limit"
-)
-"""Messages after which a job or step may exist: Slurm's protocol failed, or its answer is lost; for re and grep -E."""
 
 
 def ask(args: list[str], environment: Mapping[str, str], *, cwd: Path | None = None) -> process.ProgramOutput:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from ftkit.data.staging import needs_preparation
 from ftkit.errors import FtkitError, PrerequisiteError, SubmitError, one_line
 from ftkit.files import atomic_folder, write_file, write_json
 from ftkit.launch.code import files_of
-from ftkit.launch.inputs import needs_preparation
 from ftkit.launch.job_states import LOST, observe
 from ftkit.launch.render import render_job, render_preparation
 from ftkit.launch.scheduler import InterruptedSubmitError, UncertainSubmitError, scheduler_for

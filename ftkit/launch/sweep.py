@@ -7,9 +7,9 @@ as a whole is one value: commas in lists, mappings, quotes and texts don't split
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise, product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ftkit.config.load import read_recipe
 from ftkit.errors import ConfigError, Problem
@@ -26,8 +26,7 @@ _CHOOSE_DOCUMENTS = ("data.source", "data.validation")
 _PAIRS = {"[": "]", "{": "}"}
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """The arguments of one run of a sweep, and its values of the swept keys."""
 
     args: RunArgs
@@ -47,7 +46,7 @@ def expand(args: RunArgs, ctx: Context) -> list[Trial]:
             if len(found) > 1:
                 key, _, value = override.partition("=")
                 values[key] = value
-        trials.append(Trial(replace(args, overrides=tuple(overrides), cluster=cluster or None), values))
+        trials.append(Trial(args._replace(overrides=tuple(overrides), cluster=cluster or None), values))
     problems = []
     if len(trials) > MAX_RUNS:
         problems.append(Problem("", "", f"the values make {len(trials)} runs, more than {MAX_RUNS}.", "Use fewer."))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.files import read_json_if_valid
@@ -38,8 +37,7 @@ _INIT_KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mini_ca
 """Values of `init_lora_weights` that do not change the base model's weights."""
 
 
-@dataclass(frozen=True)
-class Continued:
+class Continued(NamedTuple):
     """The model of a recipe that continues from a trained one."""
 
     model: ModelSpec  # the model to load, in the form of a recipe's `model`

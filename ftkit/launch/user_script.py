@@ -110,7 +110,7 @@ def _without_recipe(script: Script, code: tuple[CodePlan, ...], run_args: RunArg
     name = run_args.name or as_name(Path(script.path).stem, "script", 255)
     workspace = Workspace(place.settings.workspace_folder(ctx))
     origins = Origins(settings=place.settings.layers)
-    request = new_request(replace(run_args, name=name), place.image, workspace, origins)
+    request = new_request(run_args._replace(name=name), place.image, workspace, origins)
     cluster = detect_hardware(place.cluster, ctx.environment, ctx.root)
     return plan_script(script, code, cluster, request)
 

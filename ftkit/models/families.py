@@ -6,16 +6,15 @@ The only table of families. A family that is not here is counted on its class on
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from types import MappingProxyType
+from typing import Literal, NamedTuple, get_args
 
 MeasuredFamily = Literal["gemma3_text", "llama", "olmo3", "qwen3"]
 """Families with measured memory and step times; every image and engine is tested with them."""
 MEASURED: tuple[MeasuredFamily, ...] = get_args(MeasuredFamily)
 
 
-@dataclass(frozen=True)
-class SavedTensors:
+class SavedTensors(NamedTuple):
     """Activations that a decoder layer saves per token for its backward pass: multiples of four widths.
 
     These are the widths of the residual stream, of all query heads, of all key heads, and of the feed-forward layer.
@@ -27,8 +26,7 @@ class SavedTensors:
     intermediate: int = 0
 
 
-@dataclass(frozen=True)
-class LayerSavings:
+class LayerSavings(NamedTuple):
     """Activations that autograd saves for a decoder layer, measured on the real layers."""
 
     compiled: SavedTensors = SavedTensors(4, 2, 2, 3)
@@ -54,8 +52,7 @@ _GEMMA = LayerSavings(
 )
 
 
-@dataclass(frozen=True)
-class UsualExperts:
+class UsualExperts(NamedTuple):
     """Assumed experts of a family whose config.json can't be read: those of its largest model."""
 
     num: int
@@ -63,12 +60,11 @@ class UsualExperts:
     narrower: int  # `intermediate_size` divided by the width of an expert
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """Facts about a family."""
 
     has_formula: bool = True  # whether `ftkit.models.parameters` counts its parameters exactly
-    defaults: Mapping[str, object] = field(default_factory=dict)
+    defaults: Mapping[str, object] = MappingProxyType({})
     """Defaults of its configuration class in transformers, for keys that config.json lacks."""
     full_attention_every: int = 0
     """Interval of layers with full attention if config.json has no `layer_types`; 0 if all have it."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, EngineName, TrainingPlan, TrainingSpec
 from ftkit.errors import plural
@@ -166,8 +166,7 @@ class ExecutionPlan:
     reason: str = "the recipe sets both"
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """Settings with their predictions. All options of a run have the same optimization."""
 
     training: TrainingPlan

@@ -8,8 +8,7 @@ backward pass (Dao et al. 2022, appendix B).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ftkit.config.training import RECOMPUTES_LAYERS, TrainingSpec
 from ftkit.models.adapters import count_active_adapter_parameters
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     from ftkit.planning.training_setup import Gpu, Setup
 
 
-@dataclass(frozen=True)
-class TokenFlops:
+class TokenFlops(NamedTuple):
     """FLOPs of one token, forward and backward: in matmuls, and in attention between queries and keys."""
 
     matrices: float

@@ -24,7 +24,7 @@ from ftkit.planning.training_setup import GPUS, Setup
 
 if TYPE_CHECKING:
     from ftkit.config.training import EngineName, TrainingPlan
-    from ftkit.models.architecture import ArchitectureSpec
+    from ftkit.models.architecture import ArchitectureSpec, TrainedWeights
 
 PREPARATION_VERSION = 8
 """Part of the data's fingerprint, and of the data's identity in checkpoints: increase it when the same spec would be
@@ -201,6 +201,12 @@ class RunPlan(JobPlan):
     def data(self) -> DataLayout:
         """The folder of the tokenized and packed data, which an earlier run may have prepared."""
         return DataLayout(Workspace(self.workspace).data / self.fingerprint)
+
+    @property
+    def weights_to_export(self) -> TrainedWeights | None:
+        """The checkpoint of an earlier run that must be exported first; None if there is none."""
+        trained = self.recipe.model.trained
+        return None if trained is None or Path(trained.folder).is_dir() else trained
 
     @property
     def data_directory(self) -> Path:

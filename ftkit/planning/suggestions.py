@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations, product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from ftkit.config.cluster import ClusterProfile
 from ftkit.errors import MemoryExhaustedError
 from ftkit.planning import choices
 from ftkit.planning.fit import Fit
-from ftkit.planning.training_setup import Gpu, Setup
 
 if TYPE_CHECKING:
+    from ftkit.config.cluster import ClusterProfile
     from ftkit.planning.plan import RunPlan
+    from ftkit.planning.training_setup import Gpu, Setup
 
 NUM_SUGGESTIONS = 3
 SHORTEST = 512  # minimum tokens of a pack in suggestions: shorter packs are not useful
@@ -24,8 +24,7 @@ CERTAINLY_TOO_LARGE = 2.0  # a run is refused if its predicted memory exceeds th
 Change = dict[str, object]  # fields of `training`, or `num_nodes`, with their new values
 
 
-@dataclass(frozen=True)
-class Suggestion:
+class Suggestion(NamedTuple):
     """An override to type after a recipe, with the predicted memory of a process and, if it is faster, the speed-up."""
 
     override: str
@@ -125,8 +124,7 @@ def suggest_faster(setup: Setup, gpu: Gpu) -> Suggestion | None:
     return Suggestion(_format_override(changed), best.total_gib, now / best.step_seconds)
 
 
-@dataclass(frozen=True)
-class _Run:
+class _Run(NamedTuple):
     """A setup, and the knobs that can change it, each a list of changes, mildest first."""
 
     setup: Setup

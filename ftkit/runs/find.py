@@ -6,9 +6,9 @@ import difflib
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from ftkit.errors import NotFoundError, PrerequisiteError, one_line
 from ftkit.files import PrivateFileError, load_json, read_small
@@ -18,8 +18,7 @@ _ID = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)-(?P<created>\d{8}T\d{6}Z
 _NUM_CANDIDATES_SHOWN = 8
 
 
-@dataclass(frozen=True)
-class RunFolder:
+class RunFolder(NamedTuple):
     """A run, known only by its folder's name."""
 
     layout: RunLayout

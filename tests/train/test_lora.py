@@ -12,7 +12,6 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from validation_loss import validation_loss
 
-from ftkit.data.staging import weights_to_export
 from ftkit.errors import ConfigError, TrainingError
 from ftkit.launch.model import resolve_model
 from ftkit.launch.trained_model import check_adapter
@@ -86,7 +85,7 @@ def test_training_continues_from_a_checkpoint_of_an_earlier_run(
     assert model.source == "run:stopped@last"
     assert (model.trained.run, model.trained.step) == (earlier.plan.id, 20)
     assert model.weights == model.trained.folder
-    assert weights_to_export(continued.plan) is None  # since preparation has written them
+    assert continued.plan.weights_to_export is None  # since preparation has written them
     continued.train()
     before = continued.records(EvaluationRecord)[0].loss
     assert before == pytest.approx(earlier.records(EvaluationRecord)[-1].loss, rel=1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,7 +59,7 @@ def test_golden_error_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "failed step": lambda: follow_build(
             [{"stream": "Step 3/13 : RUN pip install"}, {"error": "no space left on device"}], ignore_progress
         ),
-        "lock of another image": lambda: read_lock(replace(find_image("olmo3:25.02", ctx), lock_file=lock)),
+        "lock of another image": lambda: read_lock(find_image("olmo3:25.02", ctx)._replace(lock_file=lock)),
         "not built, no registry": lambda: select_source(request("olmo3:25.02"), ignore_progress),
         "no Slurm": lambda: select_source(request("olmo3:25.02", cluster=local, on_node=True), ignore_progress),
         "no signature to find": lambda: select_source(request("olmo3:25.02", public_key=lock), ignore_progress),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -51,4 +50,4 @@ def test_a_lock_that_is_no_text_is_an_image_without_lock(
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "a.lock")
     with pytest.raises(ImageError, match="has no lock"):
-        read_lock(replace(find_image("olmo3:25.02", Context.here()), lock_file=tmp_path / "a.lock"))
+        read_lock(find_image("olmo3:25.02", Context.here())._replace(lock_file=tmp_path / "a.lock"))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from typing import TYPE_CHECKING
 
 import pytest
+from jinja2.bccache import bc_magic
 
 from ftkit import assets
+from ftkit.config.context import cache_folder
 from ftkit.errors import ConfigError
 from ftkit.launch import templates
 from ftkit.launch.render import render_job
@@ -99,3 +102,14 @@ def test_unchanged_copies_render_the_same_script(parts: Path, make_plan: PlanMak
     expected = render_job(make_plan("slurm"), parts.parents[1])
     shutil.copytree(assets.JOB_TEMPLATES, parts.parent, dirs_exist_ok=True)
     assert render_job(make_plan("slurm"), parts.parents[1]) == expected
+
+
+def test_damaged_compiled_templates_are_compiled_again(make_plan: PlanMaker) -> None:
+    templates._environment.cache_clear()
+    script = render_job(make_plan("slurm"))
+    compiled = [path for path in cache_folder(os.environ).glob("templates-*/*") if path.is_file()]
+    assert compiled
+    for path in compiled:
+        path.write_bytes(path.read_bytes()[:-40] if path == compiled[0] else bc_magic + b"\x80")
+    templates._environment.cache_clear()
+    assert render_job(make_plan("slurm")) == script
