@@ -8,7 +8,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
+from itertools import dropwhile, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
@@ -104,7 +104,7 @@ def _notes(inspector: DataInspector, samples: Iterable[Sample]) -> list[str]:
              "all": "all tokens"}  # fmt: skip
     trained = parts[train_on] if isinstance(train_on, str) else f"turns of {', '.join(train_on)}"
     notes = [f"trained: {trained}"]
-    if any(sample.num_renderings > 1 for sample in samples):
+    if any(sample.num_renderings > 1 and not sample.side for sample in samples):
         notes.append(
             "The chat template rewrites earlier turns, so a row becomes several documents: each trained turn "
             "follows the same text as in inference."
@@ -132,12 +132,16 @@ def _show_all(samples: Iterable[Sample], terminal: Terminal, *, as_json: bool) -
         return
     for sample in samples:
         part = f", document {sample.number} of {sample.num_renderings}" if sample.num_renderings > 1 else ""
+        part = f", {sample.side}" if sample.side else part
         title = f"{sample.where}{part}: {plural(sample.num_tokens, 'token')}, {sample.num_trained:,} trained"
         terminal.text(Styled(title, "bold"))
         if sample.fate:
             terminal.text(Styled(sample.fate, "yellow"))
         rows = []
-        for _, turn in groupby(sample.segments, key=lambda segment: segment.turn):
+        shown = sample.segments
+        if sample.side == "rejected":  # the prompt is above
+            shown = tuple(dropwhile(lambda segment: not segment.is_trained, shown))
+        for _, turn in groupby(shown, key=lambda segment: segment.turn):
             segments, parts = list(turn), []
             for segment in segments:
                 text = segment.text.replace("\n", "↵\n")

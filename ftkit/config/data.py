@@ -203,6 +203,31 @@ class TextFormat(_Format):
         return [self.column]
 
 
+class PreferencesFormat(_Format):
+    """Columns with a chosen and a rejected completion of a prompt: texts, or lists of turns.
+
+    Without a prompt, both are conversations, and the turns that they share at the beginning are the prompt; a text may
+    have turns of `Human:` and `Assistant:`. Several rejected completions, as a list, make several pairs.
+    """
+
+    kind: Literal["preferences"] = "preferences"
+    prompt: str = "prompt"
+    """The column with the prompt, if the data has it."""
+    chosen: str = "chosen"
+    """The column with the chosen completion."""
+    rejected: str = "rejected"
+    """The column with the rejected completion, or a list of several."""
+
+    @property
+    def columns(self) -> list[str]:
+        return [self.prompt, self.chosen, self.rejected, "system", "tools", *self.scores]
+
+    @property
+    def scores(self) -> tuple[str, str]:
+        """The columns with the scores of both completions, if the data has them."""
+        return f"score_{self.chosen}", f"score_{self.rejected}"
+
+
 class TaskFormat(_Format):
     """The prompt and the completion are returned by the functions `prompt(row)` and `completion(row)` of the task."""
 
@@ -211,9 +236,11 @@ class TaskFormat(_Format):
 
 _AnyFormat = Annotated[
     AutoFormat | MessagesFormat | AlpacaFormat | DollyFormat | PromptCompletionFormat | JinjaFormat | TextFormat
-    | TaskFormat, Field(discriminator="kind")
+    | PreferencesFormat | TaskFormat, Field(discriminator="kind")
 ]  # fmt: skip
-FormatName = Literal["auto", "messages", "sharegpt", "alpaca", "dolly", "prompt-completion", "text", "task"]
+FormatName = Literal[
+    "auto", "messages", "sharegpt", "alpaca", "dolly", "prompt-completion", "text", "preferences", "task"
+]
 """Names of formats that need no fields."""
 
 
@@ -385,7 +412,7 @@ def describe_too_long(outcomes: Mapping[str, int]) -> str:
     return f"longer ones are {' or '.join(words[outcome] for outcome in outcomes)}"
 
 
-def describe_format(form: Format) -> str:
+def describe_format(form: Format) -> str:  # noqa: PLR0911 - one for each format
     """Describe a format in one line."""
     match form:
         case MessagesFormat():
@@ -396,6 +423,8 @@ def describe_format(form: Format) -> str:
             return f"Jinja templates over columns {', '.join(form.columns)}"
         case TextFormat():
             return f"plain text in column '{form.column}'"
+        case PreferencesFormat():
+            return f"preferences in columns '{form.chosen}' and '{form.rejected}'"
         case TaskFormat():
             return "prompt and completion of the task"
         case _:

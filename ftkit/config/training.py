@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from ftkit.config.objectives import ObjectiveSpec
 from ftkit.errors import plural
 from ftkit.models.adapters import ALL_PROJECTIONS, LoraSpec
 from ftkit.spec import (
@@ -17,7 +18,6 @@ from ftkit.spec import (
     PositiveFloat,
     PositiveInt,
     Seed,
-    Spec,
 )
 
 EngineName = Literal["fsdp2", "zero3"]
@@ -62,7 +62,7 @@ def _usual_learning_rate(fields: dict[str, object]) -> float:
     return FULL_LEARNING_RATE if fields.get("method") == "full" else ADAPTER_LEARNING_RATE
 
 
-class TrainingSpec(Spec):
+class TrainingSpec(ObjectiveSpec):
     """Optimization settings."""
 
     method: Method = "full"
@@ -266,11 +266,21 @@ class TrainingSpec(Spec):
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
-        for conflict in (*self._conflicts_of_method(), *self._conflicts_of_memory(), *self._conflicts_of_groups()):
+        for conflict in (
+            *self.conflicts_of_objective(),
+            *self._conflicts_of_method(),
+            *self._conflicts_of_memory(),
+            *self._conflicts_of_groups(),
+        ):
             raise ValueError(conflict)
         return self
 
     def _conflicts_of_method(self) -> Iterator[str]:
+        if self.method == "full" and self.has_reference:
+            yield (
+                f"objective '{self.objective}' compares with the model without adapters, and method 'full' has none: "
+                "set method to 'lora' or 'qlora', or objective to 'orpo' or 'simpo'"
+            )
         if self.method == "full" and self.lora is not None:
             yield "lora has no effect with method 'full': set method to 'lora' or 'qlora', or remove it"
         if self.trains_in_fp8 and self.method != "full":

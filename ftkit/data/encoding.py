@@ -6,7 +6,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,12 +14,12 @@ import numpy as np
 import regex
 from tokenizers import Tokenizer
 
-from ftkit.config.data import DataSpec, Format, TextFormat
-from ftkit.data.conversations import PlainText
+from ftkit.config.data import DataSpec, Format, PreferencesFormat, TextFormat
+from ftkit.data.conversations import Conversation, PlainText, Preferences
 from ftkit.data.limits import TemplateLimitError, run_in_fork
 from ftkit.data.packing import IGNORED, Document
 from ftkit.data.rendering import ChatRenderer, Rendering, special_tokens_of, token_pattern
-from ftkit.data.row_formats import check_split, read_example
+from ftkit.data.row_formats import read_example
 from ftkit.data.rows import Row, errors_at
 from ftkit.errors import DataError
 
@@ -85,7 +85,6 @@ class RowEncoder:
                 meaning="the model would never learn to end a completion, and would generate up to the token limit",
                 fix="set data.chat_template to a template whose tokens the tokenizer has",
             )
-        check_split(data, form)
         backend = tokenizer.backend_tokenizer
         backend.no_truncation()  # some tokenizer.json files set them
         backend.no_padding()
@@ -113,6 +112,8 @@ class RowEncoder:
             try:
                 with errors_at(row):
                     self._check(own)
+                if isinstance(self.format, PreferencesFormat):
+                    own = [replace(document, is_rejected=number % 2 == 1) for number, document in enumerate(own)]
                 result.append(own)
             except DataError as error:
                 result.append(error)
@@ -123,6 +124,10 @@ class RowEncoder:
             check_tokens(self.tokenizer, document.tokens, self.vocab_size)
             if document.num_targets == 0:
                 raise DataError("there is nothing to train on", fix="correct data.format, or skip these examples")
+        if isinstance(self.format, PreferencesFormat):
+            for chosen, rejected in zip(documents[::2], documents[1::2], strict=True):
+                if np.array_equal(chosen.tokens, rejected.tokens):
+                    raise DataError("both sides have the same tokens", fix="correct or remove this example")
 
     def _render(self, rows: Sequence[Row]) -> list[list[Rendering] | DataError]:
         found: list[list[Rendering] | DataError] = []
@@ -143,6 +148,8 @@ class RowEncoder:
             found = [self._plain(example.text)]
         elif self.renderer is None:
             raise TypeError("conversations need a chat template")
+        elif isinstance(example, Preferences):
+            found = [self._side(self.renderer, side) for side in example.sides]
         else:
             found = self.renderer.renderings(example, self.data)
         longest = max(len(rendering.text) for rendering in found)
@@ -153,6 +160,17 @@ class RowEncoder:
                 fix="split it into several rows, or skip it: data.skip_bad",
             )
         return found
+
+    def _side(self, renderer: ChatRenderer, side: Conversation) -> Rendering:
+        train_on = "last" if self.data.train_on == "last" else "completion"
+        found = renderer.renderings(side, self.data.model_copy(update={"train_on": train_on}))
+        if len(found) > 1:
+            raise DataError(
+                f"a completion of {len(found)} turns of the assistant, which the chat template rewrites",
+                meaning="inference would see each turn in another form, so one text can't have all of them",
+                fix="set data.train_on to 'last', or choose another data.chat_template",
+            )
+        return found[0]
 
     def _plain(self, text: str) -> Rendering:
         """Return a text between the begin and end tokens of a document; special tokens in the text stay text."""

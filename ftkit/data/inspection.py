@@ -16,9 +16,9 @@ import numpy as np
 
 from ftkit.config.data import describe_format
 from ftkit.config.recipe import RecipePlan
-from ftkit.data.conversations import Conversation
+from ftkit.data.conversations import Conversation, conversations_of
 from ftkit.data.limits import run_in_fork
-from ftkit.data.packing import IGNORED, Document, Packer, shorten
+from ftkit.data.packing import IGNORED, REJECTED, Document, Packer, shorten
 from ftkit.data.prepared_data import PreparedData, SourceStats
 from ftkit.data.row_formats import read_example
 from ftkit.data.selection import read_rows
@@ -51,7 +51,7 @@ class Sample:
     """A document as it will be trained: rendering `number` of the row at `where`.
 
     `fate` is the effect of `data.too_long` on it; empty if it fits. `trained` says of each token in `ids` whether it is
-    in the loss.
+    in the loss. `side` is that of a pair: chosen, or rejected after the same prompt.
     """
 
     where: str
@@ -63,6 +63,7 @@ class Sample:
     ids: tuple[int, ...]
     trained: tuple[bool, ...]
     fate: str = ""
+    side: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def samples_of_packs(data: PreparedData, packs: Sequence[int], tokenizer: PreTra
     for pack in packs:
         if not 0 <= pack < len(store):
             raise DataError(f"there is no pack {pack}: the data has packs 0 to {len(store) - 1}")
-        tokens, labels, positions, _ = store.read([pack])[0]
+        tokens, labels, positions, sources = store.read([pack])[0]
         is_trained = np.append(False, labels[:-1] != IGNORED)
         bounds = list(pairwise([*np.flatnonzero(positions == 0).tolist(), len(positions)]))
         if len(bounds) > 1 and not is_trained[bounds[-1][0] :].any():
@@ -124,6 +125,7 @@ def samples_of_packs(data: PreparedData, packs: Sequence[int], tokenizer: PreTra
             yield Sample(
                 f"pack {pack}", number, len(bounds), end - begin, num_trained, segments,
                 tuple(tokens[begin:end].tolist()), tuple(is_trained[begin:end].tolist()),
+                side="rejected" if sources[begin] >= REJECTED else "",
             )  # fmt: skip
 
 
@@ -189,12 +191,15 @@ class DataInspector:
                     self.report(f"skipped: {one_line(documents)}")
                     continue
                 num_rows -= 1
+                encoder, num = self.encoder.encoders[taken.source], self.recipe.training.documents_per_sample
                 for number, document in enumerate(documents, start=1):
+                    first = (number - 1) // num * num
                     yield Sample(
                         row.where, number, len(documents), len(document.tokens), document.num_targets,
-                        tuple(self._segments(self.encoder.encoders[taken.source], row, document)),
+                        tuple(self._segments(encoder, row, document, number - 1)),
                         tuple(document.tokens.tolist()), (False, *(document.labels[:-1] != IGNORED).tolist()),
-                        self._fate(taken.source, document),
+                        self._fate(taken.source, documents[first : first + num]),
+                        "" if num == 1 else "rejected" if document.is_rejected else "chosen",
                     )  # fmt: skip
 
     def lengths(self, most_encoded: int, most_counted: int) -> tuple[list[int], int, int]:
@@ -220,18 +225,21 @@ class DataInspector:
                 due = time.monotonic() + _REPORT_SECONDS
             yield encoded
 
-    def _fate(self, source: int, document: Document) -> str:
+    def _fate(self, source: int, sample: Sequence[Document]) -> str:
         length, too_long = self.recipe.training.sequence_length, self.encoder.too_long(source)
-        if len(document.tokens) <= length:
+        if sum(len(document.tokens) for document in sample) <= length:
             return ""
+        what = "" if len(sample) == 1 else "both sides are "
         if too_long == "error":
-            return f"longer than sequence_length {length:,}: an error"
-        parts = shorten(document, length, too_long, self.encoder.end_of_turn)
+            return f"{what}longer than sequence_length {length:,}: an error"
+        if len(sample) > 1:
+            return f"{what}longer than sequence_length {length:,}: dropped"
+        parts = shorten(sample[0], length, too_long, self.encoder.end_of_turn)
         kept = " and ".join(f"{len(part.tokens):,}" for part in parts)
         outcome = f"{too_long}, {kept} tokens are kept" if kept else "dropped"
         return f"longer than sequence_length {length:,}: {outcome}"
 
-    def _segments(self, encoder: RowEncoder, row: Row, document: Document) -> Iterator[Segment]:
+    def _segments(self, encoder: RowEncoder, row: Row, document: Document, place: int) -> Iterator[Segment]:
         """Divide a document's text into spans by turn and by whether its tokens have labels."""
         trained = [False, *(document.labels[:-1] != IGNORED).tolist()]
         runs: list[tuple[str, bool]] = []
@@ -243,7 +251,7 @@ class DataInspector:
             text = str(encoder.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
             runs.append((text[len(before) :], flag))
             before = text
-        turns = self._turns(encoder, row, "".join(text for text, _ in runs))
+        turns = self._turns(encoder, row, "".join(text for text, _ in runs), place)
         ends = [end for end, _ in turns]
         position = 0
         for text, flag in runs:
@@ -254,11 +262,12 @@ class DataInspector:
                 yield Segment(turn, turns[turn][1], text[position - stop + len(text) : end - stop + len(text)], flag)
                 position = end
 
-    def _turns(self, encoder: RowEncoder, row: Row, text: str) -> list[tuple[int, str]]:
+    def _turns(self, encoder: RowEncoder, row: Row, text: str, place: int) -> list[tuple[int, str]]:
         """Return the end of each turn in a document's text with the turn's role; the last turn ends with the text."""
-        example = read_example(row.columns, self.recipe.data, encoder.format)
-        if not isinstance(example, Conversation) or encoder.renderer is None:
+        sides = conversations_of(read_example(row.columns, self.recipe.data, encoder.format))
+        if not sides or encoder.renderer is None:
             return [(len(text), "text")]
+        example = sides[place % len(sides)]  # of a pair, its side; else all documents are of one conversation
         turns: list[tuple[int, str]] = []
         position = 0
         messages = example.messages
@@ -288,7 +297,7 @@ class DataInspector:
         totals = Totals(self.encoder)
         lengths: Counter[int] = Counter()
         digests = array("Q")  # 8 bytes per document: the only memory that grows with the data
-        packer = Packer(length)
+        packer = Packer(length, self.recipe.training.documents_per_sample)
         num_validation = num_packs = 0
         for encoded in self.check():
             totals.add(encoded)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
@@ -16,6 +16,8 @@ IGNORED = -100
 """The label of a token that does not count in the loss: PyTorch's default `ignore_index`."""
 TRAINED: Final = np.uint32(1 << 31)
 """Bit of a stored token that marks it as trained."""
+REJECTED: Final = np.uint16(1 << 15)
+"""Bit of a stored document's source that marks the rejected side of a pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class Document:
     tokens: NDArray[np.int32]
     labels: NDArray[np.int32]
     is_text: bool = False
+    is_rejected: bool = False
 
     @property
     def num_targets(self) -> int:
@@ -69,7 +72,8 @@ class DocumentBatch:
     Attributes:
         tokens: uint32, the documents one after another; with the bit `TRAINED` on tokens in the loss.
         lengths: int64, tokens of each document.
-        sources: uint16, the source of each document, as its index in `data.source`.
+        sources: uint16, the source of each document, as its index in `data.source`; with the bit `REJECTED` on the
+            second document of each pair.
     """
 
     tokens: NDArray[np.uint32]
@@ -86,7 +90,8 @@ class DocumentBatch:
             begin, end = end, end + len(document.tokens)
             tokens[begin:end] = document.tokens
             tokens[begin + 1 : end][document.labels[:-1] != IGNORED] |= TRAINED
-        return cls(tokens, lengths, np.full(len(documents), source, np.uint16))
+        sides = np.array([REJECTED if document.is_rejected else 0 for document in documents], np.uint16)
+        return cls(tokens, lengths, sides | np.uint16(source))
 
     @classmethod
     def join(cls, batches: Sequence[DocumentBatch]) -> DocumentBatch:
@@ -98,9 +103,10 @@ class DocumentBatch:
 
     def count_tokens(self, source: int) -> tuple[int, int]:
         """Return the tokens of a source, and how many of them count in the loss."""
-        if (self.sources == source).all():
+        is_own = self.sources & ~REJECTED == source
+        if is_own.all():
             return len(self.tokens), int((self.tokens >= TRAINED).sum())
-        is_from_source = np.repeat(self.sources == source, self.lengths)
+        is_from_source = np.repeat(is_own, self.lengths)
         return int(is_from_source.sum()), int((self.tokens[is_from_source] >= TRAINED).sum())
 
     def take(self, indices: Sequence[int]) -> DocumentBatch:
@@ -175,10 +181,12 @@ def build_pack(documents: Sequence[Document], length: int) -> NDArray[np.int32]:
 class Packer:
     """Packs a stream of documents in the memory of one window; the result depends on the documents alone.
 
-    Documents of packs that are not full wait for the next window, so windows waste no tokens.
+    Documents of packs that are not full wait for the next window, so windows waste no tokens. Samples of several
+    consecutive documents stay together.
     """
 
     capacity: int
+    documents_per_sample: int = 1
     window_tokens: int = 0
     _waiting: list[DocumentBatch] = field(default_factory=list)
     _num_tokens: int = 0
@@ -200,7 +208,8 @@ class Packer:
 
     def _pack(self, *, is_last: bool) -> Iterator[tuple[DocumentBatch, list[int]]]:
         window = DocumentBatch.join(self._waiting)
-        lengths = window.lengths.tolist()
+        num = self.documents_per_sample
+        lengths = window.lengths.reshape(-1, num).sum(axis=1).tolist()
         packs = assign_packs(lengths, self.capacity)
         waiting: list[int] = []
         if not is_last:
@@ -213,10 +222,15 @@ class Packer:
                 else:
                     done.append(pack)
             packs = done[::-1]
-        self._waiting = [window.take(sorted(waiting))]
+        self._waiting = [window.take(_documents_of(sorted(waiting), num))]
         self._num_tokens = len(self._waiting[0].tokens)
         if packs:
-            yield window.take([index for pack in packs for index in pack]), [len(pack) for pack in packs]
+            chosen = _documents_of((index for pack in packs for index in pack), num)
+            yield window.take(chosen), [num * len(pack) for pack in packs]
+
+
+def _documents_of(samples: Iterable[int], num: int) -> list[int]:
+    return [num * sample + place for sample in samples for place in range(num)]
 
 
 def row_width(length: int, longest: int) -> int:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.data import DataSpec, Format, describe_format, describe_too_long
 from ftkit.config.data_sources import GeneratedSource
-from ftkit.data.conversations import PlainText
+from ftkit.data.conversations import PlainText, conversations_of
 from ftkit.data.encoding import MAX_CHARACTERS, RowEncoder
 from ftkit.data.packing import DocumentBatch, Packer, count_row_tokens
 from ftkit.data.prepared_data import DataManifest, PackWriter, PreparedData, new_prepared_data
-from ftkit.data.row_formats import DETECTION_ROWS, describe_roles, read_example, resolve_format
+from ftkit.data.row_formats import DETECTION_ROWS, check_format, describe_roles, read_example, resolve_format
 from ftkit.data.selection import first_rows, read_rows, split_of
 from ftkit.data.template_probes import find_unread
 from ftkit.data.tokenizers import add_tokens, check_size, find_model_end_tokens, learn_tokenizer, load_tokenizer
@@ -66,7 +66,8 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], n
     totals = Totals(encoder)
     with ExitStack() as stack:
         train, validation = (
-            _SplitWriter(stack.enter_context(PackWriter(split)), length) for split in (folder.train, folder.validation)
+            _SplitWriter(stack.enter_context(PackWriter(split)), Packer(length, recipe.training.documents_per_sample))
+            for split in (folder.train, folder.validation)
         )
         rows, sources = (
             stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
@@ -106,8 +107,8 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], n
 class _SplitWriter:
     """Packs the documents of a split and writes them."""
 
-    def __init__(self, writer: PackWriter, capacity: int) -> None:
-        self._packer, self.writer = Packer(capacity), writer
+    def __init__(self, writer: PackWriter, packer: Packer) -> None:
+        self._packer, self.writer = packer, writer
         self.num_row_tokens = self.sum_of_digests = 0
 
     def add(self, documents: DocumentBatch) -> None:
@@ -160,6 +161,7 @@ def open_encoder(recipe: RecipePlan, report: Callable[[str], None]) -> BatchEnco
         formats[number] = resolve_format(data.format, rows)
         name = f" of {source.name}" if len(data.sources) > 1 else ""
         report(f"format{name}: {describe_format(formats[number])}{describe_roles(rows, formats[number])}")
+        check_format(data, formats[number], recipe.training.objective)
     tokenizer = _tokenizer(recipe, formats, report)
     vocab_size = recipe.model.architecture.vocab_size
     check_size(tokenizer, recipe.model, vocab_size, report)
@@ -199,5 +201,6 @@ def _train_texts(data: DataSpec, formats: dict[int, Format]) -> Iterator[str]:
             if row is None or (split is None and data.validation and split_of(row.columns, data.validation) != "train"):
                 continue
             example = read_example(row.columns, data, formats[source])
-            turns = [example.text] if isinstance(example, PlainText) else [turn.content for turn in example.messages]
+            turns = [turn.content for conversation in conversations_of(example) for turn in conversation.messages]
+            turns += [example.text] if isinstance(example, PlainText) else []
             yield from (text for text in turns if len(text) <= MAX_CHARACTERS)

@@ -174,10 +174,11 @@ class PackStore:
         """Read packs.
 
         Returns:
-            int32 [packs, 4, length]: tokens, labels, positions, sources. `labels[i]` is the token to predict after
-            `tokens[i]`, or `IGNORED`. Positions restart at 0 with each document, which is how the model tells them
-            apart; the padding at the end is a document without labels, which repeats the pack's first token: the
-            embedding of a padding token may be zero, where Gemma 3n's layers have infinite gradients (square roots).
+            int32 [packs, 4, length]: tokens, labels, positions, sources, some with the bit `REJECTED`. `labels[i]` is
+            the token to predict after `tokens[i]`, or `IGNORED`. Positions restart at 0 with each document, which is
+            how the model tells them apart; the padding at the end is a document without labels, which repeats the
+            pack's first token: the embedding of a padding token may be zero, where Gemma 3n's layers have infinite
+            gradients (square roots).
         """
         read = np.zeros((len(packs), 4, self.sequence_length), dtype=np.int32)
         for into, pack in zip(read, packs, strict=True):

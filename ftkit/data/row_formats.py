@@ -19,6 +19,7 @@ from ftkit.config.data import (
     Format,
     JinjaFormat,
     MessagesFormat,
+    PreferencesFormat,
     PromptCompletionFormat,
     TaskFormat,
     TextFormat,
@@ -37,12 +38,14 @@ from ftkit.data.conversations import (
     read_tools,
     read_turns,
 )
+from ftkit.data.preferences import read_preferences
 from ftkit.data.tasks import read_pair
 from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
     import jinja2
 
+    from ftkit.config.objectives import Objective
     from ftkit.data.rows import Columns, Row
 
 DETECTION_ROWS = 100
@@ -69,6 +72,8 @@ def resolve_format(form: Format, rows: Sequence[Row]) -> Format:
     ((commonest, _),) = shapes.most_common(1)  # if rows differ, rows of another shape are bad rows
     for alike in (rows, [row for row in rows if row.columns.keys() == commonest]):
         columns = set.intersection(*(set(row.columns) for row in alike))
+        if {"chosen", "rejected"} <= columns:
+            return PreferencesFormat()
         detected = _detect_turns(columns, alike) or _detect_by_columns(columns, alike[0].columns)
         if detected is not None:
             return detected
@@ -92,8 +97,32 @@ def _unknown_format(rows: Sequence[Row], names: frozenset[str]) -> DataError:
     )
 
 
-def check_split(data: DataSpec, form: Format) -> None:
-    """Check that documents of this format can be split, if the recipe splits long ones."""
+def check_format(data: DataSpec, form: Format, objective: Objective) -> None:
+    """Check that rows of this format can be trained on with the objective, and that long documents can be split."""
+    if isinstance(form, PreferencesFormat) and objective == "next_token":
+        raise DataError(
+            "the rows are preference data: pairs (chosen, rejected)",
+            meaning="with objective next_token, the model would learn what is not preferred too",
+            fix="set training.objective=dpo or another one on preferences; or select what is preferred: "
+            "data.format={kind: messages, column: chosen} and data.ignore_columns=[rejected]",
+        )
+    if not isinstance(form, PreferencesFormat) and objective != "next_token":
+        raise DataError(
+            f"training.objective is {objective}, but the rows have no pairs: {describe_format(form)}",
+            meaning="a pair has the columns chosen and rejected, and most often prompt",
+            fix="give a data set with pairs, or name its columns: data.format={kind: preferences, chosen: NAME, …}",
+        )
+    if isinstance(form, PreferencesFormat):
+        for key, value, allowed in (
+            ("too_long", data.too_long, ("auto", "error", "drop")),
+            ("train_on", data.train_on, ("assistant", "completion", "last")),
+        ):
+            if value not in allowed:
+                raise DataError(
+                    f"data.{key} is '{value}', but the rows are pairs",
+                    meaning="what is preferred are whole completions",
+                    fix=f"set it to one of {', '.join(allowed)}",
+                )
     if data.too_long == "split" and form.kind != "text":
         raise DataError(
             "data.too_long is 'split', but the rows are conversations",
@@ -135,13 +164,11 @@ def describe_roles(rows: Sequence[Row], form: Format) -> str:
 
 
 def _detect_by_columns(columns: set[str], first: Columns) -> Format | None:
-    is_labeled = {"prompt", "completion", "label"} <= columns and isinstance(first["label"], bool)
-    if {"chosen", "rejected"} <= columns or is_labeled:
+    if {"prompt", "completion", "label"} <= columns and isinstance(first["label"], bool):
         raise DataError(
-            "the rows are preference data: pairs (chosen, rejected), or completions with a label",
-            meaning="ftkit trains on conversations and texts, and would learn what is not preferred",
-            fix="select what is preferred: data.format={kind: messages, column: chosen} and data.ignore_columns; or "
-            "jq -c 'select(.label) | del(.label)' FILE > preferred.jsonl",
+            "the rows are preference data: completions with a label",
+            meaning="ftkit trains on pairs, conversations, and texts, and would learn what is not preferred",
+            fix="select what is preferred: jq -c 'select(.label) | del(.label)' FILE > preferred.jsonl",
         )
     if {"instruction", "output"} <= columns:
         return AlpacaFormat()
@@ -179,6 +206,8 @@ def read_example(columns: Columns, data: DataSpec, form: Format) -> Example:  # 
         case JinjaFormat():
             completion = _render(form.completion, columns, "completion")
             return _conversation(*_prompt(columns, form), completion)
+        case PreferencesFormat():
+            return read_preferences(columns, form, data.ignore_columns)
         case TextFormat():
             return PlainText(_required(columns, form.column))
         case TaskFormat():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ftkit.config.recipe import RecipePlan
 from ftkit.data.encoding import RowEncoder
 from ftkit.data.limits import begin_fork, explain_death
-from ftkit.data.packing import Document, DocumentBatch, shorten
+from ftkit.data.packing import REJECTED, Document, DocumentBatch, shorten
 from ftkit.data.prepared_data import SourceStats
 from ftkit.data.row_formats import unused_columns
 from ftkit.data.rows import Row
@@ -82,7 +82,7 @@ class Totals:
             self.sources[number] = replace(
                 stats,
                 num_rows=stats.num_rows + num_rows,
-                num_documents=stats.num_documents + int((batch.train.sources == number).sum()),
+                num_documents=stats.num_documents + int((batch.train.sources & ~REJECTED == number).sum()),
                 num_tokens=stats.num_tokens + tokens,
                 num_targets=stats.num_targets + targets,
                 num_too_long=stats.num_too_long + batch.num_too_long[number],
@@ -124,7 +124,8 @@ class BatchEncoder:
     def encode(self, batch: Sequence[SelectedRow]) -> EncodedBatch:
         """Return the documents of rows, in their order."""
         documents: dict[Split, list[DocumentBatch]] = {"train": [], "validation": []}
-        data, length = self.recipe.data, self.recipe.training.sequence_length
+        recipe = self.recipe
+        data, length = recipe.data, recipe.training.sequence_length
         done = EncodedBatch()
         for (source, split, _), row, result in self.results(batch):
             if isinstance(result, DataError):
@@ -136,10 +137,10 @@ class BatchEncoder:
             if split == "validation":
                 done.validation_rows += json.dumps(row.columns, ensure_ascii=False, default=str) + "\n"
                 done.validation_sources += f"{source}\n"
-            lengths = [len(document.tokens) for document in result]
+            lengths = self._sample_lengths(result)
             longest = max(lengths, default=0)
             done.longest = max(done.longest, longest)
-            done.num_documents += len(lengths)
+            done.num_documents += len(result)
             done.num_too_long[source] += sum(each > length for each in lengths)
             too_long = self.too_long(source)
             if longest > length and too_long == "error":
@@ -148,11 +149,19 @@ class BatchEncoder:
                 what = f"{row.where}: {longest:,} tokens, longer than a pack of {length:,}"
                 done.refused.append(DataError(what, fix=f"raise training.sequence_length, or set {shorter}"))
             fitting = [fit for each in result for fit in shorten(each, length, too_long, self.end_of_turn)]
+            if (num := recipe.training.documents_per_sample) > 1:  # a pair fits as a whole, or not at all
+                fitting = [each for place, each in enumerate(result) if lengths[place // num] <= length]
             documents[split].append(DocumentBatch.of(fitting, source))
         empty = [DocumentBatch.of([])]
         done.train = DocumentBatch.join(documents["train"] or empty)
         done.validation = DocumentBatch.join(documents["validation"] or empty)
         return done
+
+    def _sample_lengths(self, documents: Sequence[Document]) -> list[int]:
+        """Return the tokens of each sample: of a document, or of both sides of a pair, which share a pack."""
+        num = self.recipe.training.documents_per_sample
+        lengths = [len(document.tokens) for document in documents]
+        return [sum(lengths[first : first + num]) for first in range(0, len(lengths), num)]
 
     def results(self, batch: Sequence[SelectedRow]) -> Iterator[tuple[SelectedRow, Row, list[Document] | DataError]]:
         """Yield each non-blank row with its documents or its error."""

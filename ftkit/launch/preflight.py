@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.config.recipe import RecipePlan, RecipeSpec, check_access, check_packages
-from ftkit.data.conversations import Conversation
-from ftkit.data.row_formats import check_split, read_example
+from ftkit.data.conversations import conversations_of
+from ftkit.data.row_formats import check_format, read_example
 from ftkit.data.rows import Row, errors_at
 from ftkit.data.selection import peek_rows
 from ftkit.data.tokenizer_files import check_tokenizer_folder, needs_loading, read_vocabulary
@@ -170,7 +170,7 @@ def check_examples(recipe: RecipeSpec) -> list[str]:
         return [f"{error.what}: neither its rows nor whether they changed can be checked here; the job will read them"]
     left = recipe.data.skip_bad
     for row, form in with_formats(recipe.data, rows):
-        check_split(recipe.data, form)
+        check_format(recipe.data, form, recipe.training.objective)
         try:
             with errors_at(row):
                 read_example(row.columns, recipe.data, form)
@@ -235,8 +235,8 @@ def _check_first_rows(data: DataSpec, renderer: ChatRenderer, rows: Sequence[tup
             continue
         try:
             with errors_at(row):
-                if isinstance(example, Conversation):
-                    renderer.renderings(example, data)
+                for conversation in conversations_of(example):
+                    renderer.renderings(conversation, data)
         except DataError:
             left -= 1
             if left < 0:

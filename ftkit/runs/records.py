@@ -112,7 +112,7 @@ class StepRecord(Record, event="step"):
     step: Count
     num_steps: Count
     epoch: float
-    loss: float  # mean over the target tokens of this step, without the load-balancing loss
+    loss: float  # mean over the target tokens of this step, or its pairs, without the load-balancing loss
     learning_rate: float
     grad_norm: float
     tokens: Count  # of all documents so far, without padding
@@ -124,6 +124,7 @@ class StepRecord(Record, event="step"):
     mfu: float | None  # model FLOPs utilization; None if the GPUs' peak is unknown
     memory_gib: float | None  # peak of rank 0 so far, as in a `MemoryRecord`
     sources: dict[str, SourceLoss] = field(default_factory=dict)  # of a mixture, with target tokens in this step
+    scores: dict[str, float] = field(default_factory=dict)  # metrics of pairs: means over those of this step
     routers: RouterStats | None = None  # of a mixture of experts
 
 
@@ -163,7 +164,7 @@ class EvaluationRecord(Record, event="evaluation"):
     execution_accuracy: float | None  # the score `sql`, in [0, 1]
     samples: tuple[Sample, ...]
     sources: dict[str, SourceLoss] = field(default_factory=dict)  # of a mixture
-    scores: dict[str, float] = field(default_factory=dict)  # means of the metrics of completions that apply to the data
+    scores: dict[str, float] = field(default_factory=dict)  # means of the metrics of completions and of pairs
 
     def measures(self, metric: str) -> bool:
         """Return whether the evaluation has a value, even if it is not finite, of this loss or score."""

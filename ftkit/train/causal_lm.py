@@ -16,7 +16,9 @@ from ftkit.config.execution import LOGITS_ALIGNMENT, logits_rows
 from ftkit.train.model.adapted_linear import TokenKeys
 from ftkit.train.model.attention import packed_masks
 from ftkit.train.model.hf_model import accepted_inputs, find_decoder, has_recurrent_layers
+from ftkit.train.model.lora import adapters_off
 from ftkit.train.model.routers import Routers
+from ftkit.train.objectives import Pairs, Preferences
 from ftkit.train.private_apis.torch import TORCH, Ctx, mark_dynamic
 
 if TYPE_CHECKING:
@@ -39,7 +41,8 @@ class MicroBatch:
     max_seqlen: int  # upper bound of the documents' lengths
     is_token: torch.Tensor | None = None  # bool [B, T], false for padding; None without, or if nothing needs it
     attention_mask: torch.Tensor | None = None  # int64 [B, T], 0 for the padding on the right; None for packs
-    label_sources: torch.Tensor | None = None  # int64 [N], indices in `data.source`; None for a single source
+    label_sources: torch.Tensor | None = None  # int64 [N], indices in `data.source`, or [S]; None for a single source
+    completion_lengths: torch.Tensor | None = None  # int64 [2 S], labels of S pairs' documents; None for next tokens
     token_keys: torch.Tensor | None = None  # int64 [B, T], random bits for dropout; * with tensor parallelism
 
     def pinned(self) -> MicroBatch:
@@ -56,18 +59,24 @@ class MicroBatch:
 
 
 class SourceLosses:
-    """The losses of each of S sources, accumulated on the device over micro-batches.
+    """The losses of each of S sources, and metrics of pairs, accumulated on the device over micro-batches.
 
-    `sums`, fp32 [2, S], are the losses of each source's labels, and the number of its labels (exact up to 2**24). Not a
-    dataclass: FSDP2 casts tensors in dataclasses that are passed to `forward` to the compute dtype.
+    `sums`, fp32 [2, S], are the losses of each source's labels (or pairs), and their number (exact up to 2**24);
+    `metrics`, fp32 [M], those of an objective on preferences. Not a dataclass: FSDP2 casts tensors in dataclasses that
+    are passed to `forward` to the compute dtype.
     """
 
-    def __init__(self, num_sources: int, device: torch.device) -> None:
+    def __init__(self, num_sources: int, device: torch.device, num_metrics: int = 0) -> None:
         self.sums = torch.zeros((2, num_sources), dtype=torch.float32, device=device)
+        self.metrics = torch.zeros(num_metrics, dtype=torch.float32, device=device)
 
     def add(self, losses: torch.Tensor, label_sources: torch.Tensor) -> None:
         """Add the losses of labels, fp32 [N] without a graph, each to its source, int64 [N]."""
         self.sums.index_add_(1, label_sources, torch.stack([losses, torch.ones_like(losses)]))
+
+    def flatten(self) -> torch.Tensor:
+        """Return all numbers, fp32 [2 * S + M]."""
+        return torch.cat([self.sums.flatten(), self.metrics])
 
 
 @dataclass(frozen=True)
@@ -112,29 +121,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Ctx, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, transform: LogitTransform
     ) -> tuple[torch.Tensor, torch.Tensor]:
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad  # a frozen projection needs none
-        vocabulary = weight.shape[0]
-        missing = -vocabulary % LOGITS_ALIGNMENT
-        if missing:  # matmuls have fast kernels for multiples
-            weight = functional.pad(weight, (0, 0, 0, missing))
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        losses = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-        compute = _compiled() if hidden.device.type == "cuda" else _losses_and_gradient
-        chunk = max(1, logits_rows(len(targets), weight.shape[0]))
-        for begin in range(0, len(targets), chunk):
-            part = slice(begin, begin + chunk)
-            logits = hidden[part] @ weight.T
-            losses[part], grad_logits = compute(logits, targets[part], vocabulary, transform)
-            if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[part])
-            if grad_weight is not None:
-                if hidden.is_cuda and hidden.dtype != torch.float32 and TORCH >= (2, 11):  # in one kernel
-                    torch.addmm(grad_weight, grad_logits.T, hidden[part], out_dtype=torch.float32, out=grad_weight)
-                else:
-                    grad_weight += grad_logits.T @ hidden[part]
-            del logits, grad_logits  # freed before the next chunk's logits
-        if grad_weight is not None:
-            grad_weight = grad_weight[:vocabulary].to(weight.dtype)
+        losses, grad_hidden, grad_weight = _losses_in_chunks(
+            hidden, weight, targets, transform, (needs_hidden, needs_weight)
+        )
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(losses)
         return losses.sum(), losses
@@ -143,6 +132,81 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Ctx, grad_output: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_weight = (None if grad is None else grad * grad_output for grad in ctx.saved_tensors)
         return grad_hidden, grad_weight, None, None
+
+
+def linear_log_probs(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, transform: LogitTransform = LogitTransform()
+) -> torch.Tensor:
+    """Return the log-probability of each target, fp32 [N], as `linear_cross_entropy` computes it.
+
+    The gradient of the hidden states of each target is computed in the forward pass and scaled in the backward pass; a
+    trained projection's needs the scales, so its backward pass computes each chunk of logits again.
+    """
+    log_probs: torch.Tensor = _LinearLogProbs.apply(hidden, weight, targets, transform)  # type: ignore[no-untyped-call]
+    return log_probs
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Ctx, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, transform: LogitTransform
+    ) -> torch.Tensor:
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        losses, grad_hidden, _ = _losses_in_chunks(hidden, weight, targets, transform, (needs_hidden, False))
+        ctx.save_for_backward(grad_hidden, *((hidden, weight, targets) if needs_weight else ()))
+        ctx.transform = transform
+        return -losses
+
+    @staticmethod
+    def backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_hidden, *inputs = ctx.saved_tensors
+        grad_weight = None
+        if inputs:
+            hidden, weight, targets = inputs
+            *_, grad_weight = _losses_in_chunks(hidden, weight, targets, ctx.transform, (False, True), -gradient)
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * -gradient[:, None].to(grad_hidden.dtype)
+        return grad_hidden, grad_weight, None, None
+
+
+def _losses_in_chunks(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    transform: LogitTransform,
+    needs: tuple[bool, bool],
+    scales: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return the losses of targets, fp32 [N], and the gradients of their sum, or of their sum weighted by `scales`.
+
+    `needs` says whether the gradients of hidden states and weight are needed.
+    """
+    vocabulary = weight.shape[0]
+    missing = -vocabulary % LOGITS_ALIGNMENT
+    if missing:  # matmuls have fast kernels for multiples
+        weight = functional.pad(weight, (0, 0, 0, missing))
+    grad_hidden = torch.empty_like(hidden) if needs[0] else None
+    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
+    losses = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+    compute = _compiled() if hidden.device.type == "cuda" else _losses_and_gradient
+    chunk = max(1, logits_rows(len(targets), weight.shape[0]))
+    for begin in range(0, len(targets), chunk):
+        part = slice(begin, begin + chunk)
+        logits = hidden[part] @ weight.T
+        losses[part], grad_logits = compute(logits, targets[part], vocabulary, transform)
+        if scales is not None:
+            grad_logits *= scales[part, None].to(grad_logits.dtype)
+        if grad_hidden is not None:
+            torch.mm(grad_logits, weight, out=grad_hidden[part])
+        if grad_weight is not None:
+            if hidden.is_cuda and hidden.dtype != torch.float32 and TORCH >= (2, 11):  # in one kernel
+                torch.addmm(grad_weight, grad_logits.T, hidden[part], out_dtype=torch.float32, out=grad_weight)
+            else:
+                grad_weight += grad_logits.T @ hidden[part]
+        del logits, grad_logits  # freed before the next chunk's logits
+    if grad_weight is not None:
+        grad_weight = grad_weight[:vocabulary].to(weight.dtype)
+    return losses, grad_hidden, grad_weight
 
 
 def _losses_and_gradient(
@@ -180,6 +244,7 @@ class CausalLM(nn.Module):
         *,
         routers: Routers | None = None,
         by_weight: bool = True,
+        objective: Preferences | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """Wrap a model; its parameters may be on the meta device.
@@ -189,6 +254,7 @@ class CausalLM(nn.Module):
             routers: found before an engine changed the model; None: they are left alone.
             by_weight: compute the loss from the output projection's weight, a chunk of logits at a time; otherwise call
                 the projection as a module, for an engine that gathers weights in hooks of every module.
+            objective: an objective on preferences; None: the loss of the next token.
             autocast: creates the autocast context if the compute dtype is not that of the parameters.
         """
         super().__init__()
@@ -201,6 +267,7 @@ class CausalLM(nn.Module):
         has_bias = getattr(projection, "bias", None) is not None
         self._tokens = TokenKeys.of(hf_model)
         self._is_chunked = by_weight and not has_bias and not self.has_head_layers
+        self.objective = objective
         self._autocast = autocast
 
     def forward(self, *, compute: Callable[..., Any] | None = None, **inputs: Any) -> Any:
@@ -211,27 +278,64 @@ class CausalLM(nn.Module):
             return self.loss(**inputs) if compute is None else compute(self, **inputs)
 
     def loss(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
-        """Return the cross-entropy summed over the labels: a scalar in fp32. Within `forward` only.
+        """Return the loss summed over the labels, or over the pairs: a scalar in fp32. Within `forward` only.
 
         Its gradient includes that of the load-balancing loss, if the routers have one. `source_losses` accumulates the
-        losses of each source, if the labels are from several.
+        losses of each source, if the labels are from several, and the metrics of pairs.
         """
-        model, projection = self.hf_model, self.hf_model.get_output_embeddings()
-        if self.has_head_layers:
-            self._begin_routing(batch)
-            states = model(**model_inputs(model, batch)).logits
+        if self.objective is not None:
+            loss, losses = self._preference_loss(self.objective, batch, source_losses)
         else:
-            states = self.hidden_states(batch)
-        states = states.flatten(0, 1).index_select(0, batch.label_index)  # of the tokens whose next one is a label
-        if self._is_chunked:
-            loss, losses = linear_cross_entropy(states, projection.weight, batch.labels, self.logit_transform)
-        else:
-            logits = states if self.has_head_layers else self.logit_transform.apply(projection(states).float())
-            losses = functional.cross_entropy(logits.float(), batch.labels, reduction="none")
-            loss = losses.sum()
+            states = self._label_states(batch)
+            if self._is_chunked:
+                weight = self.hf_model.get_output_embeddings().weight
+                loss, losses = linear_cross_entropy(states, weight, batch.labels, self.logit_transform)
+            else:
+                losses = self._unchunked_losses(states, batch)
+                loss = losses.sum()
         if source_losses is not None and batch.label_sources is not None:
             source_losses.add(losses.detach(), batch.label_sources)
         return self.routers.balance(loss, batch.label_index)
+
+    def _label_states(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the hidden states, or the logits, of the tokens whose next one is a label, [N, ...]."""
+        if self.has_head_layers:
+            self._begin_routing(batch)
+            states: torch.Tensor = self.hf_model(**model_inputs(self.hf_model, batch)).logits
+        else:
+            states = self.hidden_states(batch)
+        return states.flatten(0, 1).index_select(0, batch.label_index)
+
+    def _unchunked_losses(self, states: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        projection = self.hf_model.get_output_embeddings()
+        logits = states if self.has_head_layers else self.logit_transform.apply(projection(states).float())
+        return functional.cross_entropy(logits.float(), batch.labels, reduction="none")
+
+    def log_probs(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the log-probability of each label, fp32 [N]. Within `forward` only."""
+        states = self._label_states(batch)
+        if not self._is_chunked:
+            return -self._unchunked_losses(states, batch)
+        weight = self.hf_model.get_output_embeddings().weight
+        return linear_log_probs(states, weight, batch.labels, self.logit_transform)
+
+    def reference_log_probs(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the log-probabilities by the model without adapters and without dropout. Within `forward` only."""
+        with torch.no_grad(), adapters_off(self.hf_model):
+            return self.log_probs(batch)
+
+    def _preference_loss(
+        self, objective: Preferences, batch: MicroBatch, sums: SourceLosses | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss summed over the pairs, and that of each pair, fp32 [S]."""
+        if batch.completion_lengths is None:
+            raise TypeError("the batch has no pairs")
+        reference = self.reference_log_probs(batch) if objective.has_reference else None
+        pairs = Pairs.of(self.log_probs(batch), reference, batch.completion_lengths)
+        losses, rewards = objective.losses(pairs)
+        if sums is not None:
+            sums.metrics += pairs.metrics(rewards.detach())
+        return losses.sum(), losses
 
     def hidden_states(self, batch: MicroBatch) -> torch.Tensor:
         """Return the last hidden states, [B, T, H]. Within `forward` only."""

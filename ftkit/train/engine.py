@@ -87,10 +87,10 @@ class Engine(Protocol):
         """Return how the model is sharded, for the checks before step 1."""
 
     def forward(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
-        """Return the loss summed over a micro-batch's labels, a scalar in fp32; also add it to `source_losses`."""
+        """Return the loss summed over a micro-batch's labels or pairs, in fp32; also add it to `source_losses`."""
 
     def backward(self, loss: torch.Tensor, num_labels: int, *, is_last: bool) -> None:
-        """Accumulate the gradients of the mean loss over a step's labels.
+        """Accumulate the gradients of the mean loss over a step's labels, or pairs.
 
         `num_labels` are those of the step, over all ranks and micro-batches. Gradients are reduced over the ranks by
         the end of the step's last micro-batch.

@@ -37,12 +37,12 @@ def train(world: World, engine: Engine, progress: Progress, observers: Observers
             observers.begin("batch")
             batch = next(batches)
             torch.manual_seed(_seed_of_step(training.seed, progress.step, world))
-            losses, source_losses = [], SourceLosses(num_sources, device)
+            losses, source_losses = [], SourceLosses(num_sources, device, len(training.metric_names))
             for number, micro_batch in enumerate(batch.micro_batches, start=1):
                 observers.begin("forward")
                 loss = engine.forward(micro_batch, source_losses)
                 observers.begin("backward")
-                engine.backward(loss, batch.num_targets, is_last=number == len(batch.micro_batches))
+                engine.backward(loss, batch.num_samples, is_last=number == len(batch.micro_batches))
                 losses.append(loss.detach())
                 del loss  # and its graph
             observers.begin("update")
@@ -198,12 +198,16 @@ class StepTiming:
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step, reduced over all ranks; `loss` is the mean over its targets, `sources` has that of each source."""
+    """A step, reduced over all ranks.
+
+    `loss` is the mean over its targets, or its pairs, whose metrics are `scores`; `sources` has that of each source.
+    """
 
     step: int
     batch: StepBatch
     loss: float
     sources: dict[str, SourceLoss]
+    scores: dict[str, float]
     grad_norm: float
     learning_rate: float
     stop_requested: bool

@@ -208,6 +208,7 @@ class Trainer:
             is_packed=is_packed,
             is_mixed=bool(sources),
             marks_padding=engine.model.routers.exist,
+            documents_per_sample=plan.recipe.training.documents_per_sample,
             context=world.context,
             state=state,
         )

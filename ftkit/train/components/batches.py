@@ -36,6 +36,7 @@ class StepBatch:
 
     micro_batches: list[MicroBatch]
     num_targets: int  # tokens in the loss
+    num_samples: int  # what the loss is a mean of: these tokens, or pairs
     document_lengths: NDArray[np.int64]  # [documents], without padding
 
     @property
@@ -67,6 +68,7 @@ class BatchSchedule:
     is_packed: bool = True
     is_mixed: bool = False
     marks_padding: bool = True
+    documents_per_sample: int = 1
     context: ContextGroup = ALONE
     state: TrainState = START  # of the checkpoint that the run resumes from
 
@@ -92,12 +94,13 @@ class BatchSchedule:
         """Return this process's part of a step, counted from 0, in host memory."""
         packs = self.packs_of_step(step)
         num_targets, lengths = int(self.store.num_targets[packs].sum()), self.store.document_lengths(packs)
+        num_samples = num_targets if self.documents_per_sample == 1 else len(lengths) // self.documents_per_sample
         micro, length = self.plan.micro_batch_size, self.store.sequence_length
         first_token = self.num_packs_before(step) * length
         if not self.is_packed:
             rows = pad_documents(self.store.read(packs), micro * length, self.size)[self.rank :: self.size]
             padded = [to_padded_micro_batch(each, HOST, first_token, is_mixed=self.is_mixed) for each in rows]
-            return StepBatch(padded, num_targets, lengths)
+            return StepBatch(padded, num_targets, num_samples, lengths)
         micro_batches = []
         for accumulation in range(self.plan.accumulation_steps):
             begin = (accumulation * self.size + self.rank) * micro
@@ -114,8 +117,8 @@ class BatchSchedule:
                 marks_padding=self.marks_padding,
                 context=self.context,
             )
-            micro_batches.append(batch)
-        return StepBatch(micro_batches, num_targets, lengths)
+            micro_batches.append(with_pairs(batch, read) if self.documents_per_sample > 1 else batch)
+        return StepBatch(micro_batches, num_targets, num_samples, lengths)
 
 
 def to_micro_batch(
@@ -154,6 +157,19 @@ def to_micro_batch(
         token_keys=tensor(token_keys(numbers[:, gathered])),
     )
     return batch.on(device)
+
+
+def with_pairs(batch: MicroBatch, packs: NDArray[np.int32]) -> MicroBatch:
+    """Return the micro-batch of whole packs of pairs, int32 [packs, 4, length], with the labels of each document.
+
+    Of several sources, it has that of each pair.
+    """
+    begins = np.flatnonzero(packs[:, 2] == 0)
+    index = np.flatnonzero(packs[:, 1] != IGNORED)
+    documents, counts = np.unique(np.searchsorted(begins, index, side="right") - 1, return_counts=True)
+    sources = packs[:, 3].reshape(-1)[begins[documents[::2]]].astype(np.int64)
+    lengths, of_pairs = (torch.from_numpy(each).to(batch.labels.device) for each in (counts, sources))
+    return replace(batch, completion_lengths=lengths, label_sources=None if batch.label_sources is None else of_pairs)
 
 
 def to_padded_micro_batch(

@@ -19,7 +19,7 @@ from ftkit.data.prepared_data import PreparedData
 from ftkit.planning.plan import RunPlan
 from ftkit.runs.records import EvaluationRecord, Sample, SourceLoss
 from ftkit.train.causal_lm import CausalLM, SourceLosses
-from ftkit.train.components.batches import pad_documents, to_micro_batch, to_padded_micro_batch
+from ftkit.train.components.batches import pad_documents, to_micro_batch, to_padded_micro_batch, with_pairs
 from ftkit.train.components.generation import Generation
 from ftkit.train.model.attention import generation_attention
 from ftkit.train.world import World
@@ -48,10 +48,11 @@ class Evaluator:
 
     def evaluate(self, engine: Engine, step: int, when: When) -> EvaluationRecord:
         with engine.inference() as model:
-            loss, sources = self._loss(model)
+            loss, sources, metrics = self._loss(model)
             scores, samples = self._score(model, when)
-        # exp(loss) overflows above 709.
-        perplexity = math.exp(min(loss, 700.0))
+        # Of pairs, that of the chosen completions; exp(loss) overflows above 709.
+        token_loss = -metrics["log_prob_chosen"] / metrics["length_chosen"] if metrics else loss
+        perplexity, scores = math.exp(min(token_loss, 700.0)), metrics | scores
         return EvaluationRecord(time.time(), step, when, loss, perplexity, scores.get("sql"), samples, sources, scores)
 
     @cached_property
@@ -63,13 +64,16 @@ class Evaluator:
         model = ModelInput(self.tokenizer, recipe.model.weights, shape.vocab_size, shape.max_position_embeddings)
         return make_evaluation_set(model, rows, recipe.data, log.warning)
 
-    def _loss(self, model: CausalLM) -> tuple[float, dict[str, SourceLoss]]:
+    def _loss(self, model: CausalLM) -> tuple[float, dict[str, SourceLoss], dict[str, float]]:
+        """Return the mean loss over the targets or pairs, that of each source, and the metrics of pairs."""
         names = self.data.read_manifest().mixed_sources
         store = self.data.read_validation()
         num_packs = min(len(store), self.plan.recipe.evaluation.max_packs)
-        micro = self.plan.recipe.training.micro_batch_size
+        training = self.plan.recipe.training
+        micro = training.micro_batch_size
         total = torch.zeros((), device=self.world.device)
-        source_losses = SourceLosses(len(names), self.world.device)
+        source_losses = SourceLosses(len(names), self.world.device, len(training.metric_names))
+        per_sample = training.documents_per_sample
         for first in range(0, num_packs, micro * self.world.data_size):
             if not self.is_packed:
                 packs = store.read(range(first, min(first + micro * self.world.size, num_packs)))
@@ -84,11 +88,16 @@ class Evaluator:
             chosen = range(begin, min(begin + micro, num_packs)) if counts else range(num_packs - 1, num_packs)
             packs = store.read(chosen)
             batch = to_micro_batch(packs, self.world.device, is_mixed=bool(names), context=self.world.context)
+            batch = with_pairs(batch, packs) if per_sample > 1 else batch
             loss = model(batch=batch, source_losses=source_losses if counts else None)
             total += loss if counts else 0
-        own_sums = torch.cat([total.reshape(1), source_losses.sums.flatten()])
-        summed, *by_source = self.world.sum(own_sums.tolist())  # host sync: once an evaluation
-        return summed / max(1, int(store.num_targets[:num_packs].sum())), mean_losses(names, by_source)
+        own_sums = torch.cat([total.reshape(1), source_losses.flatten()])
+        summed, *others = self.world.sum(own_sums.tolist())  # host sync: once an evaluation
+        by_source, metrics = others[: 2 * len(names)], others[2 * len(names) :]
+        num = int(store.num_targets[:num_packs].sum())
+        if per_sample > 1:
+            num = len(store.document_lengths(range(num_packs))) // per_sample
+        return summed / max(1, num), mean_losses(names, by_source), mean_metrics(training.metric_names, metrics, num)
 
     def _score(self, model: CausalLM, when: When) -> tuple[dict[str, float], tuple[Sample, ...]]:
         settings = self.plan.recipe.evaluation.generation
@@ -138,6 +147,11 @@ class Evaluator:
             self.generation.to_completion(self.tokenizer, completion, case.reference)
             for case, completion in zip(cases, in_order, strict=True)
         ]
+
+
+def mean_metrics(names: tuple[str, ...], sums: list[float], num_samples: int) -> dict[str, float]:
+    """Return the means of the metrics of pairs, from their sums over all ranks."""
+    return {name: value / max(1, num_samples) for name, value in zip(names, sums, strict=True)}
 
 
 def mean_losses(sources: tuple[str, ...], sums: list[float]) -> dict[str, SourceLoss]:

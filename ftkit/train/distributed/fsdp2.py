@@ -35,6 +35,7 @@ from ftkit.train.model.local_shard import gradient_norm, local_tensor, with_ordi
 from ftkit.train.model.lora import saved_parameters
 from ftkit.train.model.pretrained import materialize
 from ftkit.train.model.routers import Routers
+from ftkit.train.objectives import Preferences
 from ftkit.train.private_apis.torch import (
     FSDP2_ON_CPUS,
     TORCH,
@@ -279,11 +280,12 @@ def _prepare_layers(hf_model: PreTrainedModel, training: TrainingPlan, world: Wo
         compiled=compiles(training, world.device),
         offloads=offloads_of_layers(training.offloaded_of_layers(len(layers), "fsdp2"), world.device),
     )
+    objective = Preferences.of(training)
     if training.adapters is None or training.compute_precision != "bf16":
-        return CausalLM(hf_model, routers=routers, autocast=nullcontext)
+        return CausalLM(hf_model, routers=routers, objective=objective)
     # Adapters are trained in fp32, and cast where they are used.
     autocast = partial(torch.autocast, world.device.type, DTYPES[training.compute_precision])
-    return CausalLM(hf_model, routers=routers, autocast=autocast)
+    return CausalLM(hf_model, routers=routers, objective=objective, autocast=autocast)
 
 
 def _shard(model: CausalLM, training: TrainingPlan, world: World, *, reshard_after_forward: bool) -> None:

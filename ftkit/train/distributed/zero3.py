@@ -24,6 +24,7 @@ from ftkit.train.model.hf_model import find_decoder_layers
 from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.lora import saved_parameters
 from ftkit.train.model.routers import Routers
+from ftkit.train.objectives import Preferences
 from ftkit.train.private_apis.deepspeed import (
     Zero3Optimizer,
     Zero3Partition,
@@ -76,7 +77,7 @@ class Zero3Engine:
             offloads=offloads_of_layers(training.offloaded_of_layers(len(layers), "zero3"), world.device),
         )
         # DeepSpeed gathers the output projection's weight when it is called as a module.
-        self.model = CausalLM(hf_model, routers=routers, by_weight=False)
+        self.model = CausalLM(hf_model, routers=routers, by_weight=False, objective=Preferences.of(training))
         # Each step sets the learning rate. Until then it is 0, so that DeepSpeed's setup of the states can't change
         # the weights.
         optimizer = torch.optim.AdamW(parameter_groups(hf_model, training), lr=0.0, betas=training.betas, fused=True)

@@ -41,6 +41,7 @@ class AdaptedLinear(nn.Module):
         """Adopt the parts of peft's layer; its parameters may be on the meta device."""
         super().__init__()
         self.lora, self.dropout = lora, dropout
+        self.is_adapted = True
         self.base_layer = cast("nn.Linear", adapted.base_layer)
         self.lora_A, self.lora_B = (cast("nn.ModuleDict", part) for part in (adapted.lora_A, adapted.lora_B))
         self.lora_magnitude_vector = cast("nn.ModuleDict", adapted.lora_magnitude_vector)
@@ -56,7 +57,8 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return outputs, [..., num_outputs], for inputs [..., num_inputs]."""
-        return self.adapt(inputs, self.base_layer(inputs))
+        output: torch.Tensor = self.base_layer(inputs)
+        return self.adapt(inputs, output) if self.is_adapted else output
 
     def adapt(self, inputs: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Return the base layer's output, changed by the adapter.

@@ -178,6 +178,7 @@ class GroupedExperts(nn.Module):
         sizes = {name: _sizes(experts, name) for name in matrix_names(experts)}
         vars(self).update(vars(experts))
         self.sizes = sizes
+        self.is_adapted = True
         self.layouts: dict[str, Fp8Layout] = {}
         self._scaling = {name: lora.scaling_of(ranks[name]) for name in sizes if ranks[name]}
         self.dropouts = nn.ModuleDict({name: each for name, each in dropouts.items() if each is not None})
@@ -225,7 +226,7 @@ class GroupedExperts(nn.Module):
             product = self._grouped(rows, weight if self.is_transposed else weight.mT, routing.ends)
         if getattr(self, "has_bias", False):
             product = product + getattr(self, f"{name}_bias")[routing.experts]
-        if name not in self._scaling:
+        if name not in self._scaling or not self.is_adapted:
             return product
         down, up = (getattr(self, f"lora_{factor}_{name}").to(rows.dtype) for factor in "AB")
         if missing := -down.shape[1] % _RANK_MULTIPLE:

@@ -7,7 +7,8 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -94,6 +95,22 @@ def prepare_method(model: PreTrainedModel, training: TrainingPlan, device: torch
         if is_adapter(name):
             parameter.data = parameter.data.float()  # peft created it in the dtype of the layer
     model.get_input_embeddings().register_forward_hook(_require_gradient)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Compute without adapters, and without dropout: as the frozen model does, in evaluation."""
+    adapted = [each for each in model.modules() if isinstance(each, AdaptedLinear | GroupedExperts)]
+    was_training = model.training
+    model.eval()
+    for each in adapted:
+        each.is_adapted = False
+    try:
+        yield
+    finally:
+        for each in adapted:
+            each.is_adapted = True
+        model.train(was_training)
 
 
 def _require_gradient(_: nn.Module, __: object, embedded: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ from ftkit.planning.flops import token_flops
 from ftkit.planning.training_setup import gpu_of_device
 from ftkit.runs.records import AnomalyRecord, StepRecord
 from ftkit.train.components.batches import StepBatch
-from ftkit.train.components.evaluate import mean_losses
+from ftkit.train.components.evaluate import mean_losses, mean_metrics
 from ftkit.train.loop import Observer, Progress, StepOutcome, StepResult, StepTiming
 from ftkit.train.memory.usage import MemoryTrace, empty_pinned_like
 from ftkit.train.model.routers import router_stats
@@ -65,6 +65,7 @@ class StepMetrics(Observer):
         self._num_targets = progress.state.num_targets
         self._results: list[StepResult] = []  # since the last record
         self._sources = sources
+        self._metric_names = progress.plan.recipe.training.metric_names
         self._pending: _Pending | None = None
         self._buffer: torch.Tensor | None = None
         self.is_behind = world.device.type == "cuda"
@@ -83,7 +84,7 @@ class StepMetrics(Observer):
         # A stop may be requested for the run, or for this Slurm job.
         requests = [str(self._progress.plan.layout.stop_request), os.environ.get("FTKIT_STOP_FILE", "")]
         stop = torch.full_like(outcome.loss, self._is_first and any(map(os.path.exists, requests)))
-        local = [torch.stack([outcome.loss, stop]), outcome.source_losses.sums.flatten(), outcome.router_sums.values]
+        local = [torch.stack([outcome.loss, stop]), outcome.source_losses.flatten(), outcome.router_sums.values]
         sums = torch.cat(local)
         dist.all_reduce(sums)
         *others, routers = sums.split([part.numel() for part in local])  # type: ignore[no-untyped-call]
@@ -106,17 +107,19 @@ class StepMetrics(Observer):
             pending.copied.synchronize()  # host sync: on a step that completes while the next one is queued
         loss, stop, *others, grad_norm = pending.numbers.tolist()
         self._progress.is_stopped |= stop > 0
-        num_by_source, num_targets = 2 * len(self._sources), pending.batch.num_targets
+        num_by_source, num_samples = 2 * len(self._sources), pending.batch.num_samples
+        num_sums = num_by_source + len(self._metric_names)
         return StepResult(
             pending.step,
             pending.batch,
-            loss / num_targets,
+            loss / num_samples,
             mean_losses(self._sources, others[:num_by_source]),
+            mean_metrics(self._metric_names, others[num_by_source:num_sums], num_samples),
             grad_norm,
             pending.learning_rate,
             stop > 0,
             pending.timing,
-            router_stats(others[num_by_source:], num_targets),
+            router_stats(others[num_sums:], pending.batch.num_targets),
         )
 
     def report(self, result: StepResult) -> None:
@@ -153,6 +156,7 @@ class StepMetrics(Observer):
             mfu=mfu,
             memory_gib=self._trace.peak_gib(),
             sources=result.sources,
+            scores=result.scores,
             routers=result.routers,
         )
         self._recorder.write(record)
