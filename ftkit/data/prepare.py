@@ -142,7 +142,7 @@ def _check_totals(totals: Totals, recipe: RecipePlan, num_packs: int, report: Ca
             fix="raise training.sequence_length" if num_too_long else "check data.source and data.validation",
         )
     num_rows = sum(source.num_rows for source in totals.sources)
-    if totals.num_documents > num_rows:
+    if totals.num_documents > num_rows and recipe.training.objective == "next_token":
         report(
             f"{plural(num_rows, 'conversation')} became {plural(totals.num_documents, 'document')}: the chat "
             "template rewrites earlier turns, and each trained turn is in the form in which inference sees it"

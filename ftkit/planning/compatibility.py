@@ -236,6 +236,7 @@ def _selection(recipe: RecipeSpec, metric: str, chosen: Sequence[str]) -> Iterat
     names = [f"{name}.{place}" if names.count(name) > 1 else name for place, name in enumerate(names)]
     losses = ["loss", "perplexity", *(f"loss/{name}" for name in names if len(names) > 1)]
     scores = [score for name in chosen for score in SCORES.get(name, (name,))]
+    losses += recipe.training.metric_names
     if metric in losses:
         return
     if metric not in scores:

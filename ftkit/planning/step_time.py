@@ -141,12 +141,15 @@ def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound
     elif setup.num_nodes > 1 or setup.training.collectives == "nccl" or setup.training.tensor_parallel > 1:
         gpu_seconds += NCCL_SLOWDOWN * links
     fp8_seconds = FP8_HOST_SECONDS_PER_LAYER if setup.training.multiplies_in_fp8 else 0.0
-    return {
+    busy: dict[Bound, float] = {
         "gpu": gpu_seconds,
         "network": max(links, network),
         "host": setup.shape.num_hidden_layers * (HOST_SECONDS_PER_LAYER[setup.engine] + fp8_seconds),
         "main memory": _offload_seconds(setup, gpu_seconds),
     }
+    # The reference is one more forward pass.
+    passes = 1 + FORWARD_SHARE[True] if setup.training.has_reference else 1
+    return {resource: passes * seconds for resource, seconds in busy.items()}
 
 
 def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:

@@ -71,7 +71,10 @@ def notes_on_settings(run: RunInputs) -> Iterator[str]:
 
 def check_training(run: RunInputs) -> Iterator[Problem]:
     """Yield the reasons why the model can't be trained like this on these GPUs."""
-    for check in (_adapters, _batch, _context_parallel, _tensor_parallel, _layers, _hardware, _fp8, _engine, _targets):
+    checks = (
+        _adapters, _batch, _context_parallel, _tensor_parallel, _layers, _hardware, _fp8, _engine, _targets, _preferences
+    )  # fmt: skip
+    for check in checks:
         yield from check(run)
 
 
@@ -175,6 +178,33 @@ def _targets(run: RunInputs) -> Iterator[Problem]:
             what = f"{matrix.name} of the experts has no DoRA, in peft neither."
             fix = "Leave it out, or name other layers in training.lora.targets."
             yield problem("training.lora.use_dora", what, fix)
+
+
+def _preferences(run: RunInputs) -> Iterator[Problem]:
+    training, data, objective = run.training, run.recipe.data, run.training.objective
+    if objective == "next_token":
+        return
+    for key in ("context_parallel", "tensor_parallel"):
+        if getattr(training, key) > 1:
+            what = f"divides the tokens of a pair among GPUs, which objective '{objective}' does not support yet."
+            yield problem(f"training.{key}", what, "Leave it out; use a shorter sequence_length, or offload.")
+    if training.engine == "zero3":
+        yield problem("training.engine", f"'zero3' does not train on '{objective}' yet.", "Use 'auto' or 'fsdp2'.")
+    if data.packing == "off":
+        what = f"'off' would separate the pairs of objective '{objective}'."
+        yield problem("data.packing", what, "Use 'auto', and a model that packs.")
+    if data.format.kind not in {"auto", "preferences"}:
+        what = f"'{data.format.kind}' has no pairs for objective '{objective}'."
+        yield problem("data.format", what, "Use 'preferences', or omit it.")
+    if run.recipe.evaluation.generation is not None:
+        what = f"pairs of objective '{objective}' have no single reference to score completions by."
+        yield problem("evaluation.generation", what, "Omit it; every_steps measures accuracy and margin.")
+    if training.router_aux_loss_coef:
+        what = f"the load-balancing loss is a mean over tokens, and that of objective '{objective}' one over pairs."
+        yield problem("training.router_aux_loss_coef", what, "Leave it out.")
+    if training.has_reference and run.model.adapter is not None:
+        what = f"{run.model.source} has adapters that continue: without them, the reference would be their base model."
+        yield problem("model.weights", what, "Merge them first: ftkit export RUN --merge, and give its folder.")
 
 
 # --- Parallelism -----------------------------------------------------------------------------------

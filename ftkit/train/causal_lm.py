@@ -286,7 +286,7 @@ class CausalLM(nn.Module):
         if self.objective is not None:
             loss, losses = self._preference_loss(self.objective, batch, source_losses)
         else:
-            states = self._label_states(batch)
+            states = self.label_states(batch)
             if self._is_chunked:
                 weight = self.hf_model.get_output_embeddings().weight
                 loss, losses = linear_cross_entropy(states, weight, batch.labels, self.logit_transform)
@@ -297,7 +297,7 @@ class CausalLM(nn.Module):
             source_losses.add(losses.detach(), batch.label_sources)
         return self.routers.balance(loss, batch.label_index)
 
-    def _label_states(self, batch: MicroBatch) -> torch.Tensor:
+    def label_states(self, batch: MicroBatch) -> torch.Tensor:
         """Return the hidden states, or the logits, of the tokens whose next one is a label, [N, ...]."""
         if self.has_head_layers:
             self._begin_routing(batch)
@@ -311,9 +311,12 @@ class CausalLM(nn.Module):
         logits = states if self.has_head_layers else self.logit_transform.apply(projection(states).float())
         return functional.cross_entropy(logits.float(), batch.labels, reduction="none")
 
-    def log_probs(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the log-probability of each label, fp32 [N]. Within `forward` only."""
-        states = self._label_states(batch)
+    def log_probs(self, batch: MicroBatch, states: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the log-probability of each label, fp32 [N], from these `label_states` if given.
+
+        Within `forward` only.
+        """
+        states = self.label_states(batch) if states is None else states
         if not self._is_chunked:
             return -self._unchunked_losses(states, batch)
         weight = self.hf_model.get_output_embeddings().weight

@@ -26,7 +26,7 @@ from ftkit.runs.checkpoints import TrainState
 from ftkit.runs.records import EndRecord, EvaluationRecord, StageRecord, StartRecord, VerificationRecord
 from ftkit.train.checkpoint.loading import load_best, load_newest
 from ftkit.train.checkpoint.saving import Checkpointer
-from ftkit.train.components.batches import BatchSchedule
+from ftkit.train.components.batches import BatchSchedule, to_micro_batch, with_pairs
 from ftkit.train.components.evaluate import Evaluator
 from ftkit.train.components.exporter import ExportedParts, export
 from ftkit.train.components.generation import Generation
@@ -184,6 +184,9 @@ class Trainer:
         checks |= {"documents are": "packed" if reason is None else "padded rows"}
         checks |= verification.verify_causality(probe) | verification.verify_logits(probe)
         checks |= verification.verify_isolation(probe, shares_scales=training.precision == "fp8")
+        if training.documents_per_sample > 1:
+            packs = store.read(range(min(len(store), training.micro_batch_size)))
+            checks |= verification.verify_pairs(engine, with_pairs(to_micro_batch(packs, self.world.device), packs))
         record = VerificationRecord(time.time(), checks)
         self.recorder.write(record)
         log.info("verified: %s", ", ".join(f"{name} {value}" for name, value in record.texts.items()))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ftkit.data.inspection import Sample as TrainedSample
     from ftkit.planning.layout import RunLayout
     from ftkit.runs.history import History
-    from ftkit.runs.records import Sample
+    from ftkit.runs.records import Sample, StepRecord
 
 _NUM_EXAMPLES = 6
 _NUM_SAMPLES = 3
@@ -258,6 +258,29 @@ def _shortened(sample: TrainedSample) -> TrainedSample:
 # --- Charts ---------------------------------------------------------------------------------------
 
 
+def _pair_charts(tokens: list[int], steps: Sequence[StepRecord]) -> list[Chart]:
+    """Return charts of both sides of pairs: the margin also grows while the chosen completions get less likely."""
+
+    def of_sides(name: str, title: str) -> str:
+        sides = ("chosen", "rejected")
+        lines = [
+            Line(side, tokens, [each.scores[f"{name}_{side}"] for each in steps], is_raw=True, color=color)
+            for color, side in enumerate(sides)
+        ]
+        return draw_lines(name, f"{title} by tokens", title, lines)
+
+    if not steps or not all(each.scores for each in steps):
+        return []
+    accuracy = Line("accuracy", tokens, [each.scores["accuracy"] for each in steps], is_raw=True, color=2)
+    return [
+        Chart("Rewards", of_sides("reward", "reward")),
+        Chart("Log-probabilities: both falling is a known trap", of_sides("log_prob", "log-probability")),
+        Chart(
+            "Accuracy of pairs", draw_lines("accuracy", "Accuracy by tokens", "accuracy", [accuracy], from_zero=True)
+        ),
+    ]
+
+
 def _draw_charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSample]) -> list[Chart]:
     device = "GPU" if plan is not None and plan.placement.device == "cuda" else "process"
     steps, last, validation = list(history.steps.values()), history.last_step, history.evaluations
@@ -289,6 +312,7 @@ def _draw_charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSamp
     kinds = ", ".join(dict.fromkeys(span.kind for span in spans))
     charts = [
         Chart("Loss", draw_lines("loss", f"Training loss {course}", "loss", losses, is_wide=True), is_wide=True),
+        *_pair_charts(tokens, steps),
         Chart("Learning rate", over_tokens("learning rate", [each.learning_rate for each in steps], color=2)),
         Chart("Gradient norm", over_tokens("gradient norm", [each.grad_norm for each in steps], color=3, is_raw=True)),
         Chart("Throughput", speed),

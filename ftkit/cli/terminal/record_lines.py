@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import get_args
 
 from ftkit.cli.terminal.format import count, duration
+from ftkit.config.objectives import PREFERENCE_METRICS
 from ftkit.config.training import ActivationCheckpointing
 from ftkit.errors import plural
 from ftkit.runs import records
@@ -116,5 +118,23 @@ def early_stopping(record: records.EndRecord) -> str:
 def measured(record: records.EvaluationRecord) -> str:
     accuracy = record.execution_accuracy
     scores = [f"execution accuracy {accuracy:.0%}"] if accuracy is not None else []
-    scores += [f"{name.replace('_', ' ')} {score:.0%}" for name, score in record.scores.items() if name != "sql"]
-    return ", ".join([f"perplexity {record.perplexity:.4g}", *scores])
+    own = {name: score for name, score in record.scores.items() if name != "sql" and name not in PREFERENCE_METRICS}
+    scores += [f"{name.replace('_', ' ')} {score:.0%}" for name, score in own.items()]
+    pairs = [f"loss {record.loss:.4g}", *pair_texts(record.scores)] if "margin" in record.scores else []
+    return ", ".join([*pairs, f"perplexity {record.perplexity:.4g}", *scores])
+
+
+def pair_texts(scores: Mapping[str, float]) -> list[str]:
+    """Return the metrics of pairs in words; both sides apart, because training may make both less likely."""
+    if "margin" not in scores:
+        return []
+    sides = ("chosen", "rejected")
+    rewards, log_probs = (
+        " and ".join(f"{scores[f'{of}_{side}']:.3g}" for side in sides) for of in ("reward", "log_prob")
+    )
+    return [
+        f"accuracy {scores['accuracy']:.0%}",
+        f"margin {scores['margin']:.3g}",
+        f"rewards {rewards}",
+        f"log-probabilities {log_probs} (chosen and rejected)",
+    ]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal.console import Cell, Facts, Styled, Terminal
 from ftkit.cli.terminal.format import age, count, duration, energy, short_path
-from ftkit.cli.terminal.record_lines import early_stopping, measured, record_line, sharding_text
+from ftkit.cli.terminal.record_lines import early_stopping, measured, pair_texts, record_line, sharding_text
 from ftkit.cli.terminal.run_table import STATE_STYLES
 from ftkit.errors import EXIT_CODES, RunFailedError, plural, redact
 from ftkit.launch.job_states import LOST, observe_all
@@ -206,6 +206,8 @@ def _step_facts(first: StepRecord, last: StepRecord) -> Facts:
         ("progress", f"step {last.step}/{last.num_steps}, {tokens}, {speed}"),
         ("loss", f"{first.loss:.4f} → {last.loss:.4f}"),
     ]
+    if last.scores:
+        facts.append(("pairs", ", ".join(pair_texts(last.scores))))
     if routers := last.routers:
         balance = routers.load_balancing_loss
         text = (

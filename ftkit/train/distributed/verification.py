@@ -20,6 +20,7 @@ from ftkit.errors import TrainingError, one_line
 from ftkit.train.causal_lm import CausalLM, MicroBatch, model_inputs
 from ftkit.train.components.batches import PaddedRows, to_micro_batch, to_padded_micro_batch
 from ftkit.train.model.hf_model import accepted_inputs, find_decoder, find_decoder_layers, why_not_packed
+from ftkit.train.objectives import Pairs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,6 +38,8 @@ GRADIENT_TOLERANCE = 1e-3  # of a neighbor's tokens, relative to the mean at a d
 STATE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest change of a token's hidden state, relative to its norm, that a different order of summation explains: 0.05
 was measured after 32 layers in bf16. Attention that ignores documents changes it by 0.3 or more."""
+LOSS_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Largest relative difference of the first loss of pairs from its constant."""
 LOGITS_TOLERANCE = 2e-2  # of a token's logits, relative to their norm: what rounding in bf16 explains
 
 
@@ -155,6 +158,12 @@ def choose_packing(
         reason = next((one for one in world.gather_objects(reason) if one is not None), None)
         if packed is not None and reason is None:
             return packed, None
+    if training.documents_per_sample > 1:
+        raise TrainingError(
+            f"objective '{training.objective}' needs packs, but this model is trained on padded rows: {reason}",
+            meaning="rows of one document each would separate the completions of a pair",
+            fix="choose another model, or try another training.attention",
+        )
     if world.context.size > 1:
         key = "tensor_parallel" if world.tensor_parallel > 1 else "context_parallel"
         raise TrainingError(
@@ -178,6 +187,59 @@ def verify_logits(probe: ProbeResult) -> Checks:
             fix="choose another model, or please report this one",
         )
     return {"logits of the model's own class": f"difference {difference:.0g}"}
+
+
+def verify_pairs(engine: Engine, batch: MicroBatch) -> Checks:
+    """Verify an objective on preferences on pairs, before training: its first loss, and that its gradient is right.
+
+    While the model equals its reference, the loss is a constant. A step along the gradient of the last hidden states
+    must raise the margin.
+    """
+    with engine.inference() as model:
+        objective = model.objective
+        if objective is None:
+            return {}
+        losses, margins = model(compute=_step_on_pairs, batch=batch)
+    found, expected, checks = float(losses.mean()), objective.initial_loss, dict[str, int | str]()
+    if expected is not None:
+        tolerance = LOSS_TOLERANCE[model.hf_model.dtype]
+        if not abs(found - expected) <= tolerance * expected:
+            raise TrainingError(
+                f"the model is not its own reference before step 1: the loss of pairs is {found:.6g}, and should be "
+                f"{expected:.6g}; rounding explains {tolerance:.0e} of it",
+                meaning="the adapters change the model before they are trained, or the model is not deterministic",
+                fix="start from merged weights (ftkit export RUN --merge), or please report this model",
+            )
+        checks["first loss of pairs"] = f"{found:.6g}"
+    before, after = margins.mean(dim=1).tolist()
+    if not after > before:
+        raise TrainingError(
+            f"a step along the gradient does not raise the margin of pairs: {before:.4g}, then {after:.4g}",
+            meaning="the gradient of the loss is wrong for this model, or not finite",
+            fix="set training.precision=fp32 to see whether it is rounding, or please report this model",
+        )
+    return checks | {"margin of pairs": f"{after - before:.2g}"}
+
+
+def _step_on_pairs(model: CausalLM, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the losses of pairs, [S], and their margins before and after a step on the hidden states, [2, S].
+
+    Within `CausalLM.forward`, without dropout. The step changes each state by a tenth of its norm.
+    """
+    objective = model.objective
+    if objective is None or batch.completion_lengths is None:
+        raise TypeError("there are no pairs")
+    reference = model.reference_log_probs(batch) if objective.has_reference else None
+    states = model.label_states(batch).detach()
+    with torch.enable_grad():
+        pairs = Pairs.of(model.log_probs(batch, states.requires_grad_()), reference, batch.completion_lengths)
+        losses, (chosen, rejected) = objective.losses(pairs)
+        (gradient,) = torch.autograd.grad(losses.sum(), states)
+    step = 0.1 * states.norm(dim=1, keepdim=True) * functional.normalize(gradient.float(), dim=1)
+    stepped = (states - step).detach().to(states.dtype)
+    pairs = Pairs.of(model.log_probs(batch, stepped), reference, batch.completion_lengths)
+    _, (chosen_after, rejected_after) = objective.losses(pairs)
+    return losses.detach(), torch.stack([(chosen - rejected).detach(), chosen_after - rejected_after])
 
 
 def _largest_ratio(values: torch.Tensor, reference: torch.Tensor) -> float:
