@@ -72,7 +72,8 @@ def notes_on_settings(run: RunInputs) -> Iterator[str]:
 def check_training(run: RunInputs) -> Iterator[Problem]:
     """Yield the reasons why the model can't be trained like this on these GPUs."""
     checks = (
-        _adapters, _batch, _context_parallel, _tensor_parallel, _layers, _hardware, _fp8, _engine, _targets, _preferences
+        _adapters, _batch, _context_parallel, _tensor_parallel, _layers, _hardware, _fp8, _engine, _targets,
+        _preferences,
     )  # fmt: skip
     for check in checks:
         yield from check(run)

@@ -271,13 +271,12 @@ def _pair_charts(tokens: list[int], steps: Sequence[StepRecord]) -> list[Chart]:
 
     if not steps or not all(each.scores for each in steps):
         return []
-    accuracy = Line("accuracy", tokens, [each.scores["accuracy"] for each in steps], is_raw=True, color=2)
+    line = Line("accuracy", tokens, [each.scores["accuracy"] for each in steps], is_raw=True, color=2)
+    accuracy = draw_lines("accuracy", "Accuracy by tokens", "accuracy", [line], from_zero=True)
     return [
         Chart("Rewards", of_sides("reward", "reward")),
         Chart("Log-probabilities: both falling is a known trap", of_sides("log_prob", "log-probability")),
-        Chart(
-            "Accuracy of pairs", draw_lines("accuracy", "Accuracy by tokens", "accuracy", [accuracy], from_zero=True)
-        ),
+        Chart("Accuracy of pairs", accuracy),
     ]
 
 

@@ -35,6 +35,8 @@ _CHECKS = {
     "documents are": ("documents are {}", ""),
     "documents isolated": ("they do not attend to each other ({})", ""),
     "later tokens unseen": ("tokens do not attend to later ones ({})", ""),
+    "first loss of pairs": ("the loss of pairs is {} while the model is its reference", ""),
+    "margin of pairs": ("a step along the gradient raises their margin by {}", ""),
     "logits of the model's own class": ("logits are those of the model's class ({})", ""),
 }
 """The checks before step 1 in words, with the noun of what was counted, in the order in which they are printed."""
@@ -128,13 +130,13 @@ def pair_texts(scores: Mapping[str, float]) -> list[str]:
     """Return the metrics of pairs in words; both sides apart, because training may make both less likely."""
     if "margin" not in scores:
         return []
-    sides = ("chosen", "rejected")
-    rewards, log_probs = (
-        " and ".join(f"{scores[f'{of}_{side}']:.3g}" for side in sides) for of in ("reward", "log_prob")
-    )
+
+    def both(name: str) -> str:
+        return f"{scores[f'{name}_chosen']:.3g} and {scores[f'{name}_rejected']:.3g}"
+
     return [
         f"accuracy {scores['accuracy']:.0%}",
         f"margin {scores['margin']:.3g}",
-        f"rewards {rewards}",
-        f"log-probabilities {log_probs} (chosen and rejected)",
+        f"rewards {both('reward')}",
+        f"log-probabilities {both('log_prob')} (chosen and rejected)",
     ]
