@@ -203,6 +203,8 @@ def _facts(stats: DataStats, length: int) -> Facts:
         ("tokens", f"{stats.num_tokens:,}, {stats.num_trained:,} of them trained"),
         ("packs", f"{stats.num_packs:,} of {length:,} tokens, {stats.fill_ratio:.1%} full"),
     ]
+    if stats.sides:
+        facts.append(("completions", "mean of {:,.0f} tokens chosen, {:,.0f} rejected".format(*stats.sides)))
     for source in stats.sources if len(stats.sources) > 1 else ():
         share = f"{source.num_tokens / max(1, stats.num_tokens):.1%}"
         facts.append((source.name, f"{plural(source.num_rows, 'row')}, {plural(source.num_tokens, 'token')} ({share})"))
@@ -257,6 +259,7 @@ def check_command(
     kinds: dict[tuple[str, str], _ProblemKind] = {}
     for encoded in inspector.check():
         num_rows += encoded.num_rows.total() + len(encoded.bad)
+        encoded.refused += encoded.contradictions
         num_bad, num_refused = num_bad + len(encoded.bad), num_refused + len(encoded.refused)
         num_fit += len(encoded.train.lengths) + len(encoded.validation.lengths)
         too_long += inspector.encoder.outcomes(encoded)

@@ -18,7 +18,7 @@ from ftkit.config.data import describe_format
 from ftkit.config.recipe import RecipePlan
 from ftkit.data.conversations import Conversation, conversations_of
 from ftkit.data.limits import run_in_fork
-from ftkit.data.packing import IGNORED, REJECTED, Document, Packer, shorten
+from ftkit.data.packing import IGNORED, REJECTED, TRAINED, Document, Packer, shorten
 from ftkit.data.prepared_data import PreparedData, SourceStats
 from ftkit.data.row_formats import read_example
 from ftkit.data.selection import read_rows
@@ -163,6 +163,8 @@ class DataStats:
     num_packs: int
     fill_ratio: float
     histogram: tuple[LengthBin, ...]
+    sides: tuple[float, ...] = ()
+    """Mean number of trained tokens of chosen and of rejected completions: training favors the longer ones."""
 
 
 @dataclass(frozen=True)
@@ -297,13 +299,20 @@ class DataInspector:
         totals = Totals(self.encoder)
         lengths: Counter[int] = Counter()
         digests = array("Q")  # 8 bytes per document: the only memory that grows with the data
-        packer = Packer(length, self.recipe.training.documents_per_sample)
+        per_sample = self.recipe.training.documents_per_sample
+        packer, trained = Packer(length, documents_per_sample=per_sample), np.zeros(2)
         num_validation = num_packs = 0
         for encoded in self.check():
             totals.add(encoded)
             num_validation += len(encoded.validation.lengths)
             lengths.update(encoded.train.lengths.tolist())
-            digests.frombytes(b"".join(digest[: digests.itemsize] for digest in encoded.train.digests()))
+            if per_sample > 1 and len(encoded.train.lengths):
+                digests.frombytes(b"".join(digest[: digests.itemsize] for _, digest, _ in encoded.pairs))
+                starts = np.cumsum(encoded.train.lengths) - encoded.train.lengths
+                targets = np.add.reduceat(encoded.train.tokens >= TRAINED, starts, dtype=np.int64)
+                trained += targets.reshape(-1, 2).sum(axis=0)
+            else:
+                digests.frombytes(b"".join(digest[: digests.itemsize] for digest in encoded.train.digests()))
             num_packs += sum(len(sizes) for _, sizes in packer.add(encoded.train))
         num_packs += sum(len(sizes) for _, sizes in packer.finish())
         num_tokens = sum(source.num_tokens for source in totals.sources)
@@ -319,13 +328,14 @@ class DataInspector:
             num_trained=sum(source.num_targets for source in totals.sources),
             num_too_long=totals.too_long.total(),
             too_long=", ".join(totals.too_long),
-            num_duplicates=num_documents - len(np.unique(np.frombuffer(digests, np.uint64))),
+            num_duplicates=len(digests) - len(np.unique(np.frombuffer(digests, np.uint64))),
             longest=totals.longest,
             mean=sum(length * count for length, count in lengths.items()) / max(1, num_documents),
             median=median_of(lengths),
             num_packs=num_packs,
             fill_ratio=num_tokens / max(1, num_packs * length),
             histogram=tuple(_histogram(lengths)),
+            sides=tuple((trained * 2 / max(1, num_documents)).tolist()) if per_sample > 1 else (),
         )
 
 

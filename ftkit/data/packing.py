@@ -186,8 +186,8 @@ class Packer:
     """
 
     capacity: int
-    documents_per_sample: int = 1
     window_tokens: int = 0
+    documents_per_sample: int = 1
     _waiting: list[DocumentBatch] = field(default_factory=list)
     _num_tokens: int = 0
 

@@ -35,7 +35,7 @@ def read_preferences(columns: Columns, form: PreferencesFormat, ignored: Collect
     """Read the pairs of a row; the turns that its completions share at the beginning belong to the prompt."""
     _check_scores(columns, form)
     chosen, rejected = (columns.get(name) for name in (form.chosen, form.rejected))
-    several = rejected if isinstance(rejected, list) and not _are_turns(rejected) else [rejected]
+    several = rejected if isinstance(rejected, list) and rejected and not _are_turns(rejected) else [rejected]
     sides = [_turns_of(chosen, form.chosen, ignored), *(_turns_of(each, form.rejected, ignored) for each in several)]
     prompt = () if columns.get(form.prompt) in (None, "", []) else _prompt_of(columns[form.prompt], form, ignored)
     shared = tuple(both[0] for both in takewhile(_is_same, zip(*(side[:-1] for side in sides), strict=False)))

@@ -60,13 +60,14 @@ def prepare(plan: RunPlan, report: Callable[[str], None], num_workers: int | Non
 
 def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], num_workers: int) -> DataManifest:
     recipe, length = plan.recipe, plan.recipe.training.sequence_length
+    num = recipe.training.documents_per_sample
     encoder = open_encoder(recipe, report)
     encoder.encoders[0].tokenizer.save_pretrained(folder.tokenizer)
     report(f"reading and tokenizing with {plural(num_workers, 'process')}")
     totals = Totals(encoder)
     with ExitStack() as stack:
         train, validation = (
-            _SplitWriter(stack.enter_context(PackWriter(split)), Packer(length, recipe.training.documents_per_sample))
+            _SplitWriter(stack.enter_context(PackWriter(split)), Packer(length, documents_per_sample=num))
             for split in (folder.train, folder.validation)
         )
         rows, sources = (

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,7 @@ class EncodedBatch:
     Documents are counted before any is truncated or dropped. Counters are by source. `unused` are columns that the
     format does not use; `validation_rows` are JSON Lines, and `validation_sources` their sources, one per line.
     `refused` are errors of rows with a document longer than a pack, where `data.too_long` resolves to `error`.
+    `pairs` are the place of each pair, its digest, and that of the pair with its sides swapped.
     """
 
     train: DocumentBatch = field(init=False)
@@ -54,6 +56,16 @@ class EncodedBatch:
     validation_sources: str = ""
     bad: list[DataError] = field(default_factory=list)
     refused: list[DataError] = field(default_factory=list)
+    pairs: list[tuple[str, bytes, bytes]] = field(default_factory=list)
+    contradictions: list[DataError] = field(default_factory=list)
+
+    def find_contradictions(self, seen: set[bytes]) -> None:
+        """Find pairs whose opposite is among `seen`, the digests of all pairs so far; add these pairs to it."""
+        for where, digest, swapped in self.pairs:
+            if swapped in seen:
+                what = f"{where}: an earlier row prefers what this one rejects, and rejects what it prefers"
+                self.contradictions.append(DataError(what, fix="remove one of both rows"))
+            seen.add(digest)
 
 
 class Totals:
@@ -72,6 +84,8 @@ class Totals:
     def add(self, batch: EncodedBatch) -> None:
         """Add a batch."""
         check_skipped(batch.bad, self._skip_bad - self.num_bad)
+        for error in batch.contradictions:
+            raise error
         self.num_bad += len(batch.bad)
         self.num_documents += batch.num_documents
         self.unused |= batch.unused
@@ -151,6 +165,10 @@ class BatchEncoder:
             fitting = [fit for each in result for fit in shorten(each, length, too_long, self.end_of_turn)]
             if (num := recipe.training.documents_per_sample) > 1:  # a pair fits as a whole, or not at all
                 fitting = [each for place, each in enumerate(result) if lengths[place // num] <= length]
+                for chosen, rejected in zip(result[::2], result[1::2], strict=True):
+                    sides = [sha256(each.tokens.tobytes()).digest() for each in (chosen, rejected)]
+                    both = [sha256(b"".join(pair)).digest()[:16] for pair in (sides, sides[::-1])]
+                    done.pairs.append((row.where, both[0], both[1]))
             documents[split].append(DocumentBatch.of(fitting, source))
         empty = [DocumentBatch.of([])]
         done.train = DocumentBatch.join(documents["train"] or empty)
@@ -186,6 +204,13 @@ class BatchEncoder:
 
 def encode_rows(encoder: BatchEncoder, rows: Iterable[SelectedRow], num_workers: int) -> Iterator[EncodedBatch]:
     """Yield the results of batches in an order that does not depend on the number of workers."""
+    seen: set[bytes] = set()  # 16 bytes for each pair
+    for encoded in _encode_rows(encoder, rows, num_workers):
+        encoded.find_contradictions(seen)
+        yield encoded
+
+
+def _encode_rows(encoder: BatchEncoder, rows: Iterable[SelectedRow], num_workers: int) -> Iterator[EncodedBatch]:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are parallel already
     batches = _batches(rows)
     first = list(islice(batches, _BATCHES_BEFORE_WORKERS))

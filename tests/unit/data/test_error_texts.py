@@ -14,7 +14,7 @@ import pytest
 from error_texts import check_error_texts
 
 from ftkit.config.data import DataSpec
-from ftkit.data.row_formats import read_example, resolve_format
+from ftkit.data.row_formats import check_format, read_example, resolve_format
 from ftkit.data.rows import Row, errors_at
 from ftkit.data.selection import read_rows
 from ftkit.data.source_files import find_files, read_file
@@ -54,6 +54,7 @@ ROWS: dict[str, dict[str, object]] = {
 def read_row(columns: dict[str, object]) -> None:
     data, row = DataSpec.model_validate({"source": "./x.jsonl"}), Row(dict(columns), "x.jsonl:7")
     form = resolve_format(data.format, [row])
+    check_format(data, form, "next_token")
     with errors_at(row):
         read_example(row.columns, data, form)
 

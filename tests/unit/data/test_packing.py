@@ -5,7 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftkit.data.packing import IGNORED, Document, DocumentBatch, Packer, assign_packs, build_pack, find_padding
+from ftkit.data.packing import (
+    IGNORED,
+    REJECTED,
+    Document,
+    DocumentBatch,
+    Packer,
+    assign_packs,
+    build_pack,
+    find_padding,
+)
 
 lengths_and_capacity = st.integers(1, 60).flatmap(
     lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=80), st.just(capacity))
@@ -51,6 +60,27 @@ def test_packing_in_windows_keeps_every_document_complete_and_once(lengths: list
         seen += batch.tokens[starts].tolist()
         assert np.array_equal(batch.tokens, np.repeat(batch.tokens[starts], batch.lengths))
         assert np.array_equal(batch.sources, batch.tokens[starts] % 7)
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+@given(st.lists(st.integers(1, 25), min_size=2, max_size=80), st.integers(60, 400))
+def test_both_sides_of_a_pair_are_in_the_same_pack_in_their_order(lengths: list[int], window: int) -> None:
+    lengths = lengths[: len(lengths) // 2 * 2]
+    packer = Packer(50, window, documents_per_sample=2)
+    marks = np.array([0, REJECTED], np.uint16)
+    pairs = [
+        DocumentBatch(np.repeat([2 * pair, 2 * pair + 1], sides).astype(np.uint32), np.array(sides), marks)
+        for pair, sides in enumerate(zip(lengths[::2], lengths[1::2], strict=True))
+    ]
+    written = [pack for pair in pairs for pack in packer.add(pair)] + list(packer.finish())
+    seen = []
+    for batch, sizes in written:
+        starts = np.cumsum(batch.lengths) - batch.lengths
+        numbers = batch.tokens[starts]
+        assert all(size % 2 == 0 for size in sizes)
+        assert np.array_equal(numbers[::2] + 1, numbers[1::2])
+        assert np.array_equal(batch.sources >= REJECTED, numbers % 2 == 1)
+        seen += numbers.tolist()
     assert sorted(seen) == list(range(len(lengths)))
 
 

@@ -131,11 +131,6 @@ def test_plain_text_is_detected_and_stays_a_text() -> None:
     [
         ([{"a": 1}], r"f:1: no known format has the columns a"),
         ([{}], r"no known format has the columns \(none\)"),
-        (
-            [{"chosen": [ASK], "rejected": [ASK], "prompt": "q"}],
-            r"(?s)preference data.*column: chosen",
-        ),
-        ([{"chosen": "a", "rejected": "b", "prompt": "q"}], r"(?s)preference data.*column: chosen"),
         ([], "no rows to detect the format from"),
         ([{"input_ids": [1, 2], "labels": [1, 2]}], r"f:1: .* input_ids, labels"),
         ([{"conversations": [{"from": "user", "text": "q"}]}], r"f:1: column 'conversations' is not a list of turns"),

@@ -93,6 +93,39 @@ def print_of(recipe: RecipeSpec, stamp: str) -> str:
     return fingerprint(recipe, plan_model(recipe.model, None), stamp)
 
 
+DPO = ("training.objective=dpo", "training.method=lora", "evaluation.generation=null")
+
+
+@pytest.mark.parametrize(
+    ("override", "found"),
+    [
+        ("training.tensor_parallel=2", "training.tensor_parallel: divides the tokens of a pair"),
+        ("training.context_parallel=2", "training.context_parallel: divides the tokens of a pair"),
+        ("training.engine=zero3", "'zero3' does not train on 'dpo' yet"),
+        ("data.packing=off", "'off' would separate the pairs"),
+        ("data.format=alpaca", "'alpaca' has no pairs"),
+        ("evaluation.generation={}", "no single reference"),
+        ("training.method=full", "method 'full' has none"),
+        ("training.simpo={beta: 1}", "simpo has no effect with objective 'dpo'"),
+        ("training.dpo={label_smoothing: 0.5}", "label_smoothing"),
+    ],
+)
+def test_what_can_not_be_combined_with_pairs_is_refused_by_the_plan(override: str, found: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(demo(*DPO, "data.format=preferences", override))
+    assert any(found in str(problem) for problem in caught.value.problems)
+
+
+def test_a_reference_adds_a_forward_pass_to_a_planned_step() -> None:
+    settings = ("training.method=lora", "training.micro_batch_size=1", "training.activation_checkpointing=full")
+    found = [
+        plan(load_recipe("olmo3-7b-full", HERE, [*settings, "evaluation.generation=null", f"training.objective={objective}"]), A4)
+        for objective in ("simpo", "dpo")
+    ]
+    without, dpo = (each.speed.step_seconds for each in found if each.speed)
+    assert 1.3 < dpo / without < 1.5
+
+
 def test_a_plan_round_trips_through_plan_json() -> None:
     original = plan()
     assert parse_plan(plan_to_json(original), "plan.json") == original

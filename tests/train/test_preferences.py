@@ -1,0 +1,274 @@
+"""Objectives on preferences: equal to the papers' formulas on one row a completion, packed or not, on any ranks."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ftkit.config.training import TrainingPlan
+from ftkit.data.packing import IGNORED, REJECTED, Document, build_pack
+from ftkit.errors import TrainingError
+from ftkit.runs.records import EvaluationRecord, StepRecord, VerificationRecord
+from ftkit.train.causal_lm import SourceLosses
+from ftkit.train.components.batches import to_micro_batch, with_pairs
+from ftkit.train.distributed.fsdp2 import Fsdp2Engine
+from ftkit.train.distributed.verification import verify_pairs
+from ftkit.train.model.lora import init_adapters, prepare_method
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ftkit.train.causal_lm import MicroBatch
+    from ftkit.train.world import World
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "dpo": {"beta": 0.3},
+    "ipo": {"beta": 0.2},
+    "orpo": {"beta": 0.5},
+    "simpo": {"beta": 1.5, "gamma": 0.7},
+}
+SMOOTHED = {"beta": 0.2, "label_smoothing": 0.1, "loss_weight_sft": 0.4}
+Pair = tuple[list[int], list[int], list[int]]
+"""The tokens of a prompt, of the chosen and of the rejected completion."""
+
+
+def draw_pairs() -> list[list[Pair]]:
+    """Return the pairs of two packs: of uneven lengths, in a vocabulary of 61 tokens."""
+    rng = np.random.default_rng(3)
+    sizes = [[(5, 4, 7), (9, 1, 3)], [(2, 11, 2), (6, 3, 3), (4, 8, 5)]]
+    return [[tuple(rng.integers(0, 61, size).tolist() for size in pair) for pair in pack] for pack in sizes]  # type: ignore[misc]
+
+
+def pack_pairs(packs: list[list[Pair]], length: int = 64) -> np.ndarray[Any, Any]:
+    """Return packs as `PackStore.read` does."""
+    rows = []
+    for pairs in packs:
+        documents = [_document(prompt, side) for prompt, *sides in pairs for side in sides]
+        sources = np.zeros((1, length), np.int32)
+        begin = 0
+        for number, document in enumerate(documents):
+            end = begin + len(document.tokens)
+            sources[0, begin:end] = REJECTED * (number % 2)
+            begin = end
+        rows.append(np.concatenate([build_pack(documents, length), sources]))
+    return np.stack(rows)
+
+
+def _document(prompt: list[int], completion: list[int]) -> Document:
+    tokens = np.array(prompt + completion, np.int32)
+    labels = np.full(len(tokens), IGNORED, np.int32)
+    labels[len(prompt) - 1 : -1] = completion
+    return Document(tokens, labels)
+
+
+def batch_of(packs: list[list[Pair]], world: World) -> MicroBatch:
+    read = pack_pairs(packs)
+    return with_pairs(to_micro_batch(read, world.device), read)
+
+
+def engine_of(objective: str, options: dict[str, Any], method: str, world: World, precision: str = "fp32") -> Any:
+    """Return an engine of a tiny model; its adapters change the model."""
+    training = TrainingPlan.model_validate(
+        {"objective": objective, objective: options, "method": method, "precision": precision, "max_steps": 1,
+         "micro_batch_size": 2, "activation_checkpointing": "none", "attention": "sdpa", "compile": "none"}
+    )  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, attn_implementation="sdpa", use_cache=False,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).train()
+    base = deepcopy(model).double().eval()
+    prepare_method(model, training, world.device)
+    engine = Fsdp2Engine(model, training, world, lambda sharded: init_adapters(sharded, 1))
+    return engine, base
+
+
+def change_adapters(engine: Any, scale: float = 0.2) -> None:
+    generator = torch.Generator().manual_seed(9)
+    for name, parameter in engine.model.hf_model.named_parameters():
+        if ".lora_B" in name:
+            parameter.data.copy_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+# --- The papers, on one padded row for each completion, in float64 -----------------------------------
+
+
+def plain_log_probs(model: Any, pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed log-probabilities of completions, [pairs, 2], and their numbers of tokens."""
+    rows = [(prompt, side) for prompt, *sides in pairs for side in sides]
+    width = max(len(prompt) + len(side) for prompt, side in rows)
+    ids, mask, is_target = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(3))
+    for row, (prompt, side) in enumerate(rows):
+        end = len(prompt) + len(side)
+        ids[row, :end], mask[row, :end] = torch.tensor(prompt + side), 1
+        is_target[row, len(prompt) : end] = 1
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    per_token = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0] * is_target[:, 1:]
+    return per_token.sum(1).view(-1, 2), is_target.sum(1).view(-1, 2).to(logits.dtype)
+
+
+def plain_loss(
+    objective: str, options: dict[str, Any], policy: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
+) -> torch.Tensor:
+    """Return the mean loss of pairs, as the papers define it."""
+    beta = options["beta"]
+    chosen, rejected = policy.unbind(1)
+    mean_chosen, mean_rejected = (policy / lengths).unbind(1)
+    if objective == "dpo":
+        h = (chosen - reference[:, 0]) - (rejected - reference[:, 1])
+        smoothing = options.get("label_smoothing", 0.0)
+        likely = torch.sigmoid(beta * h)
+        losses = -(1 - smoothing) * likely.log() - smoothing * (1 - likely).log()
+        return (losses - options.get("loss_weight_sft", 0.0) * mean_chosen).mean()
+    if objective == "ipo":
+        h = ((policy - reference) / lengths) @ torch.tensor([1.0, -1.0], dtype=policy.dtype)
+        return ((h - 1 / (2 * beta)) ** 2).mean()
+    if objective == "orpo":
+        odds_chosen, odds_rejected = (mean.exp() / (1 - mean.exp()) for mean in (mean_chosen, mean_rejected))
+        return (-mean_chosen - beta * torch.sigmoid((odds_chosen / odds_rejected).log()).log()).mean()
+    assert objective == "simpo"
+    return -torch.sigmoid(beta * mean_chosen - beta * mean_rejected - options["gamma"]).log().mean()
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize(("objective", "options"), [*OBJECTIVES.items(), ("dpo", SMOOTHED)])
+def test_loss_and_gradient_are_those_of_the_paper_on_unpacked_rows(
+    objective: str, options: dict[str, Any], method: str, world: World
+) -> None:
+    has_reference = objective in {"dpo", "ipo"}
+    if method == "full" and has_reference:
+        with pytest.raises(ValueError, match="method 'full' has none"):
+            engine_of(objective, options, method, world)
+        return
+    packs = draw_pairs()
+    pairs = [pair for pack in packs for pair in pack]
+    engine, base = engine_of(objective, options, method, world)
+    change_adapters(engine)
+    exact = deepcopy(engine.model.hf_model).double()
+    policy, lengths = plain_log_probs(exact, pairs)
+    with torch.no_grad():
+        reference, _ = plain_log_probs(base, pairs)
+    expected = plain_loss(objective, options, policy, reference, lengths)
+    expected.backward()
+    gradients = {name: each.grad for name, each in exact.named_parameters() if each.grad is not None}
+
+    sums = SourceLosses(0, world.device, 8)
+    losses = []
+    for number, pack in enumerate(packs, start=1):  # two micro-batches
+        loss = engine.forward(batch_of([pack], world), sums)
+        engine.backward(loss, len(pairs), is_last=number == len(packs))
+        losses.append(float(loss.detach()))
+    assert sum(losses) / len(pairs) == pytest.approx(float(expected.detach()), rel=1e-5)
+    norm = torch.stack([each.norm() for each in gradients.values()]).norm()
+    found = {name: each.grad for name, each in engine.model.hf_model.named_parameters() if each.grad is not None}
+    assert found.keys() == gradients.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient.double(), gradients[name], rtol=1e-4, atol=1e-5 * float(norm))
+    assert float(engine.step(1e-3, 1e9)) == pytest.approx(float(norm), rel=1e-5)
+
+    ratios = policy.detach() - reference * has_reference
+    rewards = options["beta"] * (ratios if objective == "dpo" else ratios / lengths)
+    accuracy, margin, reward_chosen, reward_rejected, *others = (sums.metrics / len(pairs)).tolist()
+    assert accuracy == pytest.approx(float((rewards[:, 0] > rewards[:, 1]).double().mean()))
+    assert margin == pytest.approx(float((rewards[:, 0] - rewards[:, 1]).mean()), abs=1e-4)
+    assert [reward_chosen, reward_rejected] == pytest.approx(rewards.mean(0).tolist(), abs=1e-4)
+    assert others == pytest.approx([*policy.detach().mean(0).tolist(), *lengths.mean(0).tolist()], abs=1e-3)
+    with engine.inference() as model:
+        raised = SourceLosses(0, world.device, 8)
+        after = sum(float(model(batch=batch_of([pack], world), source_losses=raised)) for pack in packs)
+    assert after < sum(losses)
+    assert float(raised.metrics[1]) > float(sums.metrics[1])
+
+
+def test_a_rank_without_pairs_takes_part_with_zero_gradients(world: World) -> None:
+    engine, _ = engine_of("dpo", OBJECTIVES["dpo"], "lora", world)
+    empty = pack_pairs(draw_pairs())
+    empty[:, 1], empty[:, 2] = IGNORED, np.arange(64)
+    batch = with_pairs(to_micro_batch(empty, world.device), empty)
+    loss = engine.forward(batch)
+    engine.backward(loss, 1, is_last=True)
+    assert float(loss.detach()) == 0
+    assert float(engine.step(0.1, 1.0)) == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_pairs_are_checked_before_the_first_step(precision: str, world: World) -> None:
+    """The model equals its reference until adapters change it; a step along the gradient raises the margin."""
+    for objective, constant in (("dpo", np.log(2)), ("ipo", 1 / 0.16)):
+        engine, _ = engine_of(objective, OBJECTIVES[objective], "lora", world, precision)
+        batch = batch_of(draw_pairs(), world)
+        checks = verify_pairs(engine, batch)
+        assert float(checks["first loss of pairs"]) == pytest.approx(
+            constant, rel=1e-5 if precision == "fp32" else 2e-2
+        )
+        assert float(checks["margin of pairs"]) > 0
+        change_adapters(engine, 2.0)
+        with pytest.raises(TrainingError, match="not its own reference"):
+            verify_pairs(engine, batch)
+    engine, _ = engine_of("simpo", OBJECTIVES["simpo"], "full", world, precision)
+    assert set(verify_pairs(engine, batch_of(draw_pairs(), world))) == {"margin of pairs"}
+
+
+# --- Runs ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pairs_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rng = np.random.default_rng(0)
+    rows = []
+    for one, other in rng.integers(0, 100, (120, 2)).tolist():
+        wrong = [f"I do not know {one} and {other}.", "No."]
+        rows.append({"prompt": f"What is {one} plus {other}?", "chosen": f"It is {one + other}.", "rejected": wrong})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def train_on_pairs(
+    finished_run: Any, make_run: Callable[..., Any], pairs_file: Path
+) -> Callable[..., dict[int, tuple[float, float]]]:
+    def train(name: str, *overrides: str, processes: int) -> Any:
+        run = make_run(
+            name, f"model.weights={finished_run.layout.export}", f"data.source={pairs_file}", "data.format=preferences",
+            "data.validation={count: 12}", "evaluation.generation=null", "training.precision=fp32",
+            "training.max_steps=6", *overrides, processes=processes,
+        )  # fmt: skip
+        run.train()
+        return run
+
+    return train
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize(("objective", "method"), [("dpo", "lora"), ("orpo", "full")])
+def test_one_and_two_processes_train_the_same_on_pairs(
+    train_on_pairs: Callable[..., Any], objective: str, method: str
+) -> None:
+    settings = (f"training.objective={objective}", f"training.method={method}", "training.learning_rate=1e-3")
+    one, two = (
+        train_on_pairs(f"{objective}-{size}", *settings, f"training.micro_batch_size={3 - size}", processes=size)
+        for size in (1, 2)
+    )
+    losses, others = one.losses(), two.losses()
+    assert len(losses) == 6
+    for step, (loss, norm) in losses.items():
+        assert others[step] == pytest.approx((loss, norm), rel=2e-5 * step)
+    (proof,), (before, after) = one.records(VerificationRecord), one.records(EvaluationRecord)
+    last = one.records(StepRecord)[-1].scores
+    assert last == pytest.approx(two.records(StepRecord)[-1].scores, rel=1e-3)
+    assert after.scores["margin"] > before.scores["margin"]
+    assert after.loss < before.loss
+    if objective == "dpo":
+        assert losses[1][0] == pytest.approx(np.log(2), rel=1e-5)
+        assert float(proof.checks["first loss of pairs"]) == pytest.approx(np.log(2), rel=1e-5)
+        assert before.scores["reward_chosen"] == pytest.approx(0, abs=1e-5)
