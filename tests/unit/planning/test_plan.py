@@ -118,11 +118,12 @@ def test_what_can_not_be_combined_with_pairs_is_refused_by_the_plan(override: st
 
 def test_a_reference_adds_a_forward_pass_to_a_planned_step() -> None:
     settings = ("training.method=lora", "training.micro_batch_size=1", "training.activation_checkpointing=full")
-    lora = load_recipe("olmo3-7b-full", HERE, [*settings, "evaluation.generation=null"])
-    found = [
-        plan(lora.model_copy(update={"training": lora.training.model_copy(update={"objective": objective})}), A4)
+    lora = load_recipe("olmo3-7b-full", HERE, [*settings, "evaluation.generation=null", "data.format=preferences"])
+    recipes = [
+        lora.model_copy(update={"training": lora.training.model_copy(update={"objective": objective})})
         for objective in ("simpo", "dpo")
     ]
+    found = [plan(recipe, A4, IMAGE, replace(REQUEST, image=OLMO3)) for recipe in recipes]
     without, dpo = (each.speed.step_seconds for each in found if each.speed)
     assert 1.3 < dpo / without < 1.5
 
