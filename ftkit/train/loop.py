@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
@@ -207,12 +207,12 @@ class StepResult:
     batch: StepBatch
     loss: float
     sources: dict[str, SourceLoss]
-    scores: dict[str, float]
     grad_norm: float
     learning_rate: float
     stop_requested: bool
     timing: StepTiming
     routers: RouterStats | None = None
+    scores: dict[str, float] = field(default_factory=dict)
 
 
 class Observer:

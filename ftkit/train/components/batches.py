@@ -36,12 +36,17 @@ class StepBatch:
 
     micro_batches: list[MicroBatch]
     num_targets: int  # tokens in the loss
-    num_samples: int  # what the loss is a mean of: these tokens, or pairs
     document_lengths: NDArray[np.int64]  # [documents], without padding
+    num_pairs: int = 0  # of an objective on preferences
 
     @property
     def num_tokens(self) -> int:
         return int(self.document_lengths.sum())
+
+    @property
+    def num_samples(self) -> int:
+        """What the loss is a mean over: pairs, or tokens."""
+        return self.num_pairs or self.num_targets
 
     def pinned(self) -> StepBatch:
         return replace(self, micro_batches=[micro_batch.pinned() for micro_batch in self.micro_batches])
@@ -94,13 +99,13 @@ class BatchSchedule:
         """Return this process's part of a step, counted from 0, in host memory."""
         packs = self.packs_of_step(step)
         num_targets, lengths = int(self.store.num_targets[packs].sum()), self.store.document_lengths(packs)
-        num_samples = num_targets if self.documents_per_sample == 1 else len(lengths) // self.documents_per_sample
+        num_pairs = 0 if self.documents_per_sample == 1 else len(lengths) // self.documents_per_sample
         micro, length = self.plan.micro_batch_size, self.store.sequence_length
         first_token = self.num_packs_before(step) * length
         if not self.is_packed:
             rows = pad_documents(self.store.read(packs), micro * length, self.size)[self.rank :: self.size]
             padded = [to_padded_micro_batch(each, HOST, first_token, is_mixed=self.is_mixed) for each in rows]
-            return StepBatch(padded, num_targets, num_samples, lengths)
+            return StepBatch(padded, num_targets, lengths)
         micro_batches = []
         for accumulation in range(self.plan.accumulation_steps):
             begin = (accumulation * self.size + self.rank) * micro
@@ -118,7 +123,7 @@ class BatchSchedule:
                 context=self.context,
             )
             micro_batches.append(with_pairs(batch, read) if self.documents_per_sample > 1 else batch)
-        return StepBatch(micro_batches, num_targets, num_samples, lengths)
+        return StepBatch(micro_batches, num_targets, lengths, num_pairs)
 
 
 def to_micro_batch(

@@ -114,12 +114,12 @@ class StepMetrics(Observer):
             pending.batch,
             loss / num_samples,
             mean_losses(self._sources, others[:num_by_source]),
-            mean_metrics(self._metric_names, others[num_by_source:num_sums], num_samples),
             grad_norm,
             pending.learning_rate,
             stop > 0,
             pending.timing,
             router_stats(others[num_sums:], pending.batch.num_targets),
+            mean_metrics(self._metric_names, others[num_by_source:num_sums], num_samples),
         )
 
     def report(self, result: StepResult) -> None:
