@@ -73,34 +73,6 @@ class PlainText:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Preferences:
-    """A chosen completion and rejected ones of the same prompt, each as a conversation that ends with it."""
-
-    chosen: Conversation
-    rejected: tuple[Conversation, ...]
-
-    @property
-    def sides(self) -> Iterator[Conversation]:
-        """The sides of the pairs: the chosen completion before each rejected one."""
-        for each in self.rejected:
-            yield from (self.chosen, each)
-
-
-Example = Conversation | PlainText | Preferences
-
-
-def conversations_of(example: Example) -> tuple[Conversation, ...]:
-    """Return the conversations of an example, both sides of pairs; none of a plain text."""
-    match example:
-        case Preferences():
-            return tuple(example.sides)
-        case Conversation():
-            return (example,)
-        case _:
-            return ()
-
-
 def trained_turns(conversation: Conversation, train_on: str | list[Role]) -> list[int]:
     """Return the indices of the trained turns."""
     messages, num_prompt = conversation.messages, conversation.num_prompt

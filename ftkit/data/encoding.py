@@ -15,9 +15,10 @@ import regex
 from tokenizers import Tokenizer
 
 from ftkit.config.data import DataSpec, Format, PreferencesFormat, TextFormat
-from ftkit.data.conversations import Conversation, PlainText, Preferences
+from ftkit.data.conversations import Conversation, PlainText
 from ftkit.data.limits import TemplateLimitError, run_in_fork
 from ftkit.data.packing import IGNORED, Document
+from ftkit.data.preferences import Preferences
 from ftkit.data.rendering import ChatRenderer, Rendering, special_tokens_of, token_pattern
 from ftkit.data.row_formats import read_example
 from ftkit.data.rows import Row, errors_at

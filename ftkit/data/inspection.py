@@ -16,9 +16,10 @@ import numpy as np
 
 from ftkit.config.data import describe_format
 from ftkit.config.recipe import RecipePlan
-from ftkit.data.conversations import Conversation, conversations_of
+from ftkit.data.conversations import Conversation
 from ftkit.data.limits import run_in_fork
 from ftkit.data.packing import IGNORED, REJECTED, TRAINED, Document, Packer, shorten
+from ftkit.data.preferences import conversations_of
 from ftkit.data.prepared_data import PreparedData, SourceStats
 from ftkit.data.row_formats import read_example
 from ftkit.data.selection import read_rows

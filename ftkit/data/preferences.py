@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from ftkit.data.conversations import (
     Conversation,
     Message,
-    Preferences,
+    PlainText,
     blank_turn,
     check_calls,
     is_turn,
@@ -29,6 +29,34 @@ if TYPE_CHECKING:
 _SPEAKERS = re.compile(r"\n\n(Human|Assistant):")
 """Turns in a text, as in HH-RLHF (Bai et al. 2022)."""
 Turns = tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Preferences:
+    """A chosen completion and rejected ones of the same prompt, each as a conversation that ends with it."""
+
+    chosen: Conversation
+    rejected: tuple[Conversation, ...]
+
+    @property
+    def sides(self) -> Iterator[Conversation]:
+        """The sides of the pairs: the chosen completion before each rejected one."""
+        for each in self.rejected:
+            yield from (self.chosen, each)
+
+
+Example = Conversation | PlainText | Preferences
+
+
+def conversations_of(example: Example) -> tuple[Conversation, ...]:
+    """Return the conversations of an example, both sides of pairs; none of a plain text."""
+    match example:
+        case Preferences():
+            return tuple(example.sides)
+        case Conversation():
+            return (example,)
+        case _:
+            return ()
 
 
 def read_preferences(columns: Columns, form: PreferencesFormat, ignored: Collection[str]) -> Preferences:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.data import DataSpec, Format, describe_format, describe_too_long
 from ftkit.config.data_sources import GeneratedSource
-from ftkit.data.conversations import PlainText, conversations_of
+from ftkit.data.conversations import PlainText
 from ftkit.data.encoding import MAX_CHARACTERS, RowEncoder
 from ftkit.data.packing import DocumentBatch, Packer, count_row_tokens
+from ftkit.data.preferences import conversations_of
 from ftkit.data.prepared_data import DataManifest, PackWriter, PreparedData, new_prepared_data
 from ftkit.data.row_formats import DETECTION_ROWS, check_format, describe_roles, read_example, resolve_format
 from ftkit.data.selection import first_rows, read_rows, split_of

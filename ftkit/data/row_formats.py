@@ -29,7 +29,6 @@ from ftkit.config.data import (
 from ftkit.config.data_sources import columns_of, parse_format_string
 from ftkit.data.conversations import (
     Conversation,
-    Example,
     Message,
     PlainText,
     blank_turn,
@@ -38,7 +37,7 @@ from ftkit.data.conversations import (
     read_tools,
     read_turns,
 )
-from ftkit.data.preferences import read_preferences
+from ftkit.data.preferences import Example, read_preferences
 from ftkit.data.tasks import read_pair
 from ftkit.errors import DataError, one_line
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.config.recipe import RecipePlan, RecipeSpec, check_access, check_packages
-from ftkit.data.conversations import conversations_of
+from ftkit.data.preferences import conversations_of
 from ftkit.data.row_formats import check_format, read_example
 from ftkit.data.rows import Row, errors_at
 from ftkit.data.selection import peek_rows

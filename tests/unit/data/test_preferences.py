@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ftkit.config.data import DataSpec, PreferencesFormat
-from ftkit.data.conversations import Preferences
+from ftkit.data.preferences import Preferences
 from ftkit.data.row_formats import check_format, read_example, resolve_format
 from ftkit.data.rows import Row
 from ftkit.errors import DataError
