@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
+from ftkit.config.yaml_files import read_yaml
 
 TABLE = Path(__file__).parent / "commands" / "mistakes.yaml"
 ANSWERS = Path(__file__).parent / "golden" / "mistakes"
@@ -41,8 +41,7 @@ class Mistake:
 
 
 def read_mistakes() -> list[Mistake]:
-    table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
-    return [Mistake(kind, **fields) for kind, cases in table.items() for fields in cases]
+    return [Mistake(kind, **fields) for kind, cases in read_yaml(TABLE).values.items() for fields in cases]
 
 
 def page() -> str:

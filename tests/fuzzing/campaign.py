@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 AREAS = {
     "specs": "fuzzing.specs:SPECS",
+    "foreign": "fuzzing.foreign:FOREIGN",
     "runs": "fuzzing.run_folders:RUNS",
     "registry": "fuzzing.images:REGISTRY",
     "layers": "fuzzing.images:LAYERS",
