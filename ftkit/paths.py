@@ -44,6 +44,8 @@ def fixed_folder(pattern: str) -> Path:
 def absolute_path(text: str, folder: Path, where: str = "", key: str = "") -> Path:
     """Make a path absolute: a relative one is relative to `folder`; `~` and `~user` are home folders.
 
+    `..` is resolved, unless it follows a link, where that is another place.
+
     Raises ConfigError: the path is impossible; the message has `where` and `key`.
     """
     problem = path_problem(text)
@@ -51,7 +53,8 @@ def absolute_path(text: str, folder: Path, where: str = "", key: str = "") -> Pa
     problem = problem or path_problem(str(path))  # the folder can be impossible too: plans and scripts are UTF-8
     if problem:
         raise ConfigError([Problem(where, key, f"{problem}.")])
-    return path
+    shorter = os.path.normpath(path)
+    return Path(shorter) if os.path.realpath(shorter) == os.path.realpath(path) else path
 
 
 def is_file(path: Path) -> bool:

@@ -271,7 +271,7 @@ class LiveView(PlainView):
         """Move the bar; the time left is unknown from the first record of a start, which includes compiling."""
         seconds = (record.num_steps - record.step) * record.step_seconds
         left = "" if self._is_first_step else f" {duration(seconds)} left"
-        speed = f"{count(record.tokens_per_second)} tok/s"
+        speed = f"{count(record.tokens_per_second)} tok/s in total"
         numbers = f"{record.step}/{record.num_steps} loss {record.loss:.3f} {speed}{left}"
         self._move_bar(record.step, record.num_steps, record.loss, numbers)
 

@@ -78,7 +78,7 @@ def record_line(record: records.Record) -> str:  # noqa: C901, PLR0911, PLR0912 
         case records.StepRecord():
             step = f"{record.step:>{len(str(record.num_steps))}}/{record.num_steps}"
             rate, speed = f"{record.learning_rate:.2e}", count(record.tokens_per_second)
-            return f"step {step}  loss {record.loss:.4f}  learning rate {rate}  {speed} tokens/s"
+            return f"step {step}  loss {record.loss:.4f}  learning rate {rate}  {speed} tokens/s in total"
         case records.AnomalyRecord():
             if record.kind == "nonfinite":
                 return f"step {record.step} skipped: its loss or gradient is not finite"

@@ -201,7 +201,7 @@ def _result_facts(summary: RunSummary) -> Facts:
 
 def _step_facts(first: StepRecord, last: StepRecord) -> Facts:
     tokens = f"{count(last.tokens)} tokens ({count(last.targets)} of them trained)"
-    speed = f"{count(last.tokens_per_second)} tokens/s"
+    speed = f"{count(last.tokens_per_second)} tokens/s in total"
     facts: Facts = [
         ("progress", f"step {last.step}/{last.num_steps}, {tokens}, {speed}"),
         ("loss", f"{first.loss:.4f} → {last.loss:.4f}"),

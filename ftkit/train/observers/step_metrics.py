@@ -161,7 +161,7 @@ class StepMetrics(Observer):
         )
         self._recorder.write(record)
         log.info(
-            "step %d/%d: loss %.4f, lr %.2e, grad norm %.2f, %.0f tokens/s%s",
+            "step %d/%d: loss %.4f, lr %.2e, grad norm %.2f, %.0f tokens/s in total%s",
             record.step, record.num_steps, record.loss, record.learning_rate, record.grad_norm,
             record.tokens_per_second,
             "" if record.mfu is None else f" ({record.mfu:.1%} MFU)",

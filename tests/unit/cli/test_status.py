@@ -380,7 +380,7 @@ def test_a_terminal_shows_a_progress_bar_for_steps_and_lines_for_other_records(r
         "pending: Resources",
         "packing (3 s)",
         "building the model (5 s)",
-        "100/400 loss 1.250 12.3 k tok/s 2 min 30 s left",
+        "100/400 loss 1.250 12.3 k tok/s in total 2 min 30 s left",
         "completed after 400 steps, 1 min 15 s of training",
     ):
         assert part in shown
