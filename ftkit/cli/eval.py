@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
 _MAX_SHOWN = 300
 """Maximum characters of a prompt or a completion in an example."""
+_HARNESS_ALONE = (
+    "--harness has its own data and metrics, and runs here in one process: omit --data, --metrics, --gpus and "
+    "--as-job; --harness-tasks requires --harness"
+)
+_VLLM_ALONE = "--engine vllm runs here, and uses all GPUs of this machine: omit --harness, --as-job and --gpus"
 
 
 @forwarded_command(
@@ -95,14 +100,9 @@ def eval_command(  # noqa: PLR0913 - one for each option
         file=str(file.resolve()) if file else None,
     )  # fmt: skip
     if (harness and (as_job or num_gpus > 1 or names or file)) or (harness_tasks and not harness):
-        raise arguments.usage_error(
-            "--harness has its own data and metrics, and runs here in one process: omit --data, --metrics, --gpus and "
-            "--as-job; --harness-tasks requires --harness"
-        )
+        raise arguments.usage_error(_HARNESS_ALONE)
     if engine == "vllm" and (harness or as_job or num_gpus > 1):
-        raise arguments.usage_error(
-            "--engine vllm runs here, and uses all GPUs of this machine: omit --harness, --as-job and --gpus"
-        )
+        raise arguments.usage_error(_VLLM_ALONE)
     if as_job:
         _submit(reference, settings, num_gpus, time_limit, dry_run=dry_run)
         return
@@ -130,14 +130,18 @@ def eval_command(  # noqa: PLR0913 - one for each option
             terminal.say, ranks,
         )  # fmt: skip
     if ranks.is_first:
-        about: dict[str, object] = {"model": target.source.label,
-                 "before": target.before.label if found.before and target.before else None,
-                 "engine": engine, "num_rows": len(found.data.rows), "seed": seed}  # fmt: skip
-        _report(found, about, seed, num_examples, terminal, as_json=as_json)
+        _report(found, target, engine, seed, num_examples, terminal, as_json=as_json)
 
 
-def _report(
-    found: Measurements, about: dict[str, object], seed: int, num_examples: int, terminal: Terminal, *, as_json: bool
+def _report(  # noqa: PLR0913 - what was measured, and how it is shown
+    found: Measurements,
+    target: Target,
+    engine: EngineName,
+    seed: int,
+    num_examples: int,
+    terminal: Terminal,
+    *,
+    as_json: bool,
 ) -> None:
     from ftkit.evaluate.results import changed_examples, compare
 
@@ -147,6 +151,13 @@ def _report(
     best = [example for example in examples if example.change > 0][:num_examples]
     worst = [example for example in reversed(examples) if example.change < 0][:num_examples]
     if as_json:
+        about = {
+            "model": target.source.label,
+            "before": target.before.label if found.before and target.before else None,
+            "engine": engine,
+            "num_rows": len(found.data.rows),
+            "seed": seed,
+        }
         shown = {"best": list(map(asdict, best)), "worst": list(map(asdict, worst))}
         terminal.json({**about, "metrics": [asdict(result) for result in results], "examples": shown})
         return
