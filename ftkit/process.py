@@ -284,6 +284,12 @@ def _status_fields(pid: int | str) -> list[str] | None:
     return None if fields[0] == "Z" else fields
 
 
+def kernel_state(pid: int) -> str:
+    """Return the state of a process as proc(5) abbreviates it, such as T for stopped; empty if it has ended."""
+    fields = _status_fields(pid)
+    return fields[0] if fields else ""
+
+
 def start_time(pid: int) -> str | None:
     """Return a value that distinguishes a process from a later one with the same id; None if it has ended.
 

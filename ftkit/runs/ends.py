@@ -79,6 +79,8 @@ def find_end(layout: RunLayout, since: float) -> tuple[End, dict[str, str] | Non
     step = read_last_step(layout.metrics)
     where = f"after step {step.step}" if step and step.time >= since else "before its first step"
     detail = f"rank {error.rank} on {error.host}: {error.type}: {one_line(error.message)}"
+    if error.cause:
+        detail += f"; {error.cause}"
     cause = Cause.ERROR
     if error.exit_code == MemoryExhaustedError.exit_code:
         cause = Cause.OUT_OF_MEMORY

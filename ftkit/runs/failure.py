@@ -63,6 +63,7 @@ class RankError:
     traceback: str
     exit_code: Annotated[int, Field(ge=1, le=255)]
     can_resume: bool = True
+    cause: str = ""  # the fault of the node that explains it, if one is known
 
     @property
     def is_actionable(self) -> bool:
@@ -127,7 +128,7 @@ def first_error(layout: RunLayout, *, since: float) -> RankError | None:
         return None
     errors = [error for path in paths if (error := read_rank_error(path))]
     recent = [error for error in errors if error.time >= since - _CLOCK_TOLERANCE_SECONDS]
-    return min(recent, key=lambda error: (error.reports_lost_peer, error.time), default=None)
+    return min(recent, key=lambda error: (not error.cause, error.reports_lost_peer, error.time), default=None)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import gettempdir
@@ -31,10 +32,11 @@ from ftkit.data.imports import UNUSED as OF_TRANSFORMERS
 from ftkit.data.imports import keep_bytecode, without_packages
 from ftkit.data.staging import STAGED, stage_weights
 from ftkit.errors import FtkitError, MemoryExhaustedError, as_user_error, one_line
+from ftkit.health.faults import find_fault
 from ftkit.health.sampler import sampling
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import PlacementPlan, RunPlan, ScriptPlan, read_job_plan
-from ftkit.runs.failure import RankError, record_rank_error, write_rank_error
+from ftkit.runs.failure import RankError, read_rank_error, record_rank_error, write_rank_error
 from ftkit.runs.lease import FolderHeldError, held_lease, is_held_by_another_job, revoke_if_dead
 from ftkit.runs.manifest import record_start
 from ftkit.runs.metrics_file import read_last_record
@@ -89,6 +91,7 @@ def main(arguments: list[str]) -> int:
             return 0
         sys.stderr.write(f"{error}\n")
         _record_deaths(layout, error, num_oom_kills, core_dumps)
+        _record_fault(layout, error)
         revoke_if_dead(layout)
         return 1
     if {"--standalone", "--node-rank=0"} & set(arguments):
@@ -173,22 +176,42 @@ def _explain_kill(num_before: int | None) -> tuple[str, int]:
 
 
 def _record_deaths(layout: RunLayout, error: ChildFailedError, num_oom_kills: int | None, core_dumps: str = "") -> None:
-    """Write an error for each rank that was killed by a signal, with the place of its core dump."""
+    """Write an error for each rank that was killed by a signal, with its core dump's place, or left no error."""
     for rank, failure in error.failures.items():
-        if failure.exitcode >= 0:
+        if failure.exitcode in {-signal.SIGTERM, TERMINATED} and len(error.failures) > 1:
+            continue  # by torchrun, after another rank had failed
+        if failure.exitcode >= 0 and (is_held_by_another_job(layout) or _recorded_error(layout, rank)):
             continue
         name, meaning, code = failure.signal_name(), "", 1
-        if name == "SIGBUS":
+        if failure.exitcode >= 0:
+            name, meaning = "exit", f" code {failure.exitcode}, and left no error"
+        elif name == "SIGBUS":
             meaning = ": a memory-mapped file can't be read; usually its file system is full or unreachable"
         elif name == "SIGKILL":
             meaning, code = _explain_kill(num_oom_kills)
         elif core_dumps:
             meaning = f"; its core dump on {socket.gethostname()}: {core_dumps}"
-        message = f"rank {rank} was killed by {name}{meaning}"
+        message = f"rank {rank} {'ended by' if name == 'exit' else 'was killed by'} {name}{meaning}"
         # The timestamp is rounded down to seconds, so it precedes those of ranks that failed because of this one.
         died = RankError(float(failure.timestamp), rank, socket.gethostname(), name, message, "", code, code == 1)
         with suppress(OSError):
             write_rank_error(layout.rank_error(rank), died)
+
+
+def _recorded_error(layout: RunLayout, rank: int) -> RankError | None:
+    """Return the error that a rank of this start has written; None if it is of an earlier start."""
+    error = read_rank_error(layout.rank_error(rank))
+    return error if error and error.time >= int(float(os.environ[LAUNCHED])) else None
+
+
+def _record_fault(layout: RunLayout, error: ChildFailedError) -> None:
+    """Add the fault of this node, if one is known, to the errors of its ranks."""
+    if fault := find_fault(float(os.environ[LAUNCHED])):
+        sys.stderr.write(f"ftkit: {socket.gethostname()}: {fault}\n")
+        for rank in error.failures:
+            if recorded := _recorded_error(layout, rank):
+                with suppress(OSError):
+                    write_rank_error(layout.rank_error(rank), replace(recorded, cause=fault))
 
 
 @contextmanager

@@ -49,8 +49,9 @@ from ftkit.train.model.hf_model import (
 from ftkit.train.model.lora import init_adapters, load_adapters, prepare_method
 from ftkit.train.model.pretrained import fetch_weights, init_weights, load_weights
 from ftkit.train.model.token_mixers import choose_token_mixers
-from ftkit.train.observers import Evaluation, FirstStep, Profiler, RankTimes, Saving, Watchdog, check_profile
+from ftkit.train.observers import Evaluation, FirstStep, Profiler, RankTimes, Saving, check_profile
 from ftkit.train.observers.step_metrics import AnomalyWatch, StepMetrics, Stopwatch
+from ftkit.train.observers.watchdog import Watchdog
 from ftkit.train.param_count import count_method, count_modules
 from ftkit.train.private_apis.torch import start_compile_workers
 from ftkit.train.world import World, with_tensor_parallel

@@ -147,7 +147,7 @@ def _show_failure(failure: Failure, layout: RunLayout, terminal: Terminal, *, is
     """Show the error of the rank that failed first, or the end of the log if no other reason is known."""
     error = failure.error
     if error:
-        title = f"rank {error.rank} on {error.host} failed first: {error.type}"
+        title = f"rank {error.rank} on {error.host} failed first: {error.type}{error.cause and f'; {error.cause}'}"
         text = error.message if error.is_actionable else error.traceback.rstrip() or error.message
     else:
         is_known = failure.exit_code != RunFailedError.exit_code

@@ -33,7 +33,7 @@ from ftkit.train.checkpoint.loading import INDEX, reason_of
 from ftkit.train.memory.usage import available_bytes, empty_pinned_like
 from ftkit.train.model.local_shard import local_tensor
 from ftkit.train.private_apis.torch import find_tensors, map_instances
-from ftkit.train.world import COLLECTIVE_TIMEOUT, World
+from ftkit.train.world import CHECKPOINT_GROUP, COLLECTIVE_TIMEOUT, World
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
@@ -72,7 +72,7 @@ class Checkpointer:
         self._world = world
         self._write_record = write
         # The order of two threads' collectives in one group could differ between ranks.
-        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc=CHECKPOINT_GROUP)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._snapshot = HostSnapshot(world)
         self._has_room: bool | None = None

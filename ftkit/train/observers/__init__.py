@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import faulthandler
 import logging
-import os
 import socket
-import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, ClassVar, cast
@@ -21,11 +17,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from ftkit.errors import TrainingError, plural
-from ftkit.files import atomic_file, read_json_if_valid, write_file, write_json
-from ftkit.runs.failure import record_rank_error
+from ftkit.files import atomic_file, write_file, write_json
 from ftkit.runs.stragglers import MIN_STEPS, RankTiming, find_stragglers, read_timings
 from ftkit.train.loop import Observer, Phase, Progress, StepResult
-from ftkit.train.private_apis.torch import dump_collectives, dump_memory_snapshot, record_memory_history
+from ftkit.train.private_apis.torch import (
+    dump_memory_snapshot,
+    record_memory_history,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,11 +39,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LIMIT_IN_MEDIANS = 10.0
-_NUM_TIMED_STEPS = 64
-_MIN_TIMED_STEPS = 5  # before there is a limit: the first ones compile
-_GRACE_SECONDS = 15.0  # to wait for the reports of the other ranks
-_MAX_SHOWN = 8
 _NUM_MEMORY_EVENTS = 500_000  # allocations and frees in a memory snapshot: a few hundred MB of host memory
 
 
@@ -117,103 +110,6 @@ class Saving(Observer):
             self._checkpointer.save(self._engine, progress.state, in_background=not progress.is_over)
         else:
             self._checkpointer.report_ended()
-
-
-class HangError(Exception):
-    """A step takes far longer than those before it."""
-
-
-@dataclass(frozen=True)
-class HangReport:
-    host: str
-    step: int
-    waits_for_batch: bool
-
-
-class Watchdog(Observer):
-    """Watches the steps of this rank from a thread. A step ends where this observer's `end_step` is called.
-
-    All ranks notice a hang, since they wait for each other. Each writes its Python stacks, torch's record of the last
-    collectives, and a report; the rank without a report, or behind the others, is the cause. The processes then end,
-    and the job script restarts them. Steps shorter than `floor_seconds` are no hang.
-    """
-
-    def __init__(self, layout: RunLayout, world: World, progress: Progress, floor_seconds: float) -> None:
-        self._layout = layout
-        self._world = world
-        self._progress = progress
-        self._floor = floor_seconds
-        self._waits_for_batch = False
-        self._seconds: deque[float] = deque(maxlen=_NUM_TIMED_STEPS)
-        self._now: tuple[int, float] | None = None  # the current step, and when it began
-        self._ended = threading.Event()
-
-    def start(self) -> None:
-        self._layout.hang_report(self._world.rank).unlink(missing_ok=True)  # of an earlier start
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-
-    def close(self) -> None:
-        self._ended.set()
-
-    def begin(self, phase: Phase) -> None:
-        self._waits_for_batch = phase == "batch"
-        if self._waits_for_batch:
-            self._now = self._progress.step + 1, time.monotonic()
-
-    def end_step(self) -> None:
-        if self._now is not None:
-            self._seconds.append(time.monotonic() - self._now[1])
-        self._now = None
-
-    @property
-    def limit_seconds(self) -> float | None:
-        if len(self._seconds) < _MIN_TIMED_STEPS:
-            return None
-        return max(self._floor, _LIMIT_IN_MEDIANS * median(self._seconds))
-
-    def _watch(self) -> None:
-        while not self._ended.wait(min(5.0, self._floor / 4)):
-            now, limit = self._now, self.limit_seconds
-            if now is not None and limit is not None and time.monotonic() - now[1] > limit:
-                self._end_run(now[0], limit)
-
-    def _end_run(self, step: int, limit: float) -> None:
-        rank, layout, ranks = self._world.rank, self._layout, range(self._world.size)
-        with suppress(OSError):
-            write_json(layout.hang_report(rank), HangReport(socket.gethostname(), step, self._waits_for_batch))
-            with layout.stacks(rank).open("w", encoding="utf-8") as file:
-                faulthandler.dump_traceback(file)
-            if collectives := dump_collectives():
-                layout.collectives(rank).write_bytes(collectives)
-        deadline, reports = time.monotonic() + _GRACE_SECONDS, dict[int, HangReport]()
-        while len(reports) < len(ranks) and time.monotonic() < deadline:
-            time.sleep(0.5)
-            read = {each: read_json_if_valid(layout.hang_report(each), HangReport) for each in ranks}
-            reports = {each: report for each, report in read.items() if report}
-        cause = describe_culprits(reports, len(ranks), step)
-        error = HangError(
-            f"step {step} takes longer than {limit:.0f} s: {cause}. Stacks of all ranks: {layout.stacks(rank).parent}"
-        )
-        log.error("%s", error)
-        os._exit(record_rank_error(error, layout.rank_error(rank), layout.disk_full, rank=rank))
-
-
-def describe_culprits(reports: Mapping[int, HangReport], size: int, step: int) -> str:
-    """Describe which of `size` ranks the others wait for; `step` is the current one of the reporting rank."""
-    if silent := [str(rank) for rank in range(size) if rank not in reports]:
-        return f"no report from {_ranks(silent)}"
-    behind = [f"{rank} on {each.host} in step {each.step}" for rank, each in reports.items() if each.step < step]
-    waiting = [f"{rank} on {each.host}" for rank, each in reports.items() if each.waits_for_batch]
-    if behind:
-        return f"the others wait for {_ranks(behind)}"
-    if waiting:
-        return f"no batch yet for {_ranks(waiting)}"
-    return "all ranks wait in the same step (a network problem, or ranks that execute different code)"
-
-
-def _ranks(words: list[str]) -> str:
-    shown = ", ".join(words[:_MAX_SHOWN]) + (f" and {len(words) - _MAX_SHOWN} more" if len(words) > _MAX_SHOWN else "")
-    return f"rank{'s' if len(words) > 1 else ''} {shown}"
 
 
 _WINDOW = 100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -179,6 +180,22 @@ def dump_collectives() -> bytes | None:
     dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)  # without CUDA, torch 2.13
     trace: bytes | None = dump() if dump else None
     return trace
+
+
+def waiting_collective(background: str) -> tuple[str, int]:
+    """Return the oldest collective that has not ended, with its group, and its number in it; "" and 0 if there is none.
+
+    Those of the group that is described as `background` come last. From torch's flight recorder; in torch 2.6, only
+    NCCL has one.
+    """
+    c10d = torch._C._distributed_c10d  # noqa: SLF001
+    dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json", None)
+    entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", ()) if dump else ()
+    waiting = [each for each in entries if each["state"] != "completed" and not each.get("retired")]
+    for each in sorted(waiting, key=lambda each: each["process_group"][1] == background)[:1]:
+        name, group = each["profiling_name"].partition(":")[2], each["process_group"]
+        return f"{name} [{group[0] if group[1] in ('', 'undefined') else group[1]}]", each["collective_seq_id"]
+    return "", 0
 
 
 def checkpoint_index_names() -> tuple[Any, ...]:

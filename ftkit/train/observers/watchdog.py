@@ -1,0 +1,182 @@
+"""Detects a step that hangs, and ends the run with what each rank did."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import socket
+import sys
+import sysconfig
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from ftkit.files import write_json
+from ftkit.process import kernel_state
+from ftkit.runs.failure import record_rank_error
+from ftkit.runs.hangs import HangReport, describe_hang, read_hang_reports
+from ftkit.train.loop import Observer, Phase, Progress
+from ftkit.train.private_apis.torch import dump_collectives, waiting_collective
+from ftkit.train.world import CHECKPOINT_GROUP
+
+if TYPE_CHECKING:
+    from ftkit.planning.layout import RunLayout
+    from ftkit.train.world import World
+
+log = logging.getLogger(__name__)
+
+_LIMIT_IN_MEDIANS = 10.0
+_NUM_TIMED_STEPS = 64
+_MIN_TIMED_STEPS = 5  # before there is a limit: the first ones compile
+_GRACE_SECONDS = 15.0  # to wait for the reports of the other ranks
+
+
+class HangError(Exception):
+    """A step takes far longer than those before it."""
+
+
+_PAUSED = {"batch": "batches", "after": "checkpoint"}
+"""Phases in which the main thread may wait for another one, with the beginning of that thread's name."""
+_STATES = {
+    "": "has ended",
+    "T": "is stopped (SIGSTOP)",
+    "D": "waits for a disk or another device",
+    "R": "computes in native code, which holds Python's lock",
+    "S": "is blocked in native code, which holds Python's lock",
+}
+"""What the kernel's states of a process that does not report mean (proc(5))."""
+
+
+class Watchdog(Observer):
+    """Watches the steps of this rank from a thread. A step ends where this observer's `end_step` is called.
+
+    All ranks notice a hang, since they wait for each other. Each writes its Python stacks, torch's record of the last
+    collectives, and a report; what differs in the reports is the cause. The processes then end, and the job script
+    restarts them. Steps shorter than `floor_seconds` are no hang. What is between two steps may take any time: after
+    that, it is only reported.
+    """
+
+    def __init__(self, layout: RunLayout, world: World, progress: Progress, floor_seconds: float) -> None:
+        self._layout = layout
+        self._world = world
+        self._progress = progress
+        self._floor = floor_seconds
+        self._phase = ""
+        self._seconds: deque[float] = deque(maxlen=_NUM_TIMED_STEPS)
+        self._now: tuple[int, float] | None = None  # the current step, and when it or what is after it began
+        self._reported: tuple[int, float] | None = None
+        self._processes: dict[int, tuple[str, int]] = {}
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        self._layout.hang_report(self._world.rank).unlink(missing_ok=True)  # of an earlier start
+        self._processes = dict(enumerate(self._world.gather_objects((socket.gethostname(), os.getpid()))))
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def close(self) -> None:
+        self._ended.set()
+
+    def begin(self, phase: Phase) -> None:
+        self._phase = phase
+        if phase == "batch":
+            self._now = self._progress.step + 1, time.monotonic()
+
+    def end_step(self) -> None:
+        now = time.monotonic()
+        if self._now is not None:
+            self._seconds.append(now - self._now[1])
+        self._phase, self._now = "after", (self._progress.step, now)
+
+    @property
+    def limit_seconds(self) -> float | None:
+        if len(self._seconds) < _MIN_TIMED_STEPS:
+            return None
+        return max(self._floor, _LIMIT_IN_MEDIANS * median(self._seconds))
+
+    def _watch(self) -> None:
+        while not self._ended.wait(min(5.0, self._floor / 4)):
+            now, limit, is_after = self._now, self.limit_seconds, self._phase == "after"
+            if self._reported not in (None, now):  # it went on
+                self._layout.hang_report(self._world.rank).unlink(missing_ok=True)
+                self._reported = None
+            if now is None or limit is None or time.monotonic() - now[1] <= limit or now == self._reported:
+                continue
+            self._reported = now
+            self._report(now)
+            if is_after:
+                log.warning("what is after step %d takes longer than %.0f s: %s", now[0], limit, self._describe())
+            elif now == self._now:  # it did not end meanwhile
+                self._end_run(now[0], limit)
+
+    def _report(self, now: tuple[int, float]) -> None:
+        """Write what this rank does."""
+        rank, layout = self._world.rank, self._layout
+        (group, number), phase = waiting_collective(CHECKPOINT_GROUP), self._phase
+        place = find_place(_PAUSED.get(phase, ""))
+        since = time.time() - (time.monotonic() - now[1])
+        with suppress(OSError):
+            report = HangReport(socket.gethostname(), now[0], phase, since, place, group, number)
+            write_json(layout.hang_report(rank), report)
+            with layout.stacks(rank).open("w", encoding="utf-8") as file:
+                faulthandler.dump_traceback(file)
+            if collectives := dump_collectives():
+                layout.collectives(rank).write_bytes(collectives)
+
+    def _describe(self) -> str:
+        """Return which ranks the others wait for, once all have reported or had the time to."""
+        hosts = {rank: host for rank, (host, _) in self._processes.items()}
+        deadline, reports = time.monotonic() + _GRACE_SECONDS, dict[int, HangReport]()
+        while len(reports) < len(hosts) and time.monotonic() < deadline:
+            time.sleep(0.5)
+            reports = read_hang_reports(self._layout)
+            if time.monotonic() > deadline - _GRACE_SECONDS / 2:
+                self._report_neighbors(reports)
+        return describe_hang(reports, hosts)
+
+    def _report_neighbors(self, reports: Mapping[int, HangReport]) -> None:
+        """Write reports of ranks of this node that can't do so: their threads don't run."""
+        own = reports.get(self._world.rank)
+        for rank, (host, pid) in self._processes.items():
+            if own and rank not in reports and host == own.host:
+                state = kernel_state(pid)
+                told = replace(own, place="", collective="", number=0, state=_STATES.get(state, f"is in state {state}"))
+                with suppress(OSError):
+                    write_json(self._layout.hang_report(rank), told)
+
+    def _end_run(self, step: int, limit: float) -> None:
+        rank, layout = self._world.rank, self._layout
+        error = HangError(
+            f"step {step} takes longer than {limit:.0f} s: {self._describe()}. "
+            f"Stacks of all ranks: {layout.stacks(rank).parent}"
+        )
+        log.error("%s", error)
+        os._exit(record_rank_error(error, layout.rank_error(rank), layout.disk_full, rank=rank))
+
+
+def find_place(thread_name: str = "") -> str:
+    """Return the line of Python that a thread executes, outside torch and the standard library if it is in none.
+
+    Of several threads whose names begin so, the first; by default the main thread.
+    """
+    named = [each for each in threading.enumerate() if thread_name and each.name.startswith(thread_name)]
+    main = threading.main_thread()
+    for thread in (*named, main):
+        innermost = frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 - documented
+        while frame and any(part in frame.f_code.co_filename for part in _LIBRARIES):
+            frame = frame.f_back
+        if frame := frame or (innermost if thread is main else None):
+            code = frame.f_code
+            return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+    return "?"
+
+
+_LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", sysconfig.get_path("stdlib") + os.sep, "<frozen", "<string>")
