@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -34,13 +34,12 @@ class HangReport:
     state: str = ""
 
     @property
-    def waits_in(self) -> str:
-        return f"{self.collective} {self.number}" if self.collective else ""
+    def doing(self) -> str:
+        return self.state or (f"in {self.collective} {self.number}" if self.collective else f"at {self.place}")
 
     def __str__(self) -> str:
-        what = self.state or (f"waits in {self.waits_in}" if self.waits_in else f"is at {self.place}")
         phase = {"after": "after step", "batch": "loading the batch of step"}.get(self.phase, f"{self.phase} of step")
-        return f"{what}, {phase} {self.step}, since {datetime.fromtimestamp(self.since, UTC):%H:%M:%S} UTC"
+        return f"{self.doing}, {phase} {self.step}, since {datetime.fromtimestamp(self.since, UTC):%H:%M:%S} UTC"
 
 
 def read_hang_reports(layout: RunLayout) -> dict[int, HangReport]:
@@ -59,38 +58,35 @@ def describe_hang(reports: Mapping[int, HangReport], hosts: Mapping[int, str]) -
         return f"no report from {_ranks(silent)} on {where}{_others(reports, silent)}"
     told = list(reports.values())
     newest, numbers = max(each.step for each in told), [each.number for each in told if each.collective]
-    same_group = len({each.collective.partition(" ")[2] for each in told if each.collective}) == 1
-    for is_culprit in (
+    is_one_group = len({each.collective.partition(" ")[2] for each in told if each.collective}) == 1
+    tests: tuple[Callable[[HangReport], object], ...] = (
         lambda each: each.state,
-        lambda each: each.step < newest or (each.step == newest and each.phase != "after" and _is_after(told)),
+        lambda each: each.step < newest,
         lambda each: each.phase == "batch" and not each.collective,
         lambda each: numbers and not each.collective,
-        lambda each: same_group and each.collective and each.number < max(numbers),
-    ):
-        culprits = [rank for rank, each in reports.items() if is_culprit(each)]
-        if culprits and len(culprits) < len(reports):
-            first = reports[culprits[0]]
-            return f"{_ranks(culprits)} on {first.host} {first}{_others(reports, culprits)}"
-    if len(names := {each.collective for each in told}) > 1:
-        return "ranks execute different code: " + "; ".join(
-            f"{_ranks([rank for rank, each in reports.items() if each.collective == name])} "
-            f"{next(each for each in told if each.collective == name)}"
-            for name in sorted(names)
-        )
+        lambda each: is_one_group and each.number < max(numbers),
+    )
+    for is_cause in tests:
+        causes = [rank for rank, each in reports.items() if is_cause(each)]
+        if causes and len(causes) < len(reports):
+            where = ", ".join(sorted({reports[rank].host for rank in causes}))
+            return f"{_ranks(causes)} on {where}: {reports[causes[0]]}{_others(reports, causes)}"
+    ranks_of: dict[str, list[int]] = {}
+    for rank, each in reports.items():
+        ranks_of.setdefault(each.collective, []).append(rank)
+    parts = [f"{_ranks(ranks)}: {reports[ranks[0]]}" for ranks in ranks_of.values()]
+    if len(parts) > 1:
+        return f"ranks execute different code: {'; '.join(parts)}"
     lowest = min(reports)
-    return f"all ranks wait in the same place (the network?): rank {lowest} on {reports[lowest].host} {reports[lowest]}"
+    return f"all ranks wait in the same place (the network?): {reports[lowest]}"
 
 
-def _is_after(told: Iterable[HangReport]) -> bool:
-    return any(each.phase == "after" for each in told)
-
-
-def _others(reports: Mapping[int, HangReport], culprits: list[int]) -> str:
+def _others(reports: Mapping[int, HangReport], causes: list[int]) -> str:
     waits: dict[str, list[int]] = {}
     for rank, each in reports.items():
-        if rank not in culprits:
-            waits.setdefault(f"waits in {each.waits_in}" if each.waits_in else f"is at {each.place}", []).append(rank)
-    return "".join(f"; {_ranks(ranks)} {what}" for what, ranks in waits.items())
+        if rank not in causes:
+            waits.setdefault(each.doing, []).append(rank)
+    return "".join(f"; {_ranks(ranks)}: {what}" for what, ranks in waits.items())
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -27,11 +27,11 @@ from ftkit.runs.hangs import describe_hang, read_hang_reports
 PROGRAM = Path(__file__).with_name("faulty_rank.py")
 HOST = socket.gethostname()
 HANGS = {
-    "stop": ("a rank is stopped", f"rank 1 on {HOST} is stopped (SIGSTOP), backward of step 8, since"),
+    "stop": ("a rank is stopped", f"rank 1 on {HOST}: stopped (SIGSTOP), backward of step 8, since"),
     "dawdle": ("a call that never returns", "in dawdle, backward of step 8"),
     "wait_for_a_lock": ("a deadlock of threads", "in wait_for_a_lock, backward of step 8"),
-    "hold_the_interpreter": ("native code that waits", "is blocked in native code, which holds Python's lock"),
-    "compute_natively": ("native code that computes", "computes in native code, which holds Python's lock"),
+    "hold_the_interpreter": ("native code that waits", "blocked in native code, which holds Python's lock"),
+    "compute_natively": ("native code that computes", "computing in native code, which holds Python's lock"),
     "extra_collective": ("a rank calls another collective", "ranks execute different code: rank"),
     "data_worker": ("the data of a rank do not come", "in dawdle, loading the batch of step"),
     "slow_evaluation": ("a rank hangs between steps", "in dawdle, after step 8"),
@@ -111,7 +111,7 @@ def test_a_checkpoint_that_is_not_written_is_named_but_does_not_end_the_run(make
     _record("a checkpoint is not written", named, seconds)
     kill(run.ranks.pids())
     training.join()
-    assert f"rank 1 on {HOST} is at faulty_rank.py:28 in dawdle, after step 14" in named
+    assert f"rank 1 on {HOST}: at faulty_rank.py:28 in dawdle, after step 14" in named
     assert "[checkpoint]" in named
 
 

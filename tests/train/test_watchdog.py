@@ -1,20 +1,22 @@
-"""When a step counts as a hang, and which rank is reported."""
+"""When a step counts as a hang, and what the reports of the ranks say."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ftkit.planning.layout import RunLayout
-from ftkit.train import observers
-from ftkit.train.observers import HangReport, Watchdog, describe_culprits
+from ftkit.runs.hangs import HangReport, describe_hang
+from ftkit.train.observers import watchdog
+from ftkit.train.observers.watchdog import Watchdog
 
 
 def test_the_time_limit_is_derived_from_previous_steps(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(observers.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock.now)
     world: Any = SimpleNamespace(rank=0, size=2)
     progress: Any = SimpleNamespace(step=0)
     watch = Watchdog(RunLayout(tmp_path), world, progress, 60.0)
@@ -29,24 +31,33 @@ def test_the_time_limit_is_derived_from_previous_steps(tmp_path: Any, monkeypatc
     assert limits[-1] == 90.0
 
 
-HERE = HangReport("n1", 7, waits_for_batch=False)
+WAITS = HangReport("n1", 7, "backward", 0.0, "fsdp2.py:9 in f", "all_gather [default_pg]", 12)
+OTHER = replace(WAITS, host="n2")
+HOSTS = {0: "n1", 1: "n2", 2: "n1"}
+OTHERS = "; ranks 0, 2: in all_gather [default_pg] 12"
 
 
 @pytest.mark.parametrize(
-    ("reports", "told"),
+    ("report", "told"),
     [
-        ({0: HERE, 2: HERE}, "no report from rank 1"),
+        (None, "no report from rank 1 on n2" + OTHERS),
+        (replace(OTHER, state="stopped"), "rank 1 on n2: stopped, backward of step 7, since 00:00:00 UTC" + OTHERS),
+        (replace(OTHER, step=6), "rank 1 on n2: in all_gather [default_pg] 12, backward of step 6"),
+        (replace(OTHER, phase="batch", collective=""), "rank 1 on n2: at fsdp2.py:9 in f, loading the batch of step 7"),
+        (replace(OTHER, collective=""), "rank 1 on n2: at fsdp2.py:9 in f, backward of step 7"),
+        (replace(OTHER, number=11), "rank 1 on n2: in all_gather [default_pg] 11, backward of step 7"),
         (
-            {0: HERE, 1: HangReport("n2", 6, waits_for_batch=False), 2: HERE},
-            "the others wait for rank 1 on n2 in step 6",
+            replace(OTHER, collective="broadcast [default_pg]"),
+            "ranks execute different code: ranks 0, 2: in all_gather [default_pg] 12, backward of step 7, since",
         ),
-        ({0: HERE, 1: HangReport("n2", 7, waits_for_batch=True), 2: HERE}, "no batch yet for rank 1 on n2"),
-        ({0: HERE, 1: HERE, 2: HERE}, "all ranks wait in the same step (a network"),
+        (OTHER, "all ranks wait in the same place (the network?): in all_gather [default_pg] 12"),
     ],
-)
-def test_the_rank_that_the_others_wait_for_is_reported(reports: dict[int, HangReport], told: str) -> None:
-    assert describe_culprits(reports, 3, 7).startswith(told)
+)  # fmt: skip
+def test_the_rank_that_the_others_wait_for_is_reported(report: HangReport | None, told: str) -> None:
+    reports = {rank: each for rank, each in enumerate([WAITS, report, WAITS]) if each}
+    assert describe_hang(reports, HOSTS).startswith(told)
 
 
 def test_only_some_of_many_ranks_are_listed() -> None:
-    assert describe_culprits({}, 64, 7).endswith(" ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more")
+    silent = dict.fromkeys(range(64), "n1")
+    assert describe_hang({}, silent) == "no report from ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more on n1"

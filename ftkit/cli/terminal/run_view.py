@@ -19,6 +19,7 @@ from ftkit.runs.checkpoints import list_checkpoints
 from ftkit.runs.ends import excluded_nodes, log_tail, silent_nodes
 from ftkit.runs.facts import RunFacts, read_facts
 from ftkit.runs.failure import Failure, explain_failure, original_command
+from ftkit.runs.hangs import describe_hang, read_hang_reports
 from ftkit.runs.history import RunSummary, Silence, measure_silence, read_summary
 from ftkit.runs.job import Job, RunState, SubmittedRun
 from ftkit.runs.listing import RunEntry, read_entry
@@ -237,9 +238,7 @@ def _progress_facts(status: RunStatus) -> Facts:
     facts: Facts = []
     if status.seconds_left is not None:
         facts.append(("left", f"about {duration(status.seconds_left)} at this rate"))
-    for node, (since, peer) in silent_nodes(status.entry.folder.layout).items():
-        text = f"since {datetime.fromtimestamp(since, UTC):%H:%M:%S} UTC ({age(time.time() - since)} ago), says {peer}"
-        facts.append((f"silent {node}", Styled(text, "red")))
+    facts += _trouble_facts(status)
     silence = status.silence
     if silence and silence.is_stalled:
         alive = "its trainer is alive" if silence.is_alive else "its trainer does not respond"
@@ -265,6 +264,20 @@ def _progress_facts(status: RunStatus) -> Facts:
         facts.append(("repetition", str(status.facts.verdict)))
     if status.facts.doubts:
         facts.append(("not repeatable", "; ".join(status.facts.doubts)))
+    return facts
+
+
+def _trouble_facts(status: RunStatus) -> Facts:
+    layout = status.entry.folder.layout
+    facts: Facts = []
+    if status.seen.state is not RunState.RUNNING:
+        return facts
+    for node, (since, peer) in silent_nodes(layout).items():
+        text = f"since {datetime.fromtimestamp(since, UTC):%H:%M:%S} UTC ({age(time.time() - since)} ago), says {peer}"
+        facts.append((f"silent {node}", Styled(text, "red")))
+    if reports := read_hang_reports(layout):
+        hosts = {rank: each.host for rank, each in reports.items()}
+        facts.append(("hang", Styled(describe_hang(reports, hosts), "red")))
     return facts
 
 

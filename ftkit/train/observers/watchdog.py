@@ -47,11 +47,11 @@ class HangError(Exception):
 _PAUSED = {"batch": "batches", "after": "checkpoint"}
 """Phases in which the main thread may wait for another one, with the beginning of that thread's name."""
 _STATES = {
-    "": "has ended",
-    "T": "is stopped (SIGSTOP)",
-    "D": "waits for a disk or another device",
-    "R": "computes in native code, which holds Python's lock",
-    "S": "is blocked in native code, which holds Python's lock",
+    "": "ended",
+    "T": "stopped (SIGSTOP)",
+    "D": "waiting for a disk or another device",
+    "R": "computing in native code, which holds Python's lock",
+    "S": "blocked in native code, which holds Python's lock",
 }
 """What the kernel's states of a process that does not report mean (proc(5))."""
 
@@ -148,7 +148,7 @@ class Watchdog(Observer):
         for rank, (host, pid) in self._processes.items():
             if own and rank not in reports and host == own.host:
                 state = kernel_state(pid)
-                told = replace(own, place="", collective="", number=0, state=_STATES.get(state, f"is in state {state}"))
+                told = replace(own, place="", collective="", number=0, state=_STATES.get(state, f"in state {state}"))
                 with suppress(OSError):
                     write_json(self._layout.hang_report(rank), told)
 
