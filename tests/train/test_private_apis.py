@@ -48,6 +48,7 @@ from ftkit.train.private_apis.torch import (
     start_compile_workers,
     symmetric_memory,
     tag_compile_caches,
+    waiting_collective,
 )
 from ftkit.train.private_apis.transformers import (
     CONVERTS_WEIGHTS,
@@ -281,6 +282,11 @@ def test_a_scalar_is_added_to_all_tensors() -> None:
 
 
 @pytest.mark.usefixtures("world")
+def test_no_collective_is_waited_for_when_all_have_ended(world: World) -> None:
+    world.barrier()
+    assert waiting_collective("") == ("", 0)
+
+
 def test_the_last_collectives_can_be_read() -> None:
     trace = dump_collectives()
     assert trace is not None
