@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ftkit.errors import FtkitError, plural
-from ftkit.files import read_json_if_valid
 from ftkit.launch.job_states import observe_all
 from ftkit.launch.submission import check_removable, remove_folder
 from ftkit.runs.checkpoints import list_checkpoints
@@ -55,15 +54,14 @@ def find_prunable(workspace: Workspace, *, with_checkpoints: bool = False, now: 
     items, warnings, used, unreadable = [], list(overview.warnings), set(), []
     for entry in entries:
         seen, root = overview.state_of(entry), entry.folder.layout.root
-        checkpoints = list_checkpoints(entry.folder.layout)
         has_ended_badly = seen.is_final and (seen.state in FAILURES or seen.state is RunState.CANCELED)
-        plan = read_json_if_valid(entry.folder.layout.plan, dict[str, object]) or {}
+        checkpoints = list_checkpoints(entry.folder.layout) if has_ended_badly else []
         if has_ended_badly and (with_checkpoints or not checkpoints) and not current_holder(entry.folder.layout):
             left = plural(len(checkpoints), "checkpoint") if checkpoints else "no checkpoint"
             items.append(Prunable("run", root, folder_bytes(root), f"{seen.state}, {left}", entry.folder))
-        elif isinstance(fingerprint := plan.get("fingerprint"), str):
-            used.add(fingerprint)
-        else:
+        elif entry.plan and entry.plan.fingerprint:
+            used.add(entry.plan.fingerprint)
+        elif not entry.folder.layout.is_script:
             unreadable.append(entry.folder.id)
     if unreadable:
         warnings.append(f"no prepared data is removed: can't read which data {', '.join(unreadable)} uses")

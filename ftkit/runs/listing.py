@@ -42,6 +42,7 @@ class PlanEntry:
     container_image: str | None
     num_steps: Count | None = None  # None also for a script
     sweep: SweepEntry | None = None
+    fingerprint: str | None = None  # of its prepared data; None for a script
 
     @property
     def image_file(self) -> Path | None:

@@ -30,7 +30,7 @@ _TAIL_BYTES = 2**14  # number of bytes that are read first in this search
 LARGE_BYTES = 2**25
 """Smaller files are read completely."""
 _NEIGHBOR_BYTES = 2**12
-_NUM_SAMPLED = 500  # number of steps in a thinned file, at most twice as many
+_NUM_SAMPLED = 250  # number of steps in a thinned file, at most twice as many
 _STEP, _NUM_STEPS_IN_LINE = re.compile(rb'"step": (\d+)'), re.compile(rb'"num_steps": (\d+)')
 
 _STEP_LINE, _START_LINE = b'{"event": "step"', b'{"event": "start"'

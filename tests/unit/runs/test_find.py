@@ -9,6 +9,7 @@ import pytest
 from ftkit.errors import NotFoundError, PrerequisiteError
 from ftkit.files import DamagedFileError, write_json
 from ftkit.planning.layout import Workspace
+from ftkit.planning.plan import read_plan
 from ftkit.runs.find import find_run, list_runs
 from ftkit.runs.history import read_history
 from ftkit.runs.job import SubmittedRun, read_submission, read_submitted
@@ -96,7 +97,8 @@ def test_a_damaged_plan_is_reported_as_damage_without_an_error(
     run = make_run()
     (folder,) = list_runs(workspace)
     good = read_entry(folder)
-    assert (good.plan, good.damage) == (PlanEntry(ClusterEntry("local", "slurm"), None, 400), "")
+    fingerprint = read_plan(run.layout).fingerprint
+    assert (good.plan, good.damage) == (PlanEntry(ClusterEntry("local", "slurm"), None, 400, None, fingerprint), "")
     run.layout.plan.write_text(text, errors="surrogateescape")
     assert read_entry(folder).plan is None
     assert read_entry(folder).damage.startswith("plan.json can't be read: ")
