@@ -91,7 +91,7 @@ def cancel_command(reference: str) -> None:
     """
     terminal = Terminal()
     errors: list[FtkitError] = []
-    for folder in arguments.get_run_or_sweep(reference):
+    for folder in reversed(arguments.get_run_or_sweep(reference)):  # the last one may wait for the end of the first
         try:
             ended = cancel(arguments.get_submission(folder))
         except FtkitError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
@@ -73,6 +74,7 @@ _code_options = arguments.together(
     help="Where to prepare data and weights on Slurm: in a separate job without GPUs, on this machine before the run "
     "is submitted, or by the training job.",
 )  # fmt: skip
+@arguments.number_option("--max-parallel", about="Of a sweep on Slurm, let at most so many runs train at a time.")
 @_script_options
 @_code_options
 @arguments.hf_token_option
@@ -80,6 +82,7 @@ _code_options = arguments.together(
 @click.pass_obj
 def run_command(  # noqa: PLR0913 - one for each option
     typed: list[str], /, words: tuple[str, ...], *, dry_run: bool, does_import: bool, where: str,
+    max_parallel: int | None,
     hf_token_file: Path | None, follow: bool, is_dev: bool, with_code: tuple[Path, ...], sent_code: Path | None,
     script: Path | None, accelerate_config: Path | None, stop_signal: StopSignal, can_restart: bool,
     **options: Unpack[RunOptions],
@@ -108,8 +111,9 @@ def run_command(  # noqa: PLR0913 - one for each option
     )
     if script is None:
         args = arguments.run_args(words, **options, code=tuple(copy.plan for copy in copies))
-        _run_trainer(args, request, terminal, dry_run=dry_run, does_follow=follow)
+        _run_trainer(args, request, terminal, dry_run=dry_run, does_follow=follow, max_parallel=max_parallel)
         return
+    _require_sweep(max_parallel, 1)
     from ftkit.launch.user_script import ScriptArgs
 
     words, script_args = arguments.split_script_args(words, typed)
@@ -144,15 +148,23 @@ def _run_script(
     report_submission(submit_script(plan, copies, request, terminal), terminal, does_follow=does_follow)
 
 
+def _require_sweep(max_parallel: int | None, num_runs: int) -> None:
+    if max_parallel and num_runs == 1:
+        fix = "Give a key several values (training.learning_rate=1e-5,3e-5), or omit it."
+        raise ConfigError([Problem("", "--max-parallel", "has no effect: this is one run.", fix)])
+
+
 def _run_trainer(
-    args: RunArgs, request: arguments.SubmitRequest, terminal: Terminal, *, dry_run: bool, does_follow: bool
-) -> None:
+    args: RunArgs, request: arguments.SubmitRequest, terminal: Terminal, *, dry_run: bool, does_follow: bool,
+    max_parallel: int | None,
+) -> None:  # fmt: skip
     from ftkit.cli.overrides import say_overridden
     from ftkit.cli.terminal.plan_view import plan_facts
     from ftkit.launch.render import render_job
 
     ctx = current_context()
     plans = _plan_all(args, request.environment)
+    _require_sweep(max_parallel, len(plans))
     scripts = [render_job(plan, ctx.project, prepares=request.where == "with-training") for plan in plans]
     if len(plans) == 1:
         terminal.facts(plan_facts(plans[0]), is_data=False)
@@ -172,7 +184,7 @@ def _run_trainer(
     if len(ready) == 1:
         report_submission(submit(ready[0]), terminal, does_follow=does_follow)
     else:
-        _submit_sweep(ready, terminal)
+        _submit_sweep(ready, terminal, max_parallel or len(ready))
 
 
 def _plan_all(args: RunArgs, environment: Mapping[str, str]) -> list[RunPlan]:
@@ -260,8 +272,11 @@ def _cells(plan: RunPlan) -> list[Cell]:
     ]
 
 
-def _submit_sweep(ready: Sequence[NewJob[RunPlan]], terminal: Terminal) -> None:
-    """Submit the runs of a sweep, and follow those on this machine, one after another."""
+def _submit_sweep(ready: Sequence[NewJob[RunPlan]], terminal: Terminal, max_parallel: int) -> None:
+    """Submit the runs of a sweep, and follow those on this machine, one after another.
+
+    On Slurm, at most `max_parallel` runs train at a time: each waits for the end of the one so many before it.
+    """
     from ftkit.cli.follow import follow
     from ftkit.cli.terminal.comparison_view import show_curves
     from ftkit.cli.terminal.console import Styled
@@ -269,9 +284,9 @@ def _submit_sweep(ready: Sequence[NewJob[RunPlan]], terminal: Terminal) -> None:
     from ftkit.runs.compare import read_run
 
     submitted: list[SubmittedRun] = []
-    for each in ready:
+    for number, each in enumerate(ready):
         try:
-            run = submit(each)
+            run = submit(replace(each, after=submitted[number - max_parallel] if number >= max_parallel else None))
         except FtkitError as error:
             if not submitted:
                 raise

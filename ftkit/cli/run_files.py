@@ -22,21 +22,19 @@ from ftkit.config.load import find_image
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, TrainingError, plural
 from ftkit.files import read_json_if_valid
 from ftkit.images.inventory import find_removable, remove_all
-from ftkit.launch.job_states import observe, observe_all
+from ftkit.launch.job_states import observe
 from ftkit.launch.prune import find_prunable, folder_bytes, prune
 from ftkit.launch.submission import check_removable, remove_folder
 from ftkit.planning.plan import read_plan
 from ftkit.runs import checkpoints
 from ftkit.runs.bundle import SIGNED_AS, write_bundle
 from ftkit.runs.checkpoints import DamagedCheckpointError, find_best, read_marker
-from ftkit.runs.find import list_runs
 from ftkit.runs.job import read_submitted
-from ftkit.runs.listing import read_entry
 from ftkit.runs.signing import sign
 from ftkit.runs.sync import RunCopy
 
 if TYPE_CHECKING:
-    from ftkit.planning.layout import RunLayout, Workspace
+    from ftkit.planning.layout import RunLayout
 
 
 _Item = tuple[str, str, int, str]
@@ -176,22 +174,13 @@ def _find_runs(references: Sequence[str], terminal: Terminal) -> tuple[list[_Ite
 
 
 def _find_unused(terminal: Terminal, *, with_checkpoints: bool) -> tuple[list[_Item], Callable[[], int]]:
-    workspace = arguments.current_workspace()
-    found = find_prunable(workspace, with_checkpoints=with_checkpoints)
+    found = find_prunable(arguments.current_workspace(), with_checkpoints=with_checkpoints)
     for warning in found.warnings:
         terminal.warn(warning)
-    images = find_removable(arguments.image_store(), _image_files_in_use(workspace))
+    images = find_removable(arguments.image_store(), found.images)
     items = [(str(each.kind), each.path.name, each.size_bytes, each.reason) for each in found.items]
     items += [("image", each.name, each.size, each.reason) for each in images]
     return items, lambda: remove_all(images) + prune(found.items)
-
-
-def _image_files_in_use(workspace: Workspace) -> list[Path]:
-    """Return the image files of runs that may still train, which includes damaged runs."""
-    entries = [read_entry(folder) for folder in list_runs(workspace)]
-    overview = observe_all([entry.run for entry in entries if entry.run])
-    used = [each for each in entries if each.damage or (each.run and not overview.state_of(each).is_final)]
-    return [each.plan.image_file for each in used if each.plan and each.plan.image_file]
 
 
 @command("sync", "ftkit runs sync last ./copies", "ftkit runs sync demo ./copies --watch")

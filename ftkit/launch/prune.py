@@ -41,6 +41,7 @@ class Findings:
 
     items: list[Prunable]
     warnings: list[str]
+    images: list[Path]  # image files of runs that may still train, which includes damaged runs
 
 
 def find_prunable(workspace: Workspace, *, with_checkpoints: bool = False, now: float | None = None) -> Findings:
@@ -67,7 +68,8 @@ def find_prunable(workspace: Workspace, *, with_checkpoints: bool = False, now: 
         warnings.append(f"no prepared data is removed: can't read which data {', '.join(unreadable)} uses")
     else:
         items += _unused_data(workspace, used, time.time() if now is None else now)
-    return Findings(items, warnings)
+    training = (each for each in entries if each.damage or (each.run and not overview.state_of(each).is_final))
+    return Findings(items, warnings, [each.plan.image_file for each in training if each.plan and each.plan.image_file])
 
 
 def _unused_data(workspace: Workspace, used: set[str], now: float) -> Iterator[Prunable]:

@@ -33,7 +33,10 @@ class LocalScheduler:
     poll_seconds: ClassVar[float] = 1.0
     grace_seconds: ClassVar[float] = 10.0
 
-    def submit(self, layout: RunLayout, environment: Mapping[str, str], *, has_preparation: bool = False) -> Submission:
+    def submit(
+        self, layout: RunLayout, environment: Mapping[str, str], *, has_preparation: bool = False,
+        after: str | None = None,  # noqa: ARG002 - runs follow one another anyway
+    ) -> Submission:  # fmt: skip
         """Start the script of a run, with these variables."""
         if has_preparation:
             raise ValueError("on this machine, the run's own script prepares its data")
@@ -101,20 +104,24 @@ class SlurmScheduler:
 
     poll_seconds: ClassVar[float] = 10.0
 
-    def submit(self, layout: RunLayout, environment: Mapping[str, str], *, has_preparation: bool = False) -> Submission:
-        """Submit the script with sbatch in the run's folder, after the preparation job if there is one.
+    def submit(
+        self, layout: RunLayout, environment: Mapping[str, str], *, has_preparation: bool = False,
+        after: str | None = None,
+    ) -> Submission:  # fmt: skip
+        """Submit the script with sbatch in the run's folder, after the preparation job if there is one, and `after`.
 
         Raises `SubmitError` if Slurm refused the job; `UncertainSubmitError` if the job may exist; `PrerequisiteError`
         if Slurm's programs are not on this machine.
         """
         preparation_job_id = None
-        after = []
+        others = [f"afterany:{after}"] if after else []
         if has_preparation:
             preparation_job_id, _ = sbatch([layout.preparation_script.name], layout, environment)
-            after = [f"--dependency=afterok:{preparation_job_id}", "--kill-on-invalid-dep=yes"]
+            others.append(f"afterok:{preparation_job_id}")
+        waits = [f"--dependency={','.join(others)}", "--kill-on-invalid-dep=yes"] if others else []
         requeue = ["--requeue=expedite"] if _expedites_requeues(environment) else []
         try:
-            job_id, stderr = _sbatch_or_find([*after, *requeue, layout.script.name], layout, environment)
+            job_id, stderr = _sbatch_or_find([*waits, *requeue, layout.script.name], layout, environment)
         except BaseException:
             if preparation_job_id:
                 slurm.ask(["scancel", preparation_job_id], environment)
@@ -126,6 +133,7 @@ class SlurmScheduler:
             host=socket.gethostname(),
             messages=clean_stderr(stderr),
             preparation_job_id=preparation_job_id,
+            after_job_id=after,
         )
 
     def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Job]:

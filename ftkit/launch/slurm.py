@@ -215,7 +215,9 @@ def _explain(state: str, reason: str, submission: Submission) -> str:
     meaning = _REASONS.get(code, "a limit of your account or its quality of service" if _LIMIT.match(code) else None)
     if meaning is None:
         return printed
-    other = "the job that prepares its data and weights" if submission.preparation_job_id else "another job"
+    waits = {"the job that prepares its data and weights": submission.preparation_job_id,
+             f"job {submission.after_job_id} of its sweep (--max-parallel)": submission.after_job_id}  # fmt: skip
+    other = " and ".join(what for what, job_id in waits.items() if job_id) or "another job"
     meaning = meaning.format(job=submission.job_id, other=other)
     return meaning if "," in code else f"{code}: {meaning}"
 

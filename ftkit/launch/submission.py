@@ -51,6 +51,7 @@ class NewJob(Generic[PlanT]):
     preparation: str | None = None  # script of a job that prepares the run, on which the training job depends
     files: Mapping[str, str | bytes] = field(default_factory=dict)
     """More files of the run's folder, by their path in it."""
+    after: SubmittedRun | None = None  # on Slurm, the job starts when this run has ended
 
 
 def submit(job: NewJob[Any]) -> SubmittedRun:
@@ -61,7 +62,8 @@ def submit(job: NewJob[Any]) -> SubmittedRun:
     """
     _create_folder(job)
     try:
-        return _submit(job.plan, job.environment, has_preparation=job.preparation is not None)
+        has_preparation = job.preparation is not None
+        return _submit(job.plan, job.environment, has_preparation=has_preparation, after=job.after)
     except (SubmitError, PrerequisiteError) as error:
         if not isinstance(error, UncertainSubmitError):
             shutil.rmtree(job.plan.layout.root, ignore_errors=True)
@@ -216,11 +218,14 @@ def _submit(
     *,
     has_preparation: bool,
     earlier: Submission | None = None,
+    after: SubmittedRun | None = None,
 ) -> SubmittedRun:
     scheduler = scheduler_for(plan.cluster.scheduler)
     check_first = f"check with 'ftkit status {plan.id}', which finds its job; if there is none: ftkit resume {plan.id}"
     try:
-        submission = scheduler.submit(plan.layout, environment, has_preparation=has_preparation)
+        submission = scheduler.submit(
+            plan.layout, environment, has_preparation=has_preparation, after=after.job_id if after else None
+        )
     except (UncertainSubmitError, ProgramTimeoutError) as error:
         meaning = f"{error.meaning}; a job may exist anyway"
         raise UncertainSubmitError(error.what, meaning=meaning, fix=check_first) from error

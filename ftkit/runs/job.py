@@ -107,6 +107,7 @@ class Submission:
     messages: str = ""  # the scheduler's output at submission
     earlier_job_ids: tuple[JobId, ...] = ()
     preparation_job_id: JobId | None = None  # prepares data and weights; this one waits for it
+    after_job_id: JobId | None = None  # of an earlier run of its sweep, for whose end this one waits
 
 
 @dataclass(frozen=True)

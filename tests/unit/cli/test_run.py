@@ -396,3 +396,9 @@ def test_missing_weights_are_reported_before_submission(
     assert "config.json and no model.safetensors" in result.err
     assert programs.calls() == []
     assert not workspace.runs.exists()
+
+
+def test_max_parallel_is_refused_for_one_run(ftkit: Callable[..., Result]) -> None:
+    for words in (("demo",), ("--script", __file__)):
+        result = ftkit("run", *words, "--max-parallel", "2", "--no-follow")
+        assert (result.code, "this is one run" in result.err) == (ConfigError.exit_code, True)

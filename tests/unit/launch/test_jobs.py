@@ -319,3 +319,17 @@ def test_the_job_log_tells_the_state_of_a_job_that_slurm_has_forgotten(
     programs.answer("squeue")
     programs.answer("sacct", sacct_line(run, accounting, "137:0") if accounting else "")
     assert observe(run).state is state
+
+
+def test_a_run_waits_for_the_end_of_the_run_that_its_sweep_puts_before_it(
+    slurm_plan: RunPlan, programs: FakePrograms, squeue_line: Callable[..., str]
+) -> None:
+    programs.add("sbatch", 'case "$*" in *prepare*) echo 7;; *) echo 8;; esac')
+    first = submit(NewJob(slurm_plan, "", {}, os.environ))
+    second_plan = replace(slurm_plan, id=f"{slurm_plan.id}0")
+    second = submit(NewJob(second_plan, "", {}, os.environ, preparation="#!/bin/sh\n", after=first))
+    assert programs.calls("sbatch")[-1] == (
+        "sbatch --parsable --dependency=afterany:8,afterok:7 --kill-on-invalid-dep=yes job.sbatch"
+    )
+    programs.answer("squeue", squeue_line(second, "PENDING", reason="Dependency"))
+    assert "job 8 of its sweep" in observe(second).reason
