@@ -17,10 +17,12 @@ from ftkit.cli.inference import engine_option, find_model, load_here, load_into_
 from ftkit.cli.overrides import say_overridden
 from ftkit.cli.terminal.console import Cell, Facts, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
+from ftkit.errors import FtkitError
 from ftkit.evaluate.source import MeasureSettings
 from ftkit.files import to_json
 from ftkit.launch.side_jobs import plan_evaluation, submit
 from ftkit.planning.plan import read_plan
+from ftkit.runs.lease import current_holder
 
 if TYPE_CHECKING:
     from ftkit.evaluate.results import Example, Result
@@ -131,6 +133,25 @@ def eval_command(  # noqa: PLR0913 - one for each option
         )  # fmt: skip
     if ranks.is_first:
         _report(found, target, engine, seed, num_examples, terminal, as_json=as_json)
+        _send_to_trackers(found, target, settings, terminal)
+
+
+def _send_to_trackers(found: Measurements, target: Target, settings: MeasureSettings, terminal: Terminal) -> None:
+    """Send the results on a run's validation split to its trackers, unless its trainer holds them open."""
+    plan, step = target.plan, target.step
+    if plan is None or step is None or settings.file or not plan.recipe.tracking.sinks:
+        return
+    from ftkit.evaluate.checkpoint_scores import send_to_trackers
+    from ftkit.evaluate.results import to_record
+
+    sinks = ", ".join(plan.recipe.tracking.sinks)
+    if current_holder(plan.layout) is not None:
+        terminal.warn(f"the run is training, so {sinks} did not get these results; --as-job sends them")
+        return
+    try:
+        send_to_trackers(plan, [to_record(step, found.data, found.metrics, found.after)])
+    except FtkitError as error:
+        terminal.warn(f"{sinks} did not get these results: {error}")
 
 
 def _report(  # noqa: PLR0913 - what was measured, and how it is shown

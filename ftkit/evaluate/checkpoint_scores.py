@@ -61,7 +61,7 @@ def evaluate_checkpoints(
                 scores = "".join(f", {name} {value:.4g}" for name, value in record.scores.items())
                 report(f"step {step}: loss {record.loss:.4f}, perplexity {record.perplexity:.4g}{scores}")
         if ranks.is_first:
-            _send_late(layout, plan)
+            send_to_trackers(plan, read_job_evaluations(layout.metrics, layout.evaluations))
 
 
 def _load(source: TrainedStep, ranks: Ranks, report: Callable[[str], None]) -> LoadedModel | None:
@@ -77,10 +77,9 @@ def _load(source: TrainedStep, ranks: Ranks, report: Callable[[str], None]) -> L
     return model
 
 
-def _send_late(layout: RunLayout, plan: RunPlan) -> None:
-    """Send the trackers the evaluations that the trainer did not copy before it ended."""
-    late = read_job_evaluations(layout.metrics, layout.evaluations)
-    history = read_summary(layout)
+def send_to_trackers(plan: RunPlan, late: list[EvaluationRecord]) -> None:
+    """Send the trackers evaluations that the trainer did not copy before it ended."""
+    history = read_summary(plan.layout)
     start, end = history.start, history.end
     if late and start is not None:
         # Like a run that is resumed after the last step, so that trackers keep earlier records.

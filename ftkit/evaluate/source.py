@@ -62,6 +62,7 @@ class Target:
     source: ModelSource
     plan: RunPlan | None = None
     before: ModelSource | None = None
+    step: int | None = None  # of the run; None without one
 
     @property
     def data(self) -> DataSpec | None:
@@ -103,15 +104,15 @@ def find_target(reference: str, workspace: Workspace) -> Target:
     plan = read_plan_to_use(layout)
     untrained = TrainedStep(layout, plan, 0)
     if step == "0":
-        return Target(untrained, plan, untrained)
+        return Target(untrained, plan, untrained, 0)
     exports, checkpoints = _exports(layout), [step for step, _ in layout.list_checkpoints()]
     chosen = choose_step(layout, step, {*exports, *checkpoints})
     trained = TrainedStep(layout, plan, chosen)
     if chosen in exports:
         export = ModelFolder(exports[chosen], trained.label, _hub_home(plan))
         if not (export.is_adapter and plan.recipe.model.weights == "random"):
-            return Target(export, plan, untrained)
-    return Target(trained, plan, untrained)
+            return Target(export, plan, untrained, chosen)
+    return Target(trained, plan, untrained, chosen)
 
 
 def _exports(layout: RunLayout) -> dict[int, Path]:

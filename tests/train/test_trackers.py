@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ftkit.cli.main import main
 from ftkit.config.recipe import TrackingSpec
 from ftkit.errors import PrerequisiteError
 from ftkit.runs.records import EndRecord, EvaluationRecord, StageRecord, StartRecord, StepRecord
@@ -269,3 +270,7 @@ def test_a_run_sends_its_records_to_trackers(make_run: Callable[..., Any]) -> No
     sent = {event.step: event.value for event in events.Scalars("train/loss")}
     assert sent == pytest.approx({number: loss for number, (loss, _) in run.losses().items()})
     assert [event.step for event in events.Scalars("eval/perplexity")] == [0, 3]
+    assert main(["eval", str(run.layout.root), "--limit", "3", "--metrics", "loss", "--no-before"]) == 0
+    events.Reload()
+    assert [event.step for event in events.Scalars("job_eval/loss")] == [3]
+    assert len(events.Scalars("train/loss")) == len(sent)
