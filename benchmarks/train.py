@@ -136,6 +136,7 @@ PEERS = {
     "trl-keeps-all": Peer("trl_sft.py", ("--checkpointing=none",)),
     "trl-flex": Peer("trl_sft.py", ("--attention=flex_attention",)),
     "trl-compiled": Peer("trl_sft.py", ("--compile",)),
+    "unsloth": Peer("unsloth_sft.py"),
     "trl-sdpa-compiled": Peer("trl_sft.py", ("--attention=sdpa", "--compile")),
 }
 
