@@ -9,7 +9,8 @@ A pack of one document is a plain causal row; several documents in a pack are is
 
 from __future__ import annotations
 
-import unsloth  # noqa: I001  Unsloth changes transformers and TRL, so it is imported before them.
+# ruff: noqa: I001 - Unsloth changes transformers and TRL, so it is imported before them
+import unsloth
 from unsloth import FastLanguageModel
 
 import argparse

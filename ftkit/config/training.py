@@ -25,7 +25,7 @@ ActivationCheckpointing = Literal["none", "selective", "except_attention", "full
 RECOMPUTES_LAYERS: tuple[ActivationCheckpointing, ...] = ("except_attention", "full")
 """Modes that recompute whole layers."""
 Auto = Literal["auto"]
-AttentionChoice = Literal["auto", "flash4", "flex", "sdpa", "eager"]
+AttentionChoice = Literal["auto", "flash4", "cudnn", "flex", "sdpa", "eager"]
 Method = Literal["full", "lora", "qlora"]
 Offload = Literal["none", "optimizer", "all"]
 OnNonfinite = Literal["stop", "skip"]
@@ -121,8 +121,9 @@ class TrainingSpec(ObjectiveSpec):
     """Weight of the load-balancing loss of a mixture of experts, as transformers computes it, for each pack. If null,
     that of config.json if `output_router_logits` is true there, else 0; with adapters, 0."""
     attention: AttentionChoice = "auto"
-    """Attention kernel: `flash4` (flash-attn-4, Hopper and newer), `flex` (any CUDA device), `sdpa` (any device);
-    `auto` selects the fastest that works on the GPU and the model; `eager` works for all models."""
+    """Attention kernel: `flash4` (flash-attn-4) or `cudnn` (nvidia-cudnn-frontend), both for Hopper and newer; `flex`
+    (any CUDA device), `sdpa` (any device); `auto` selects the fastest that works on the GPU and the model; `eager`
+    works for all models."""
     compile: Literal["auto", "layers", "none"] = "auto"
     """`layers`: compile each decoder layer, which fuses element-wise operations; `auto`: on GPUs, with engine fsdp2."""
     activation_checkpointing: Literal["auto", "none", "selective", "except_attention", "full"] = "auto"
@@ -319,7 +320,7 @@ class TrainingSpec(ObjectiveSpec):
             among = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
             yield f"sequence_length {self.sequence_length} can't be divided evenly among {among} GPUs"
         if self.context_parallel > 1 and self.attention in {"flex", "eager"}:
-            yield f"context_parallel needs attention 'auto', 'flash4' or 'sdpa', not '{self.attention}'"
+            yield f"context_parallel needs attention 'auto', 'flash4', 'cudnn' or 'sdpa', not '{self.attention}'"
         undivided = {
             "method": ("qlora",), "base_precision": ("fp8",), "precision": ("fp8",), "offload": ("optimizer", "all"),
             "collectives": ("copy_engine",), "attention": ("flex", "eager"),

@@ -35,7 +35,6 @@ layers of OLMo-3 7B on one, and of Llama 3.3 70B LoRA with 80 and with 32 checkp
 FP8_GATHER_BYTES = 12
 """Bytes that a micro-batch does not read or write per weight that arrives in FP8: its maximum is known, and it was
 rounded before the all-gather, once."""
-FLASH4_EFFICIENCY = 0.56  # fraction of the peak that flash-attn-4 reaches, forward and backward
 SDPA_EFFICIENCY = 0.30
 """The same for SDPA, which gets a mask for packs and therefore computes all pairs of tokens, visible or not."""
 ELEMENTWISE_PASSES = {True: 10, False: 20}
@@ -226,7 +225,7 @@ def _attention_flops(setup: Setup, gpu: Gpu) -> tuple[float, float]:
     if training.attention in {"sdpa", "eager"}:
         attention = token_flops(shape, training, length, length).attention
         return attention / SDPA_EFFICIENCY, recurrent / SDPA_EFFICIENCY
-    efficiency = FLASH4_EFFICIENCY if gpu.runs_flash4(training) else gpu.flex_efficiency
+    efficiency = gpu.attention_efficiency(training) or gpu.flex_efficiency
     return document_flops(shape, training, length).attention / efficiency, recurrent / efficiency
 
 

@@ -129,10 +129,11 @@ def _hardware(run: RunInputs) -> Iterator[Problem]:
             yield problem("training.offload", f"'{training.offload}' {reason}", fix)
         if training.activation_offload:
             yield problem("training.activation_offload", reason, "Leave it out, or use a cluster with GPUs.")
-        if training.attention in {"flash4", "flex"}:
+        if training.attention in {"flash4", "cudnn", "flex"}:
             yield problem("training.attention", f"'{training.attention}' is a kernel for GPUs.", "Use 'auto'.")
-    if training.attention == "flash4" and training.compute_precision == "fp32":
-        yield problem("training.attention", "'flash4' computes only in bf16.", "Use 'auto', or precision bf16.")
+    if training.attention in {"flash4", "cudnn"} and training.compute_precision == "fp32":
+        what = f"'{training.attention}' computes only in bf16."
+        yield problem("training.attention", what, "Use 'auto', or precision bf16.")
     is_one_node = place.num_nodes == 1 < place.processes_per_node
     if training.collectives == "copy_engine" and (device == "cpu" or not is_one_node):
         what = (
@@ -210,7 +211,15 @@ def _preferences(run: RunInputs) -> Iterator[Problem]:
 
 # --- Parallelism -----------------------------------------------------------------------------------
 
-_FLASH4 = "flash-attn-4"
+_KERNELS_OF_PACKS = {"flash4": "flash-attn-4", "cudnn": "nvidia-cudnn-frontend"}
+
+
+def _kernels_of_packs(training: TrainingSpec) -> list[str]:
+    """Return the packages of which attention needs one to divide packs."""
+    chosen = training.attention
+    return [
+        package for kernel, package in _KERNELS_OF_PACKS.items() if chosen not in _KERNELS_OF_PACKS or chosen == kernel
+    ]
 
 
 def why_undivided(training: TrainingSpec, cluster: ClusterProfile, image: ImageSpec | None) -> str:
@@ -218,9 +227,10 @@ def why_undivided(training: TrainingSpec, cluster: ClusterProfile, image: ImageS
     gpu = GPUS[cluster.gpu] if cluster.gpu else None
     if training.attention == "sdpa" or cluster.device == "cpu":
         return ""
-    if gpu is not None and not gpu.runs_flash4(training):
+    if gpu is not None and gpu.attention_efficiency(training) is None:
         return f"which this recipe can't use on {gpu.device_name}"
-    if image is not None and cluster.runtime != "none" and _FLASH4 not in image.listed_packages:
+    usable = _kernels_of_packs(training)
+    if image is not None and cluster.runtime != "none" and not any(name in image.listed_packages for name in usable):
         return f"which {image.reference} does not list"
     return ""
 
@@ -232,7 +242,7 @@ def _context_parallel(run: RunInputs) -> Iterator[Problem]:
     yield from _groups(run, key, size)
     if reason := why_undivided(run.training, run.cluster, run.image):
         fix = "Use an image with it ('ftkit images') on Hopper or newer, in bf16; or training.attention=sdpa."
-        yield problem(key, f"needs {_FLASH4}, {reason}.", fix)
+        yield problem(key, f"needs {' or '.join(_kernels_of_packs(run.training))}, {reason}.", fix)
     if heads % size:
         product = " for the product with tensor_parallel" if run.training.tensor_parallel > 1 else ""
         what = f"{heads} attention heads of the model can't be divided among {size} GPUs."

@@ -25,7 +25,7 @@ class Gpu:
     fp32_flops: float  # FLOP/s on CUDA cores: the trainer keeps TF32 off (`ftkit.train.world`)
     memory_bandwidth: float  # bytes/s
     link_bandwidth: float  # bytes/s to the other GPUs of its node, one way
-    has_fast_attention: bool  # whether flash-attn-4 runs on it (Hopper and newer)
+    has_fast_attention: bool  # whether flash-attn-4 and cuDNN's attention in packs run on it (Hopper and newer)
     has_fp8: bool = True  # whether it has FP8 matmuls (Ada, Hopper and newer)
     is_blackwell: bool = False
     matmul_efficiency: float = 0.803  # fraction of `bf16_flops` that the best single matmul reaches
@@ -36,16 +36,20 @@ class Gpu:
         """Return the FLOP/s of matmuls in the compute dtype."""
         return self.bf16_flops if precision == "bf16" else self.fp32_flops
 
-    def runs_flash4(self, training: TrainingSpec) -> bool:
-        """Return whether attention runs in flash-attn-4, if that is installed."""
-        is_selected = training.compute_precision == "bf16" and training.attention in {"auto", "flash4"}
-        return self.has_fast_attention and is_selected
+    def attention_efficiency(self, training: TrainingSpec) -> float | None:
+        """Return the fraction of the peak of flash-attn-4 or cuDNN, if installed; None if neither can run."""
+        if training.compute_precision != "bf16" or not self.has_fast_attention:
+            return None
+        return VARLEN_EFFICIENCY.get(training.attention)
 
     @property
     def usable_gib(self) -> float:
         """Memory that is available to tensors."""
         return USABLE_MEMORY * self.memory_gib
 
+
+VARLEN_EFFICIENCY = {"auto": 0.56, "flash4": 0.56, "cudnn": 0.45}
+"""Fraction of `bf16_flops`, forward and backward: flash-attn-4 on H200; cuDNN 9.19 on H100, 0.43 to 0.54 by length."""
 
 # bf16 and fp32 from NVIDIA's data sheets: A100 (2021), H100 SXM, H200 SXM, L4; for B200, an eighth of HGX B200's.
 # The best matmuls: "Maximum Achievable Matmul FLOPS" of stas00/ml-engineering (2026): 271.2 TFLOP/s on A100, 794.5 on

@@ -25,7 +25,16 @@ from ftkit.runs.checkpoints import list_checkpoints
 from ftkit.runs.ends import excluded_nodes, find_end
 
 Values = dict[str, object]  # values of a manifest, or of an object in it
-_PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "flash-attn-4")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "deepspeed",
+    "bitsandbytes",
+    "flash-attn-4",
+    "nvidia-cudnn-frontend",
+)
 _MODEL_KEYS = {"weights", "revision", "requested_revision", "source", "adapter", "trained"}
 DOCUMENT_NUMBERS = {"training documents": "num_train_documents", "documents longer than a pack": "num_too_long"}
 """Numbers of documents in manifests and comparisons, and in the manifest of prepared data."""

@@ -37,12 +37,14 @@ def results(kernel: str, gpus: int, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-@pytest.mark.parametrize("kernel", ["flash4", "flex", "sdpa"])
+@pytest.mark.parametrize("kernel", ["flash4", "cudnn", "flex", "sdpa"])
 def test_training_with_each_kernel_matches_transformers(
     kernel: str, gpus: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     if kernel == "flash4":
         pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    if kernel == "cudnn":
+        pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
     for name, found in results(kernel, gpus, tmp_path_factory.getbasetemp()).items():
         assert found["differing_weights"] == 0, name
         assert found["before"] == pytest.approx(found["reference"], rel=2e-3), name

@@ -590,4 +590,4 @@ def test_compiled_layers_keep_and_offload_the_output_of_attention_and_recompute_
 def test_flash_attention_passes_torch_opcheck(window: int | None) -> None:
     query, key, value = (torch.randn(12, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     borders = torch.tensor([0, 5, 12], dtype=torch.int32)
-    torch.library.opcheck(attention.varlen_attention, (query, key, value, borders, 7, 0.3, window))
+    torch.library.opcheck(attention.varlen_attention, (query, key, value, borders, 7, 0.3, window, "flash4"))

@@ -42,7 +42,7 @@ from ftkit.errors import TrainingError
 from ftkit.models.adapters import ROWWISE, LoraSpec
 from ftkit.models.families import MEASURED
 from ftkit.train.model.adapted_linear import AdaptedLinear, Draw, Dropout, merged_squares
-from ftkit.train.model.attention import Kernel, masked_attention, refuse_changed_scores, varlen_attention
+from ftkit.train.model.attention import VARLEN, Kernel, masked_attention, refuse_changed_scores, varlen_attention
 from ftkit.train.private_apis.torch import FSDP2_SETS_DIVISORS, Ctx, process_group
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def check_context_parallel(config: PretrainedConfig, kernel: Kernel, size: int, 
     others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if others:
         reason = f"its layers of type {', '.join(sorted(others))} carry a state from token to token"
-    elif kernel not in {"flash4", "sdpa"}:
+    elif kernel not in {*VARLEN, "sdpa"}:
         reason = f"its attention needs the kernel '{kernel}', which does not take packs by 'cu_seqlens'"
     elif heads % (size * tensor_parallel):
         reason = f"its {heads} attention heads can't be divided among {size * tensor_parallel} GPUs"
@@ -81,7 +81,7 @@ def check_tensor_parallel(config: PretrainedConfig, kernel: Kernel, size: int) -
     elif indivisible:
         name, number = next(iter(indivisible.items()))
         reason = f"its {number:,} {name} can't be divided among {size} GPUs"
-    elif kernel not in {"flash4", "sdpa"}:
+    elif kernel not in {*VARLEN, "sdpa"}:
         reason = f"its attention needs the kernel '{kernel}', which does not take packs by 'cu_seqlens'"
     elif not FSDP2_SETS_DIVISORS:
         reason = f"torch {torch.__version__} can't combine it with FSDP2, versions from 2.9 on can"
@@ -137,8 +137,8 @@ def _attention(  # noqa: PLR0913 - the interface is transformers'
         for part, each in zip(parts, (query, key, value), strict=True)
     )
     scale = scaling if scaling is not None else 1 / math.sqrt(width)
-    if kernel == "flash4":
-        output, _ = varlen_attention(queries, keys, values, cu_seq_lens_q, max_length_q, scale, sliding_window)
+    if kernel in VARLEN:
+        output, _ = varlen_attention(queries, keys, values, cu_seq_lens_q, max_length_q, scale, sliding_window, kernel)
     else:
         output = masked_attention(queries, keys, values, cu_seq_lens_q, scale, sliding_window)
     if size > 1:

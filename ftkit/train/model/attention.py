@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -13,6 +14,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, Pretra
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from ftkit.errors import PrerequisiteError, TrainingError, one_line
+from ftkit.train.model import cudnn_attention
 from ftkit.train.private_apis.libraries import flash_attention
 from ftkit.train.private_apis.transformers import (
     CONVERTS_WEIGHTS,
@@ -26,11 +28,13 @@ if TYPE_CHECKING:
     from ftkit.train.private_apis.torch import Ctx
     from ftkit.train.world import World
 
-Kernel = Literal["flash4", "flex", "sdpa", "eager"]
+Kernel = Literal["flash4", "cudnn", "flex", "sdpa", "eager"]
+VARLEN = {"flash4": "ftkit_varlen", "cudnn": "ftkit_cudnn"}
+"""Kernels that take packs by the offsets of their documents, `cu_seqlens`, by their names in transformers. It does
+more with names that contain "flash"."""
 
-_FLASH4 = "ftkit_varlen"  # name of ftkit's flash-attn-4 attention in transformers
 _HOPPER = (9, 0)
-_UNSUPPORTED_BY_FLASH4 = ("softcap", "s_aux", "position_bias")
+_UNSUPPORTED_BY_VARLEN = ("softcap", "s_aux", "position_bias")
 """Arguments by which some models change the attention scores: soft caps, sinks, biases."""
 _IGNORES_POSITIONS = ("gpt_oss",)
 """Families whose decoder builds its masks without `position_ids` (transformers 5.23): packed documents would attend to
@@ -46,12 +50,12 @@ gradients, which ignores documents or fails to compile (seen with torch 2.11).""
 def choose_kernel(training: TrainingPlan, config: PretrainedConfig, world: World) -> tuple[Kernel, str]:
     """Choose the attention kernel, with the reason. Collective: every rank must call it, and all get the same result.
 
-    flash-attn-4 runs on Hopper and newer, in bf16, and supports packed documents of any length; flex attention is
-    compiled for any CUDA device; torch's SDPA and transformers' eager attention run everywhere, with a mask of
+    flash-attn-4 and cuDNN run on Hopper and newer, in bf16, and support packed documents of any length; flex attention
+    is compiled for any CUDA device; torch's SDPA and transformers' eager attention run everywhere, with a mask of
     sequence length squared. Only flex and eager attention support models that change their attention scores.
     """
     if training.attention == "auto":
-        kernels: tuple[Kernel, ...] = ("flash4", "flex", "sdpa") if world.device.type == "cuda" else ("sdpa",)
+        kernels: tuple[Kernel, ...] = ("flash4", "cudnn", "flex", "sdpa") if world.device.type == "cuda" else ("sdpa",)
         reason = "the fastest one here"
         for kernel in kernels:
             failure = _failure(kernel, training, config, world)
@@ -63,7 +67,7 @@ def choose_kernel(training: TrainingPlan, config: PretrainedConfig, world: World
         raise PrerequisiteError(
             f"training.attention={training.attention}: {failure}",
             meaning="this model, this GPU, or the installed packages can't compute it",
-            fix="set training.attention=auto; or install flash-attn-4 in the image if that is missing",
+            fix="set training.attention=auto; or install flash-attn-4 or nvidia-cudnn-frontend in the image if missing",
         )
     return training.attention, "the recipe asks for it"
 
@@ -71,41 +75,43 @@ def choose_kernel(training: TrainingPlan, config: PretrainedConfig, world: World
 def _failure(kernel: Kernel, training: TrainingPlan, config: PretrainedConfig, world: World) -> str | None:
     """Return why a kernel can't train a model here; None if it can."""
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    backend = "custom" if kernel == "flash4" else kernel
+    backend = "custom" if kernel in VARLEN else kernel
     if kernel != "eager" and kind is not None and backend not in attention_backends(kind):
         return "the model's class in transformers does not have it"
-    if kernel in {"flash4", "sdpa"} and (special := _changed_scores(config)) is not None:
+    if kernel in {*VARLEN, "sdpa"} and (special := _changed_scores(config)) is not None:
         return f"the model {special}"
     if kernel == "flex" and training.sequence_length < FLEX_MINIMUM:
         return f"flex attention needs packs of {FLEX_MINIMUM} tokens, not {training.sequence_length}"
-    if kernel == "flash4" and training.compute_precision != "bf16":
+    if kernel not in VARLEN:
+        return None
+    if training.compute_precision != "bf16":
         return f"it does not compute in {training.compute_precision}"
-    return _flash4_failure(config, world) if kernel == "flash4" else None
+    return _varlen_failure(kernel, config, world)
 
 
 def _changed_scores(config: PretrainedConfig) -> str | None:
-    """Return how a model changes its attention scores, which flash-attn-4 and SDPA don't compute; None if not."""
+    """Return how a model changes its attention scores, which only flex and eager attention compute; None if not."""
     if config.model_type == "gpt_oss":  # config.json does not record it
         return "has attention sinks"
     return None if getattr(config, "attn_logit_softcapping", None) is None else "caps its attention scores"
 
 
-def _flash4_failure(config: PretrainedConfig, world: World) -> str | None:
-    """Return why flash-attn-4 can't train this model on some rank, or None if it can on all.
+def _varlen_failure(kernel: Kernel, config: PretrainedConfig, world: World) -> str | None:
+    """Return why a kernel can't train this model on some rank, or None if it can on all.
 
     Forward and backward are tested with the model's heads, with and without its window, against torch's SDPA. Training
     reuses the compiled kernels. Some versions compute wrong gradients for some head sizes.
     """
-    failures = world.gather_objects(_flash4_failure_here(config, world.device))
+    failures = world.gather_objects(_varlen_failure_here(kernel, config, world.device))
     return next((failure for failure in failures if failure is not None), None)
 
 
-def _flash4_failure_here(config: PretrainedConfig, device: torch.device) -> str | None:
+def _varlen_failure_here(kernel: Kernel, config: PretrainedConfig, device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device) < _HOPPER:
         return f"{torch.cuda.get_device_name(device)} is older than Hopper"
     windows = (None,) if getattr(config, "sliding_window", None) is None else (None, FLEX_MINIMUM // 8)
     try:
-        error_ratio = max(_flash4_difference(config, device, window) for window in windows)
+        error_ratio = max(_varlen_difference(kernel, config, device, window) for window in windows)
     except Exception as error:  # noqa: BLE001 - many packages may be missing or too old, each with its own errors
         return f"{type(error).__name__}: {one_line(error)}"
     if error_ratio <= _KERNEL_TOLERANCE:
@@ -113,8 +119,8 @@ def _flash4_failure_here(config: PretrainedConfig, device: torch.device) -> str 
     return f"it computes this model's heads wrongly: results or gradients are off by {error_ratio:.0%}"
 
 
-def _flash4_difference(config: PretrainedConfig, device: torch.device, window: int | None) -> float:
-    """Return the largest difference of flash-attn-4 from SDPA, in outputs and gradients, relative to their norm."""
+def _varlen_difference(kernel: Kernel, config: PretrainedConfig, device: torch.device, window: int | None) -> float:
+    """Return the largest difference of a kernel from SDPA, in outputs and gradients, relative to their norm."""
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -124,7 +130,7 @@ def _flash4_difference(config: PretrainedConfig, device: torch.device, window: i
         for num in (heads, key_heads, key_heads, heads)
     )
     scale = 1 / math.sqrt(width)
-    output, _ = varlen_attention(query, key, value, cu_seqlens, FLEX_MINIMUM, scale, window)
+    output, _ = varlen_attention(query, key, value, cu_seqlens, FLEX_MINIMUM, scale, window, kernel)
     expected = masked_attention(query, key, value, cu_seqlens, scale, window)
     gradients = (torch.autograd.grad(each, (query, key, value), gradient) for each in (output, expected))
     pairs = [(output, expected), *zip(*gradients, strict=True)]
@@ -154,20 +160,21 @@ def masked_attention(
     return output[0].transpose(0, 1)
 
 
-def _flash4(  # noqa: PLR0913 - the interface is transformers'
+def _varlen(  # noqa: PLR0913 - the interface is transformers'
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
+    kernel: Kernel,
     scaling: float | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
     **unused: object,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention within documents with flash-attn-4; an attention function for transformers.
+    """Compute attention within documents by their offsets; an attention function for transformers.
 
     Shapes: query [B, H, T, D], key and value [B, K, T, D]; returns [B, T, H, D]. Without `cu_seq_lens_q`, each row is a
     document: no token attends to the padding on its right.
@@ -180,16 +187,16 @@ def _flash4(  # noqa: PLR0913 - the interface is transformers'
         max_length_q = length
     flat = [tensor.transpose(1, 2).reshape(batch * length, -1, width) for tensor in (query, key, value)]
     scale = scaling if scaling is not None else 1 / math.sqrt(width)
-    output, _ = varlen_attention(*flat, cu_seq_lens_q, max_length_q, scale, sliding_window)
+    output, _ = varlen_attention(*flat, cu_seq_lens_q, max_length_q, scale, sliding_window, kernel)
     return output.view(batch, length, -1, width), None
 
 
 def refuse_changed_scores(module: torch.nn.Module, arguments: Mapping[str, object]) -> None:
     """Refuse attention arguments with which a model changes its scores."""
-    name = next((name for name in _UNSUPPORTED_BY_FLASH4 if arguments.get(name) is not None), None)
+    name = next((name for name in _UNSUPPORTED_BY_VARLEN if arguments.get(name) is not None), None)
     if name is not None:
         raise TrainingError(
-            f"{type(module).__name__} changes its attention scores ('{name}'), which flash-attn-4 does not support",
+            f"{type(module).__name__} changes its attention scores ('{name}'), which kernels for packs do not support",
             fix="set training.attention=flex",
         )
 
@@ -227,8 +234,8 @@ def generation_attention(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(chosen)
 
 
-# Custom operators: the compiler doesn't trace into them, and activation checkpointing can save their output. The
-# package's public function allows neither, so these call its private functions.
+# Custom operators: the compiler doesn't trace into them, and activation checkpointing can save their output.
+# flash-attn-4's public function allows neither, so these call its private functions.
 @torch.library.custom_op("ftkit::varlen_attention", mutates_args=())
 def varlen_attention(  # noqa: PLR0913, PLR0917 - operators take only tensors and numbers
     query: torch.Tensor,
@@ -238,8 +245,11 @@ def varlen_attention(  # noqa: PLR0913, PLR0917 - operators take only tensors an
     max_seqlen: int,
     scale: float,
     sliding_window: int | None,
+    kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output, [B * T, H, D], and the log-sum-exp of the scores, fp32 [H, B * T]."""
+    """Return the output, [B * T, H, D], and the log-sum-exp of the scores, fp32 [H, B * T]; [B * T, H] with cuDNN."""
+    if kernel == "cudnn":
+        return cudnn_attention.forward(query, key, value, cu_seqlens, scale, sliding_window)
     flash_forward, _ = flash_attention()
     options = _options(cu_seqlens, max_seqlen, scale, sliding_window)
     output, lse, *_ = flash_forward(query, key, value, return_lse=True, **options)
@@ -250,18 +260,21 @@ def varlen_attention(  # noqa: PLR0913, PLR0917 - operators take only tensors an
     "ftkit::varlen_attention_backward",
     mutates_args=(),
     # An explicit schema, since torch 2.6 does not support list[Tensor].
-    schema="(Tensor gradient, Tensor[] saved, Tensor cu_seqlens, int max_seqlen, float scale, int? sliding_window)"
-    " -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor gradient, Tensor[] saved, Tensor cu_seqlens, int max_seqlen, float scale, int? sliding_window,"
+    " str kernel) -> (Tensor, Tensor, Tensor)",
 )
-def _varlen_backward(
+def _varlen_backward(  # noqa: PLR0913, PLR0917 - operators take only tensors and numbers
     gradient: torch.Tensor,
     saved: list[torch.Tensor],
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     scale: float,
     sliding_window: int | None,
+    kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value; `saved` are these, the output and `lse`."""
+    if kernel == "cudnn":
+        return cudnn_attention.backward(gradient, saved, cu_seqlens, scale, sliding_window)
     _, flash_backward = flash_attention()
     query, key, value, output, lse = saved
     options = _options(cu_seqlens, max_seqlen, scale, sliding_window)
@@ -283,9 +296,10 @@ def _options(cu_seqlens: torch.Tensor, max_seqlen: int, scale: float, sliding_wi
 
 
 @varlen_attention.register_fake
-def _(query: torch.Tensor, _: torch.Tensor, value: torch.Tensor, *__: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _(query: torch.Tensor, _: torch.Tensor, value: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
     length, heads, _width = query.shape
-    return query.new_empty(length, heads, value.shape[-1]), query.new_empty(heads, length, dtype=torch.float32)
+    shape = (length, heads) if rest[-1] == "cudnn" else (heads, length)
+    return query.new_empty(length, heads, value.shape[-1]), query.new_empty(shape, dtype=torch.float32)
 
 
 @_varlen_backward.register_fake
@@ -301,7 +315,7 @@ def _save_for_backward(ctx: Ctx, inputs: tuple[torch.Tensor, ...], output: tuple
 
 def _backward(ctx: Ctx, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     *saved, cu_seqlens = ctx.saved_tensors
-    return (*_varlen_backward(gradient, saved, cu_seqlens, *ctx.settings), None, None, None, None)
+    return (*_varlen_backward(gradient, saved, cu_seqlens, *ctx.settings), None, None, None, None, None)
 
 
 varlen_attention.register_autograd(_backward, setup_context=_save_for_backward)
@@ -309,9 +323,9 @@ varlen_attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 def register_kernel(kernel: Kernel) -> str:
     """Register a kernel with transformers if it lacks it; return its name there (`attn_implementation`)."""
-    if kernel == "flash4":
-        AttentionInterface.register(_FLASH4, _flash4)
-        return _FLASH4
+    if kernel in VARLEN:
+        AttentionInterface.register(VARLEN[kernel], partial(_varlen, kernel=kernel))
+        return VARLEN[kernel]
     if kernel == "flex":
         mask_documents_always()
         return "flex_attention"
