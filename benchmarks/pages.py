@@ -160,7 +160,8 @@ def peers_table() -> str:
     """Return ftkit beside other trainers."""
     rows = [
         [
-            describe(own.training, own.labels), f"{own.training.gpus} {own.training.gpu.upper()}", peer.labels["trainer"],
+            describe(own.training, own.labels), f"{own.training.gpus} {own.training.gpu.upper()}",
+            peer.labels["trainer"],
             peer.labels.get("attention", ""),
             *(show(row.medians["tokens_per_second"], ",.0f") for row in (own, peer)), f"{ratio:.2f}",
             *(show(row.medians["peak_gib"], ".1f") for row in (own, peer)),

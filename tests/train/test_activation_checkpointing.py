@@ -35,10 +35,10 @@ from ftkit.train.memory.activation_checkpointing import (
     activation_checkpointing_of,
     apply_activation_checkpointing,
 )
-from ftkit.train.model import attention
 from ftkit.train.model.attention import register_kernel
 from ftkit.train.model.hf_model import find_decoder_layers, make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
+from ftkit.train.model.varlen_attention import varlen_attention
 from ftkit.train.private_apis.torch import TRACES_FULL_CHECKPOINTS
 
 if TYPE_CHECKING:
@@ -590,4 +590,4 @@ def test_compiled_layers_keep_and_offload_the_output_of_attention_and_recompute_
 def test_flash_attention_passes_torch_opcheck(window: int | None) -> None:
     query, key, value = (torch.randn(12, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     borders = torch.tensor([0, 5, 12], dtype=torch.int32)
-    torch.library.opcheck(attention.varlen_attention, (query, key, value, borders, 7, 0.3, window, "flash4"))
+    torch.library.opcheck(varlen_attention, (query, key, value, borders, 7, 0.3, window, "flash4"))

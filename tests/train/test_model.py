@@ -40,9 +40,10 @@ from ftkit.train.distributed.verification import (
     verify_targets,
 )
 from ftkit.train.engine import ShardingStats
-from ftkit.train.model.attention import VARLEN, choose_kernel, generation_attention, register_kernel
+from ftkit.train.model.attention import choose_kernel, generation_attention, register_kernel
 from ftkit.train.model.hf_model import build_empty, find_decoder_layers, load_pretrained, make_config, read_config
 from ftkit.train.model.pretrained import load_weights
+from ftkit.train.model.varlen_attention import VARLEN
 from ftkit.train.param_count import count_method
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 

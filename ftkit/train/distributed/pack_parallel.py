@@ -42,7 +42,8 @@ from ftkit.errors import TrainingError
 from ftkit.models.adapters import ROWWISE, LoraSpec
 from ftkit.models.families import MEASURED
 from ftkit.train.model.adapted_linear import AdaptedLinear, Draw, Dropout, merged_squares
-from ftkit.train.model.attention import VARLEN, Kernel, masked_attention, refuse_changed_scores, varlen_attention
+from ftkit.train.model.attention import Kernel, masked_attention, refuse_changed_scores
+from ftkit.train.model.varlen_attention import VARLEN, varlen_attention
 from ftkit.train.private_apis.torch import FSDP2_SETS_DIVISORS, Ctx, process_group
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, Pretra
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from ftkit.errors import PrerequisiteError, TrainingError, one_line
-from ftkit.train.model import cudnn_attention
-from ftkit.train.private_apis.libraries import flash_attention
+from ftkit.train.model.varlen_attention import VARLEN, varlen_attention
 from ftkit.train.private_apis.transformers import (
     CONVERTS_WEIGHTS,
     attention_backends,
@@ -25,13 +24,9 @@ from ftkit.train.private_apis.transformers import (
 
 if TYPE_CHECKING:
     from ftkit.config.training import TrainingPlan
-    from ftkit.train.private_apis.torch import Ctx
     from ftkit.train.world import World
 
 Kernel = Literal["flash4", "cudnn", "flex", "sdpa", "eager"]
-VARLEN = {"flash4": "ftkit_varlen", "cudnn": "ftkit_cudnn"}
-"""Kernels that take packs by the offsets of their documents, `cu_seqlens`, by their names in transformers. It does
-more with names that contain "flash"."""
 
 _HOPPER = (9, 0)
 _UNSUPPORTED_BY_VARLEN = ("softcap", "s_aux", "position_bias")
@@ -232,93 +227,6 @@ def generation_attention(model: PreTrainedModel) -> Iterator[None]:
             yield
     finally:
         model.set_attn_implementation(chosen)
-
-
-# Custom operators: the compiler doesn't trace into them, and activation checkpointing can save their output.
-# flash-attn-4's public function allows neither, so these call its private functions.
-@torch.library.custom_op("ftkit::varlen_attention", mutates_args=())
-def varlen_attention(  # noqa: PLR0913, PLR0917 - operators take only tensors and numbers
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-    sliding_window: int | None,
-    kernel: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output, [B * T, H, D], and the log-sum-exp of the scores, fp32 [H, B * T]; [B * T, H] with cuDNN."""
-    if kernel == "cudnn":
-        return cudnn_attention.forward(query, key, value, cu_seqlens, scale, sliding_window)
-    flash_forward, _ = flash_attention()
-    options = _options(cu_seqlens, max_seqlen, scale, sliding_window)
-    output, lse, *_ = flash_forward(query, key, value, return_lse=True, **options)
-    return output, lse
-
-
-@torch.library.custom_op(
-    "ftkit::varlen_attention_backward",
-    mutates_args=(),
-    # An explicit schema, since torch 2.6 does not support list[Tensor].
-    schema="(Tensor gradient, Tensor[] saved, Tensor cu_seqlens, int max_seqlen, float scale, int? sliding_window,"
-    " str kernel) -> (Tensor, Tensor, Tensor)",
-)
-def _varlen_backward(  # noqa: PLR0913, PLR0917 - operators take only tensors and numbers
-    gradient: torch.Tensor,
-    saved: list[torch.Tensor],
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-    sliding_window: int | None,
-    kernel: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value; `saved` are these, the output and `lse`."""
-    if kernel == "cudnn":
-        return cudnn_attention.backward(gradient, saved, cu_seqlens, scale, sliding_window)
-    _, flash_backward = flash_attention()
-    query, key, value, output, lse = saved
-    options = _options(cu_seqlens, max_seqlen, scale, sliding_window)
-    of_query, of_key, of_value, *_ = flash_backward(query, key, value, output, gradient, lse, **options)
-    return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
-
-
-def _options(cu_seqlens: torch.Tensor, max_seqlen: int, scale: float, sliding_window: int | None) -> dict[str, object]:
-    return {
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_k": cu_seqlens,
-        "max_seqlen_q": max_seqlen,
-        "max_seqlen_k": max_seqlen,
-        "softmax_scale": scale,
-        "causal": True,
-        "window_size_left": None if sliding_window is None else sliding_window - 1,
-        "window_size_right": None if sliding_window is None else 0,
-    }
-
-
-@varlen_attention.register_fake
-def _(query: torch.Tensor, _: torch.Tensor, value: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
-    length, heads, _width = query.shape
-    shape = (length, heads) if rest[-1] == "cudnn" else (heads, length)
-    return query.new_empty(length, heads, value.shape[-1]), query.new_empty(shape, dtype=torch.float32)
-
-
-@_varlen_backward.register_fake
-def _(_: torch.Tensor, saved: list[torch.Tensor], *__: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    of_query, of_key, of_value = (tensor.new_empty(tensor.shape) for tensor in saved[:3])
-    return of_query, of_key, of_value
-
-
-def _save_for_backward(ctx: Ctx, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, cu_seqlens, *ctx.settings = inputs
-    ctx.save_for_backward(query, key, value, *output, cu_seqlens)
-
-
-def _backward(ctx: Ctx, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    *saved, cu_seqlens = ctx.saved_tensors
-    return (*_varlen_backward(gradient, saved, cu_seqlens, *ctx.settings), None, None, None, None, None)
-
-
-varlen_attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def register_kernel(kernel: Kernel) -> str:

@@ -238,7 +238,8 @@ def test_dividing_packs_is_suggested_and_the_plan_with_it_fits() -> None:
     "changes",
     [
         {"overrides": ("data.packing=off",)}, {"overrides": ("training.attention=flex",)},
-        {"overrides": ("training.engine=zero3",)}, {"overrides": ("training.attention=flash4",), "image": "olmo3:25.02"},
+        {"overrides": ("training.engine=zero3",)},
+        {"overrides": ("training.attention=flash4",), "image": "olmo3:25.02"},
         {"cluster": "a4-highgpu-8g"},
     ],
     ids=["padded rows", "a kernel that can't", "an engine that can't", "no flash-attn-4", "it fits already"],

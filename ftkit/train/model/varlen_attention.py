@@ -1,4 +1,4 @@
-"""Attention within packed documents by cuDNN, through its Python frontend (package `nvidia-cudnn-frontend`)."""
+"""Attention within packed documents by their offsets: flash-attn-4, or cuDNN through its Python frontend."""
 
 from __future__ import annotations
 
@@ -8,12 +8,107 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from ftkit.train.private_apis.libraries import flash_attention
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from ftkit.train.private_apis.torch import Ctx
+
+VARLEN = {"flash4": "ftkit_varlen", "cudnn": "ftkit_cudnn"}
+"""Kernels that take packs by the offsets of their documents, `cu_seqlens`, by their names in transformers. It does
+more with names that contain "flash"."""
 
 _MIN_DOCUMENTS = 64
 """Documents of the smallest graph. Those that packs lack cost nothing measurable (H100, cuDNN 9.19: 2 documents of
 4,096 tokens take 2.28 ms in a graph for 2, and 2.31 ms in one for 64), and each further graph takes 0.2 s to build."""
+
+
+# Custom operators: the compiler doesn't trace into them, and activation checkpointing can save their output.
+# flash-attn-4's public function allows neither, so these call its private functions.
+@torch.library.custom_op("ftkit::varlen_attention", mutates_args=())
+def varlen_attention(  # noqa: PLR0913, PLR0917 - operators take only tensors and numbers
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    sliding_window: int | None,
+    kernel: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output, [B * T, H, D], and the log-sum-exp of the scores, fp32 [H, B * T]; [B * T, H] with cuDNN."""
+    if kernel == "cudnn":
+        return _cudnn_forward(query, key, value, cu_seqlens, scale, sliding_window)
+    flash_forward, _ = flash_attention()
+    options = _options(cu_seqlens, max_seqlen, scale, sliding_window)
+    output, lse, *_ = flash_forward(query, key, value, return_lse=True, **options)
+    return output, lse
+
+
+@torch.library.custom_op(
+    "ftkit::varlen_attention_backward",
+    mutates_args=(),
+    # An explicit schema, since torch 2.6 does not support list[Tensor].
+    schema="(Tensor gradient, Tensor[] saved, Tensor cu_seqlens, int max_seqlen, float scale, int? sliding_window,"
+    " str kernel) -> (Tensor, Tensor, Tensor)",
+)
+def _varlen_backward(  # noqa: PLR0913, PLR0917 - operators take only tensors and numbers
+    gradient: torch.Tensor,
+    saved: list[torch.Tensor],
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    sliding_window: int | None,
+    kernel: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of query, key and value; `saved` are these, the output and `lse`."""
+    if kernel == "cudnn":
+        return _cudnn_backward(gradient, saved, cu_seqlens, scale, sliding_window)
+    _, flash_backward = flash_attention()
+    query, key, value, output, lse = saved
+    options = _options(cu_seqlens, max_seqlen, scale, sliding_window)
+    of_query, of_key, of_value, *_ = flash_backward(query, key, value, output, gradient, lse, **options)
+    return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
+
+
+def _options(cu_seqlens: torch.Tensor, max_seqlen: int, scale: float, sliding_window: int | None) -> dict[str, object]:
+    return {
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "max_seqlen_q": max_seqlen,
+        "max_seqlen_k": max_seqlen,
+        "softmax_scale": scale,
+        "causal": True,
+        "window_size_left": None if sliding_window is None else sliding_window - 1,
+        "window_size_right": None if sliding_window is None else 0,
+    }
+
+
+@varlen_attention.register_fake
+def _(query: torch.Tensor, _: torch.Tensor, value: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
+    length, heads, _width = query.shape
+    shape = (length, heads) if rest[-1] == "cudnn" else (heads, length)
+    return query.new_empty(length, heads, value.shape[-1]), query.new_empty(shape, dtype=torch.float32)
+
+
+@_varlen_backward.register_fake
+def _(_: torch.Tensor, saved: list[torch.Tensor], *__: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    of_query, of_key, of_value = (tensor.new_empty(tensor.shape) for tensor in saved[:3])
+    return of_query, of_key, of_value
+
+
+def _save_for_backward(ctx: Ctx, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    query, key, value, cu_seqlens, *ctx.settings = inputs
+    ctx.save_for_backward(query, key, value, *output, cu_seqlens)
+
+
+def _backward(ctx: Ctx, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    *saved, cu_seqlens = ctx.saved_tensors
+    return (*_varlen_backward(gradient, saved, cu_seqlens, *ctx.settings), None, None, None, None, None)
+
+
+varlen_attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 class _Sizes(NamedTuple):
@@ -37,7 +132,7 @@ class _Graph(NamedTuple):
     workspace: int
 
 
-def forward(
+def _cudnn_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -56,10 +151,10 @@ def forward(
     return output, lse
 
 
-def backward(
+def _cudnn_backward(
     gradient: torch.Tensor, saved: Sequence[torch.Tensor], cu_seqlens: torch.Tensor, scale: float, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value; `saved` are these and what `forward` returned."""
+    """Return the gradients of query, key and value; `saved` are these and what `_cudnn_forward` returned."""
     query, key, value, output, lse = saved
     sizes = _sizes_of(query, key, value, cu_seqlens, scale, window)
     gradients = (
