@@ -104,10 +104,15 @@ class AdaptedLinear(nn.Module):
 
 @torch.no_grad()
 def merged_squares(base: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Return the sums of squares of the rows of `base + scaling * up @ down`, in fp32."""
-    # Autocast does not change products in place; a block without it would keep graphs out of the compiler's caches.
-    merged = base.to(torch.float32, copy=True).addmm_(up.float(), down.float(), alpha=scaling)
-    return merged.square().sum(dim=1)
+    """Return the sums of squares of the rows of `base + scaling * up @ down`, in fp32, without that sum.
+
+    |w + s u A|^2 = |w|^2 + s u (2 A w + s A A^T u) for a row w of the base and u of `up`; products with the base are in
+    its dtype.
+    """
+    up, square = up.float(), down.float() @ down.float().T
+    crossed = (base @ down.to(base.dtype).T).float()
+    changes = (up * (2 * crossed + scaling * (up @ square))).sum(dim=1)
+    return (base.float().square().sum(dim=1) + scaling * changes).clamp_min(0)
 
 
 def token_keys(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
