@@ -110,9 +110,9 @@ def test_a_measured_run_is_planned_again_by_the_planner_of_the_checkout() -> Non
     assert f"-->{run.gib:.1f}<!--" in pages.filled(text)
 
 
-def test_benchmarks_are_at_most_3000_words() -> None:
+def test_benchmarks_are_at_most_3300_words() -> None:
     text = re.sub(r"<!--.*?-->", "", (pages.CHECKOUT / "docs/reference/benchmarks.md").read_text())
-    assert len([word for word in re.split(r"[\s|]+", text) if re.search(r"\w", word)]) <= 3000
+    assert len([word for word in re.split(r"[\s|]+", text) if re.search(r"\w", word)]) <= 3300
 
 
 @every_record
