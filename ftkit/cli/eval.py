@@ -141,15 +141,15 @@ def _send_to_trackers(found: Measurements, target: Target, settings: MeasureSett
     plan, step = target.plan, target.step
     if plan is None or step is None or settings.file or not plan.recipe.tracking.sinks:
         return
-    from ftkit.evaluate.checkpoint_scores import send_to_trackers
-    from ftkit.evaluate.results import to_record
+    from ftkit.evaluate import checkpoint_scores, results
 
     sinks = ", ".join(plan.recipe.tracking.sinks)
     if current_holder(plan.layout) is not None:
         terminal.warn(f"the run is training, so {sinks} did not get these results; --as-job sends them")
         return
     try:
-        send_to_trackers(plan, [to_record(step, found.data, found.metrics, found.after)])
+        record = results.to_record(step, found.data, found.metrics, found.after)
+        checkpoint_scores.send_to_trackers(plan, [record])
     except FtkitError as error:
         terminal.warn(f"{sinks} did not get these results: {error}")
 
