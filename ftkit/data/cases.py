@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ftkit.config.data import AutoFormat, DataSpec, Format, JinjaFormat, PromptCompletionFormat
+from ftkit.config.data import AutoFormat, DataSpec, Format, JinjaFormat, PreferencesFormat, PromptCompletionFormat
 from ftkit.data.conversations import Conversation, JsonObject, Message, is_turn, read_tools, read_turns, trained_turns
 from ftkit.data.encoding import RowEncoder
 from ftkit.data.limits import TemplateLimitError, run_in_fork
 from ftkit.data.packing import IGNORED, Document
+from ftkit.data.preferences import Preferences
 from ftkit.data.readers import read_json_lines
 from ftkit.data.rendering import ChatRenderer
 from ftkit.data.row_formats import DETECTION_ROWS, read_example, read_prompt, resolve_format, unused_columns
@@ -124,7 +125,10 @@ def take_rows(rows: Sequence[tuple[str, Row]], limit: int) -> list[tuple[str, Ro
 def make_evaluation_set(
     model: ModelInput, rows: Sequence[tuple[str, Row]], data: DataSpec | None, report: Callable[[str], None]
 ) -> EvaluationSet:
-    """Render and tokenize rows as training does. The loss of a row without a completion covers the prompt."""
+    """Render and tokenize rows as training does; of a pair, its chosen completion.
+
+    The loss of a row without a completion covers the prompt.
+    """
     encoded: dict[int, _Encoded | DataError] = {}
     for source in dict.fromkeys(source for source, _ in rows):  # each source may have its own format
         own = [number for number, (name, _) in enumerate(rows) if name == source]
@@ -161,10 +165,12 @@ def _encode(model: ModelInput, rows: list[Row], data: DataSpec | None) -> list[_
     data = data.model_copy(update={"ignore_columns": (*data.ignore_columns, *sorted(unused)), "train_on": train_on})
     encoder = RowEncoder.of(model.tokenizer, data, form, model.vocab_size)
     encoded: list[_Encoded | DataError] = []
-    for row, documents in zip(rows, encoder.encode(rows), strict=True):
-        if isinstance(documents, DataError):
-            encoded.append(documents)
-        elif any(len(document.tokens) > (model.max_length or np.inf) for document in documents):
+    for row, found in zip(rows, encoder.encode(rows), strict=True):
+        if isinstance(found, DataError):
+            encoded.append(found)
+            continue
+        documents = found[:1] if isinstance(form, PreferencesFormat) else found
+        if any(len(document.tokens) > (model.max_length or np.inf) for document in documents):
             encoded.append(DataError(f"{row.where}: longer than the model's context of {model.max_length:,} tokens"))
         else:
             encoded.append((documents, _turns(row, documents, data, form)))
@@ -191,6 +197,8 @@ def _prompt(tokens: list[int]) -> _Encoded:
 def _turns(row: Row, documents: list[Document], data: DataSpec, form: Format) -> list[_Turn]:
     """Return the assistant turns of a row: each is a run of trained tokens after its prompt."""
     example = read_example(row.columns, data, form)
+    if isinstance(example, Preferences):
+        example = example.chosen
     if not isinstance(example, Conversation):
         return []
     turns: list[tuple[list[int], list[int]]] = []

@@ -12,7 +12,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ftkit.config.training import TrainingPlan
+from ftkit.data.cases import ModelInput, make_evaluation_set
 from ftkit.data.packing import IGNORED, REJECTED, Document, build_pack
+from ftkit.data.rows import Row
+from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import TrainingError
 from ftkit.runs.records import EvaluationRecord, StepRecord, VerificationRecord
 from ftkit.train.causal_lm import SourceLosses
@@ -272,3 +275,14 @@ def test_one_and_two_processes_train_the_same_on_pairs(
         assert losses[1][0] == pytest.approx(np.log(2), rel=1e-5)
         assert float(proof.checks["first loss of pairs"]) == pytest.approx(np.log(2), rel=1e-5)
         assert before.scores["reward_chosen"] == pytest.approx(0, abs=1e-5)
+
+
+def test_an_evaluation_of_pairs_measures_the_chosen_completions() -> None:
+    tokenizer = learn_tokenizer(["which is better? this one, not that one"], 300, "chatml")
+    model = ModelInput(tokenizer, "a model", len(tokenizer), None)
+    row = Row({"prompt": "which?", "chosen": "this", "rejected": "not that"}, "pairs.jsonl:1")
+    found = make_evaluation_set(model, [("", row)], None, lambda _: None)
+    ((_, document),) = found.documents
+    trained = document.labels[document.labels != IGNORED].tolist()
+    assert tokenizer.decode(trained, skip_special_tokens=True).strip() == "this"
+    assert len(found.cases) == 1
