@@ -62,7 +62,7 @@ def find_prunable(workspace: Workspace, *, with_checkpoints: bool = False, now: 
             items.append(Prunable("run", root, folder_bytes(root), f"{seen.state}, {left}", entry.folder))
         elif entry.plan and entry.plan.fingerprint:
             used.add(entry.plan.fingerprint)
-        elif not entry.folder.layout.is_script:
+        elif entry.damage or not entry.folder.layout.is_script:
             unreadable.append(entry.folder.id)
     if unreadable:
         warnings.append(f"no prepared data is removed: can't read which data {', '.join(unreadable)} uses")

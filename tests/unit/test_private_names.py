@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 UNDOCUMENTED = {"transformers.conversion_mapping", "transformers.core_model_loading", "accelerate.commands"}
 """Modules whose names are private in all but spelling."""
-DOCUMENTED = {"_exit", "_replace"}
-"""Public names of `os` and of named tuples."""
+DOCUMENTED = {"_current_frames", "_exit", "_replace"}
+"""Public names of `sys`, of `os` and of named tuples."""
 
 
 def is_private(name: object) -> bool:

@@ -136,7 +136,7 @@ def test_an_invalid_name_is_rejected(name: str) -> None:
         ("olmo3:25.02", NamedImage("olmo3:25.02")),
         ("foo.sif", ImageFile(Path("/here/foo.sif"))),
         ("./foo.sif", ImageFile(Path("/here/foo.sif"))),
-        ("../images/foo.sqsh", ImageFile(Path("/here/../images/foo.sqsh"))),
+        ("../images/foo.sqsh", ImageFile(Path("/images/foo.sqsh"))),
         ("images/foo.squashfs", ImageFile(Path("/here/images/foo.squashfs"))),
         ("/images/whatever", ImageFile(Path("/images/whatever"))),
         ("r.io/team/x:1", RegistryImage("r.io", "team/x", "1")),

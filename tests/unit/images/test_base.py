@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -123,10 +122,10 @@ def test_digests_of_shipped_bases_are_recorded_in_the_users_configuration(tmp_pa
 def test_a_read_only_lock_is_not_shadowed(ctx: Context, tmp_path: Path) -> None:
     definition = mine(ctx)
     record(definition, parse_reference(f"{BASE}@{OLD}"))
-    elsewhere = replace(definition, base_locks=(tmp_path / "none" / "bases.lock", definition.base_locks[0]))
+    elsewhere = definition._replace(base_locks=(tmp_path / "none" / "bases.lock", definition.base_locks[0]))
     assert record(elsewhere, parse_reference(f"{BASE}@{OLD}")) == definition.base_locks[0]
     shipped = find_image("olmo3:25.02", ctx)
-    blocked = replace(shipped, base_locks=(definition.base_locks[0], tmp_path / "none" / "bases.lock"))
+    blocked = shipped._replace(base_locks=(definition.base_locks[0], tmp_path / "none" / "bases.lock"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.access", lambda *_: False)
         with pytest.raises(ImageError, match=r"bases\.lock"):

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
@@ -42,7 +41,7 @@ def definition(tmp_path: Path) -> ImageDefinition:
     found = find_image("olmo3:25.02", SHIPPED_ONLY)
     lock = tmp_path / "image.lock"
     lock.write_text(found.lock_file.read_text())
-    return replace(found, lock_file=lock)
+    return found._replace(lock_file=lock)
 
 
 @pytest.mark.parametrize("reference", IMAGES)
@@ -156,7 +155,7 @@ def test_the_singularity_definition_has_the_digest_of_the_base_from_any_source(d
     digest = "sha256:" + "1" * 64
     for reference in ("nvcr.io/nvidia/pytorch:25.02-py3", f"nvcr.io/nvidia/pytorch:25.02-py3@{digest}"):
         base = BaseImageSpec(reference=reference, digest=digest)
-        changed = replace(definition, spec=definition.spec.model_copy(update={"base": base}))
+        changed = definition._replace(spec=definition.spec.model_copy(update={"base": base}))
         assert f"\nFrom: nvcr.io/nvidia/pytorch@{digest}\n" in definition_file(changed)
 
 

@@ -13,7 +13,10 @@ def chosen(
     found: DocumentLengths, method: str = "lora", num_processes: int = 1, parameters: float = 8e9
 ) -> dict[str, object]:
     length = found.length_of_packs(131_072)
-    choices = [*choose_data(found, length), *choose_training(found, length, method, int(parameters), num_processes)]  # type: ignore[arg-type]
+    choices = [
+        *choose_data(found, length, has_validation=False),
+        *choose_training(found, length, method, int(parameters), num_processes),  # type: ignore[arg-type]
+    ]
     assert all(len(each.why.split()) <= 8 for each in choices)
     return {each.key: each.value for each in choices}
 

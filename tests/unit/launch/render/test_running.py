@@ -157,9 +157,9 @@ def test_a_job_that_slurm_requeued_asks_the_accounting_why(
     ("log", "node", "note"),
     [
         ("*** JOB 12345 ON n1 CANCELLED AT 2026-01-02T03:04:05 DUE TO PREEMPTION ***\n", "", None),
-        ("", "NodeName=n1\n   State=DOWN+NOT_RESPONDING\n   BootTime=2026-01-01T00:00:00", "node-failure\tn1"),
-        ("", "NodeName=n1\n   State=IDLE\n   BootTime=2026-01-03T00:00:00 SlurmdStartTime=None", "node-failure\tn1"),
-        ("", "NodeName=n1\n   State=IDLE\n   BootTime=2026-01-01T00:00:00 SlurmdStartTime=None", "preempted"),
+        ("", "NodeName=n1\n   State=DOWN+NOT_RESPONDING\n   BootTime=1767225600", "node-failure\tn1"),
+        ("", "NodeName=n1\n   State=IDLE\n   BootTime=1767398400 SlurmdStartTime=None", "node-failure\tn1"),
+        ("", "NodeName=n1\n   State=IDLE\n   BootTime=1767225600 SlurmdStartTime=None", "preempted"),
         ("", "", "preempted"),
     ],
 )
