@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 SERVING_IMAGE: Final = "vllm:0.33"
 _MAX_WEIGHTS = 0.5  # maximum fraction of a GPU's memory for weights; the rest is for the KV cache
-_POLL_SECONDS = 3.0
+_POLL_SECONDS = 10.0
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,23 @@ TOLERANCE = 1e-5
 
 @dataclass
 class Tally:
-    """Results of the faults of one kind: steps lost, and seconds to the next step, after each that the run survived."""
+    """Results of the faults of one kind, after each that the run survived.
+
+    Attributes:
+        faults: number of those injected.
+        lost: steps that were trained again.
+        noticed: seconds until the job script logged something; only after a restart.
+        restarted: seconds until the processes had loaded the checkpoint; only after a restart.
+        seconds: until the next step; 0 without a restart.
+        reasons: why training restarted, as `ftkit status` shows it.
+    """
 
     faults: int = 0
     lost: list[int] = field(default_factory=list)
+    noticed: list[float] = field(default_factory=list)
+    restarted: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -59,8 +71,8 @@ class Results:
         for kind, theirs in others.tallies.items():
             tally = self.tallies[kind]
             tally.faults += theirs.faults
-            tally.lost += theirs.lost
-            tally.seconds += theirs.seconds
+            for name in ("lost", "noticed", "restarted", "seconds", "reasons"):
+                getattr(tally, name).extend(getattr(theirs, name))
         self.wrong += others.wrong
         self.num_equal += others.num_equal
 
@@ -172,6 +184,10 @@ class Campaign:
         has_lost = bool(resumed and found)
         tally.lost.append(max(0, before - resumed[0]["resumed_from"]) if has_lost else 0)
         tally.seconds.append(found[0]["time"] - begun if has_lost else 0.0)
+        if has_lost:
+            tally.restarted.append(resumed[0]["time"] - begun)
+            tally.noticed += run.seconds_to_notice(begun)
+            tally.reasons += run.restart_reasons()[num_starts - 1 : num_starts]
 
     def _tell(self, line: str) -> None:
         print(self.name + line, file=self.output, flush=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self
 from chaos.campaign import RESIZED
 from chaos.faults import FAULTS, kill
 from chaos.runs import Run, wait_for
+from chaos.slurm_faults import SLURM_FAULTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -158,24 +159,29 @@ class SlurmRun(Run):
     def launchers(self) -> list[int]:
         return sorted(self._processes("launcher").values())
 
+    def sruns(self) -> list[int]:
+        return sorted(self._processes("srun").values())
+
     def nodes(self) -> list[str]:
         listed = self.cluster.slurm("squeue", "--noheader", "--jobs", self.job, "--format=%N").strip()
         return self.cluster.slurm("scontrol", "show", "hostnames", listed).split() if listed else []
 
     def _processes(self, kind: str) -> dict[str, int]:
-        """Return this run's processes by rank, or its launchers by process id."""
+        """Return this run's processes by rank, or its launchers or its srun by process id."""
         found = {}
         for entry in Path("/proc").iterdir():
             with suppress(OSError, ValueError, StopIteration):
                 pid = int(entry.name)
                 words = (entry / "cmdline").read_bytes().split(b"\0")
-                if str(self.folder / "plan.json").encode() not in words or b"bash" in words[0] or b"srun" in words[0]:
+                if str(self.folder / "plan.json").encode() not in words or b"bash" in words[0]:
+                    continue
+                if (b"srun" in words[0]) != (kind == "srun"):
                     continue
                 rank = ""
-                if b"ftkit.train.launcher" not in words:
+                if kind == "rank" and b"ftkit.train.launcher" not in words:
                     variables = (entry / "environ").read_bytes().split(b"\0")
                     rank = next(each[5:].decode() for each in variables if each.startswith(b"RANK="))
-                if (kind == "rank") == bool(rank):
+                if (kind == "rank") == bool(rank) and (kind == "srun" or b"ftkit.train.launcher" in words or rank):
                     found[rank or str(pid)] = pid
         return found
 
@@ -216,7 +222,7 @@ class SlurmSite:
             self.cluster.mount_workspace(node)
 
     @property
-    def faults(self) -> dict[str, Callable[[SlurmRun, Random], None]]:
+    def faults(self) -> dict[str, Callable[[SlurmRun, Random], object]]:
         return FAULTS | {
             "kill -9 of a launcher": lambda run, chance: kill([chance.choice(wait_for(run, run.launchers))]),
             "kill -9 of slurmd": kill_slurmd,
@@ -225,6 +231,7 @@ class SlurmSite:
             "time limit": lambda run, _: self.cluster.slurm("scancel", "--batch", "--signal=USR1", run.job),
             "scancel, ftkit resume": partial(self._cancel, changes_size=False),
             "disk full": fill_disk,
+            **SLURM_FAULTS,
             RESIZED: partial(self._cancel, changes_size=True),
         }
 

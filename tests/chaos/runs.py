@@ -7,11 +7,15 @@ import json
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from safetensors.numpy import load_file
 from waiting import PATIENCE_SECONDS
+
+from ftkit.planning.layout import RunLayout
+from ftkit.runs.history import read_summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -65,6 +69,17 @@ class Run(ABC):
     def is_completed(self) -> bool:
         """Whether it has trained to its end."""
         return any(record["outcome"] == "completed" for record in self.records("end"))
+
+    def seconds_to_notice(self, begun: float) -> list[float]:
+        """Return the seconds from a fault to the job script's next line; empty without a log."""
+        log = self.folder / "logs" / "job.log"
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        times = [datetime.fromisoformat(line.split(" ")[0]).timestamp() for line in lines if "Z ftkit: " in line[:30]]
+        return [time - begun for time in times if time >= begun - 1][:1]
+
+    def restart_reasons(self) -> list[str]:
+        """Return why each start but the first followed."""
+        return [str(each.reason or "unknown") for each in read_summary(RunLayout(self.folder)).restarts]
 
     def checkpoints(self) -> list[Path]:
         """Return its complete checkpoints, oldest first."""
