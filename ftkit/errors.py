@@ -69,7 +69,7 @@ def one_line(error: BaseException | str) -> str:
     return text if len(text) <= _MAX_ONE_LINE else text[: _MAX_ONE_LINE - 1] + "…"
 
 
-def plural(number: int, noun: str) -> str:
+def plural(number: float, noun: str) -> str:
     """Format a number with its noun: `1 node`, `2 nodes`, `3,000 processes`."""
     if number == 1:
         return f"1 {noun}"

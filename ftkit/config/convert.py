@@ -144,9 +144,7 @@ def _set_length(it: Conversion) -> None:
         note = f"{part:g} steps × {epochs or 1:g} epochs"
         it.put("training.max_steps", part * (epochs or 1), *by_part, *by_epochs, note=note)
     elif epochs:
-        whole = max(1, round(epochs))
-        note = "" if whole == epochs else "whole epochs here; for a part of one, set training.max_steps"
-        it.put("training.num_epochs", whole, *by_epochs, note=note, is_changed=bool(note))
+        it.put("training.num_epochs", epochs, *by_epochs)
 
 
 def _count_gpus(it: Conversion, num_gpus: int | None) -> tuple[int, str, list[Row]]:

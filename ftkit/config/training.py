@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Annotated, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from ftkit.config.objectives import ObjectiveSpec
 from ftkit.errors import plural
 from ftkit.models.adapters import ALL_PROJECTIONS, LoraSpec
 from ftkit.spec import (
+    LARGEST_COUNT,
     NUMBER,
     WHOLE_NUMBER,
     Float,
@@ -47,6 +48,10 @@ def _number_or_auto(least: int, most: int, what: str) -> BeforeValidator:
         raise ValueError(f"{what.format(most)}, or 'auto'")
 
     return BeforeValidator(check)
+
+
+def _as_int_if_whole(number: float) -> float:
+    return int(number) if number.is_integer() else number
 
 
 _MICRO_BATCH = _number_or_auto(1, LARGEST_GROUP, "a micro-batch is 1 to {:,} packs")
@@ -98,9 +103,9 @@ class TrainingSpec(ObjectiveSpec):
     max_steps: PositiveInt | None = None
     """Number of optimizer steps; the data is repeated as often as needed. Give this or num_epochs; in an override, or
     in a recipe that extends another, it replaces num_epochs."""
-    num_epochs: PositiveInt | None = None
-    """Number of passes over the data, a whole number; for a part of a pass, give max_steps. Replaces max_steps. If
-    neither is given, 1."""
+    num_epochs: Annotated[float, Field(gt=0, le=LARGEST_COUNT), AfterValidator(_as_int_if_whole), NUMBER] | None = None
+    """Number of passes over the data; the last may be a part of one, as in 0.5 or 2.5. Replaces max_steps. If neither
+    is given, 1."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit`: states of 8 bits instead of 32, with engine fsdp2 and without offload; needs bitsandbytes."""
     learning_rate: PositiveFloat = Field(default_factory=_usual_learning_rate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -76,7 +77,7 @@ def plan_run(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | Non
         if num_steps is not None:
             trained_packs = num_steps * chosen.global_batch_size
             if chosen.max_steps is None and chosen.num_epochs is not None:  # an epoch's last step may have fewer packs
-                trained_packs = chosen.num_epochs * num_packs
+                trained_packs = packs_of_epochs(chosen.num_epochs, num_packs)
             num_tokens = round(trained_packs * request.num_tokens / num_packs)
     predicted = Fit(setup)
     return RunPlan(
@@ -215,13 +216,18 @@ def fingerprint(recipe: RecipeSpec, model: ModelPlan, data_stamp: str) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
+def packs_of_epochs(num_epochs: float, num_packs: int) -> int:
+    """Return the packs of passes over the data, of which the last may be a part; at least one."""
+    return max(1, math.ceil(round(num_epochs * num_packs, 6)))
+
+
 def count_steps(training: TrainingSpec, num_packs: int | None) -> int | None:
     """Return the number of optimizer steps; None while it depends on unprepared data."""
     if training.max_steps is not None:
         return training.max_steps
     if num_packs is None or training.num_epochs is None:
         return None
-    return -(-num_packs * training.num_epochs // training.global_batch_size)
+    return -(-packs_of_epochs(training.num_epochs, num_packs) // training.global_batch_size)
 
 
 def container_image(cluster: ClusterProfile, image: AnyImage | None, workspace: Path) -> str | None:

@@ -21,7 +21,7 @@ from ftkit.data.prepared_data import PackStore, PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import FtkitError, TrainingError, one_line
 from ftkit.planning.plan import RunPlan
-from ftkit.planning.planner import count_steps, plan_for_counts
+from ftkit.planning.planner import count_steps, packs_of_epochs, plan_for_counts
 from ftkit.runs.checkpoints import TrainState
 from ftkit.runs.records import EndRecord, EvaluationRecord, StageRecord, StartRecord, VerificationRecord
 from ftkit.train.checkpoint.loading import load_best, load_newest
@@ -206,7 +206,7 @@ class Trainer:
             store=store,
             plan=plan.batch,
             seed=plan.recipe.training.order_seed,
-            num_packs_in_run=None if num_epochs is None else num_epochs * len(store),
+            num_packs_in_run=None if num_epochs is None else packs_of_epochs(num_epochs, len(store)),
             rank=world.data_rank,
             size=world.data_size,
             is_packed=is_packed,

@@ -780,6 +780,17 @@ def test_steps_follow_from_epochs_once_the_packs_are_known() -> None:
     assert count_steps(DEMO.training, None) == DEMO.training.max_steps
 
 
+@pytest.mark.parametrize(("epochs", "packs", "steps"), [(0.5, 100, 4), (2.25, 64, 9), (0.1, 480, 3), (1e-9, 5, 1)])
+def test_the_last_pass_over_the_data_may_be_a_part(epochs: float, packs: int, steps: int) -> None:
+    settings = ("training.max_steps=null", f"training.num_epochs={epochs}", "training.global_batch_size=16")
+    training = demo(*settings).training
+    assert count_steps(training, packs) == steps
+
+
+def test_a_whole_number_of_epochs_stays_one() -> None:
+    assert repr(demo("training.max_steps=null", "training.num_epochs=2.0").training.num_epochs) == "2"
+
+
 def test_data_that_fills_fewer_packs_than_a_step_gets_a_note() -> None:
     recipe = demo("training.global_batch_size=16")
     for num_packs, is_noted in ((3, True), (16, False), (None, False)):
