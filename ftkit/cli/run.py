@@ -74,7 +74,9 @@ _code_options = arguments.together(
     help="Where to prepare data and weights on Slurm: in a separate job without GPUs, on this machine before the run "
     "is submitted, or by the training job.",
 )  # fmt: skip
-@arguments.number_option("--max-parallel", about="Of a sweep on Slurm, let at most so many runs train at a time.")
+@arguments.number_option(
+    "--max-parallel", about="Largest number of a sweep's runs that train at the same time on Slurm."
+)
 @_script_options
 @_code_options
 @arguments.hf_token_option

@@ -197,7 +197,6 @@ class Trainer:
         self, engine: Engine, parts: ExportedParts, store: PackStore, num_parameters: int, *, is_packed: bool
     ) -> Progress:
         plan, world = self.plan, self.world
-        selection = plan.recipe.evaluation.selection
         manifest = self.data.read_manifest()
         self.trace.begin("loading the newest checkpoint")
         state = load_newest(engine, plan.layout, world, manifest.identity) or TrainState(0, manifest.identity)
@@ -220,7 +219,7 @@ class Trainer:
         self._record_start(progress, num_parameters)
         evaluator = Evaluator(plan, self.data, self.tokenizer, parts.generation, world, is_packed)
         if state.step == 0:
-            check_is_measured(self._evaluate(evaluator, engine, 0, "before"), selection)
+            check_is_measured(self._evaluate(evaluator, engine, 0, "before"), plan.recipe.evaluation.selection)
         training_began = time.time()
         with Checkpointer(plan, world, self.recorder.write) as checkpointer:
             recorder, trace, stopwatch = self.recorder, self.trace, Stopwatch()
