@@ -44,6 +44,8 @@ class ImageSpec(Spec):
     """Packages of the base that nothing may replace, with a version prefix; empty: any version."""
     packages: tuple[str, ...] = ()
     """Packages to add, as pip requirements; `ftkit images lock NAME:TAG` pins them and their dependencies."""
+    extra_packages: tuple[str, ...] = ()
+    """Packages to add to those of the definition that this one extends; the lock is then next to this one."""
     imports: tuple[str, ...] = ()
     """Modules that the self-check after a build imports."""
     families: tuple[ModelType, ...] = ()
@@ -68,9 +70,14 @@ class ImageSpec(Spec):
         return f"{self.name}:{self.tag}"
 
     @property
+    def all_packages(self) -> tuple[str, ...]:
+        """The requirements of `packages` and `extra_packages`."""
+        return self.packages + self.extra_packages
+
+    @property
     def listed_packages(self) -> frozenset[str]:
         """Normalized names of its packages: those that it adds, and those that it lists as provided by its base."""
-        added = (re.match(r"[A-Za-z0-9._-]*", line) for line in self.packages)
+        added = (re.match(r"[A-Za-z0-9._-]*", line) for line in self.all_packages)
         names = [*self.provided, *(found[0] for found in added if found)]
         return frozenset(re.sub(r"[-_.]+", "-", name).lower() for name in names)
 

@@ -113,7 +113,8 @@ def find_image(reference: str, ctx: Context) -> ImageDefinition:
         )
     layers = _read_extended("image", path, ctx)
     spec = validate(ImageSpec, layers)
-    base_file, packages_file = (Path(layers.origin((key,)).rpartition(":")[0] or path) for key in ("base", "packages"))
+    packages = "extra_packages" if spec.extra_packages else "packages"
+    base_file, packages_file = (Path(layers.origin((key,)).rpartition(":")[0] or path) for key in ("base", packages))
     base_locks = (base_file.with_name(BASE_LOCK_NAME), ctx.user / BASE_LOCK_NAME)
     base = parse_reference(spec.base.reference, str(base_file), "base.reference")
     digest, recorded = spec.base.digest or base.digest, None

@@ -77,7 +77,7 @@ def write_lock(definition: ImageDefinition) -> dict[str, str]:
         raise ImageError(
             f"the packages of {spec.reference} can't be resolved:\n    {message}",
             meaning="a package does not exist, two need different versions of a third, or the index can't be reached",
-            fix=f"change 'packages:' in {definition.lock_file.with_suffix('.yaml')}",
+            fix=f"change the packages in {definition.lock_file.with_suffix('.yaml')}",
         )
     head = (
         f"# Packages that ftkit adds to {spec.base.reference}; written by 'ftkit images lock {spec.reference}'.\n"
@@ -121,7 +121,7 @@ def inputs_digest(spec: ImageSpec) -> str:
 
 def _requirements(spec: ImageSpec) -> list[str]:
     own = [line for line in metadata.requires("ftkit") or () if "extra ==" not in line]
-    return sorted({*spec.packages, *own})
+    return sorted({*spec.all_packages, *own})
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,28 @@ def test_images_that_train_have_the_package_that_reads_power_and_energy(
     assert "nvidia-ml-py" in parse_pins(read_lock(find_image(reference, Context.here())))
 
 
+def test_packages_beside_those_of_the_extended_definition_have_a_lock_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "containers" / "mine" / "1"
+    folder.mkdir(parents=True)
+    (folder / "image.yaml").write_text(
+        'name: mine\ntag: "1"\nextends: ngc-26.05\ndescription: mine\nextra_packages: [sacrebleu==2.5.1]\n'
+        "families: [olmo3]\ndefault_recipe: olmo3-7b-full\n"
+    )
+    definition = find_image("mine:1", Context.here())
+    assert definition.lock_file == folder / "image.lock"
+    assert {"sacrebleu", "transformers"} <= definition.spec.listed_packages
+
+
+def test_scripts_of_peers_find_what_they_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert {"trl", "evaluate", "sentencepiece", "peft"} <= set(
+        parse_pins(read_lock(find_image("peers:26.05", Context.here())))
+    )
+
+
 def test_packages_are_resolved_with_the_sites_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, str] = {}
 
