@@ -61,6 +61,7 @@ def test_uv_gets_the_settings_of_pip(copy: Path) -> None:
     config = """\
 :env:.disable-pip-version-check='1'
 :env:.index-url='https://mirror.test/simple/?a=b'
+global.constraint='/etc/constraints.txt'
 global.extra-index-url='\\nhttps://one.test/simple\\nhttps://two.test/simple'
 global.find-links='/wheels /more'
 global.index-url='https://overridden.test/simple'
@@ -69,7 +70,8 @@ install.trusted-host='mirror.test'
     done = set_up(copy, uv='echo "Downloading $(env | grep ^UV_ | sort | paste -sd,)"', config=config)
     (line,) = done.stderr.splitlines()[1:]
     assert line.removeprefix("Downloading ").split(",UV_") == [
-        "UV_DEFAULT_INDEX=https://mirror.test/simple/?a=b",
+        "UV_CONSTRAINT=/etc/constraints.txt",
+        "DEFAULT_INDEX=https://mirror.test/simple/?a=b",
         "FIND_LINKS=/wheels,/more",
         "INDEX=https://one.test/simple https://two.test/simple",
         "INDEX_STRATEGY=unsafe-best-match",
