@@ -60,13 +60,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
-    """Run all files that use Slurm in one worker: otherwise the first to finish would stop it for the others."""
+    """Run a file in one worker, so that its runs are shared; all files of Slurm too, whose first to end would stop it.
+
+    Commands share nothing, and take minutes: each of their tests may run anywhere.
+    """
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    class OneProcessForSlurm(LoadFileScheduling):
+    class SharedRuns(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith("tests/commands/"):
+                return nodeid
             return "tests/slurm" if nodeid.startswith("tests/slurm/") else str(super()._split_scope(nodeid))
 
-    return OneProcessForSlurm(config, log)
+    return SharedRuns(config, log)

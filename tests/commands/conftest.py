@@ -41,8 +41,8 @@ CHECKOUT = Path(__file__).parents[2]
 REGISTRIES = ("ghcr.io", "nvcr.io", "registry-1.docker.io", "registry.example.com")
 
 BASICS = """
-basename bash cat chmod cksum cp cut date dirname env false grep head id kill ln ls mkdir mktemp mv nproc paste ps rm
-sed seq setsid sh sha256sum sleep sort stat tail tee test timeout touch tr true uname wc
+basename bash cat chmod cksum cp cut date dirname env false flock grep head id kill ln ls mkdir mktemp mv nproc paste
+ps rm sed seq setsid sh sha256sum sleep sort stat tail tee test timeout touch tr true uname wc
 """
 
 PYTHON = """#!/bin/bash
@@ -236,8 +236,11 @@ def machine(tmp_path: Path, docker_host: str, proxy: tuple[str, Path], exported:
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder for an export, which the first test that needs one writes."""
-    return tmp_path_factory.mktemp("exported")
+    """The folder for an export, which the first test of all workers that needs one writes."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "exported"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def cache_config(hub: Path) -> None:

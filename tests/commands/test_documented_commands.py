@@ -59,7 +59,7 @@ DEMO = "ftkit run demo"
 STOPPED = ("echo stopped >$MACHINE/outcome", "! ftkit run demo", "echo completed >$MACHINE/outcome")
 
 EXPORT = (
-    "[ -d $EXPORTED/data ] || $REAL_PYTHON $CHECKOUT/tests/commands/write_export.py $EXPORTED",
+    "flock $EXPORTED sh -c '[ -d $EXPORTED/data ] || $REAL_PYTHON $CHECKOUT/tests/commands/write_export.py $EXPORTED'",
     "cp -r $EXPORTED/. $MACHINE",
 )
 """Files that the stand-in for the trainer leaves as its export."""
