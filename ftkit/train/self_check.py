@@ -19,7 +19,8 @@ from ftkit.models.families import MEASURED
 from ftkit.planning.plan import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
-from ftkit.train.distributed.verification import run_probe, verify_isolation, verify_logits, verify_sharding
+from ftkit.train.distributed.probe import run_probe
+from ftkit.train.distributed.verification import verify_isolation, verify_logits, verify_sharding
 from ftkit.train.model.attention import choose_kernel, register_kernel
 from ftkit.train.model.hf_model import build_empty, make_config
 from ftkit.train.model.pretrained import init_weights

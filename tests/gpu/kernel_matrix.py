@@ -29,7 +29,8 @@ from ftkit.models.architecture import ArchitectureSpec
 from ftkit.planning.plan import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
-from ftkit.train.distributed.verification import run_probe, verify_isolation, verify_logits
+from ftkit.train.distributed.probe import run_probe
+from ftkit.train.distributed.verification import verify_isolation, verify_logits
 from ftkit.train.model.attention import choose_kernel, register_kernel
 from ftkit.train.model.hf_model import build_empty, find_decoder_layers, make_config
 from ftkit.train.model.linears import QuantizedLinear

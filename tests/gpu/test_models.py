@@ -14,7 +14,8 @@ from ftkit.config.training import TrainingPlan
 from ftkit.errors import PrerequisiteError
 from ftkit.models.architecture import ArchitectureSpec
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
-from ftkit.train.distributed.verification import run_probe, verify_isolation, verify_logits
+from ftkit.train.distributed.probe import run_probe
+from ftkit.train.distributed.verification import verify_isolation, verify_logits
 from ftkit.train.model.attention import choose_kernel, register_kernel
 from ftkit.train.model.hf_model import build_empty, make_config
 from ftkit.train.model.pretrained import init_weights

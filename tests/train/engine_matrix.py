@@ -43,7 +43,8 @@ from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed import fsdp2
 from ftkit.train.distributed.collectives import AllGather, CopyEngineCollectives, ReduceScatter
 from ftkit.train.distributed.pack_parallel import whole_pack_attention
-from ftkit.train.distributed.verification import run_probe, verify_isolation, verify_logits, verify_sharding
+from ftkit.train.distributed.probe import run_probe
+from ftkit.train.distributed.verification import verify_isolation, verify_logits, verify_sharding
 from ftkit.train.model.hf_model import make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.param_count import count_method

@@ -24,7 +24,7 @@ from ftkit.data.packing import Document, build_pack
 from ftkit.models.architecture import ArchitectureSpec
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
-from ftkit.train.distributed.verification import run_probe
+from ftkit.train.distributed.probe import run_probe
 from ftkit.train.model.attention import Kernel, register_kernel
 from ftkit.train.model.hf_model import make_config
 from ftkit.train.model.lora import init_adapters, prepare_method

@@ -27,12 +27,9 @@ from ftkit.planning.plan import BatchPlan
 from ftkit.train.causal_lm import CausalLM
 from ftkit.train.components.batches import pad_documents, to_micro_batch, to_padded_micro_batch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
+from ftkit.train.distributed.probe import ProbeResult, _packed_layout, _padded_layout, run_probe
 from ftkit.train.distributed.verification import (
-    ProbeResult,
-    _packed_layout,
-    _padded_layout,
     choose_packing,
-    run_probe,
     verify_causality,
     verify_isolation,
     verify_logits,

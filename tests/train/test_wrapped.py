@@ -31,8 +31,7 @@ from ftkit.planning.layout import Workspace
 from ftkit.runs.records import EvaluationRecord
 from ftkit.train.causal_lm import CausalLM, MicroBatch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
-from ftkit.train.model.hf_model import build_empty, load_pretrained, read_config
-from ftkit.train.model.lora import find_text
+from ftkit.train.model.hf_model import build_empty, find_text, load_pretrained, read_config
 from ftkit.train.model.pretrained import load_weights
 
 if TYPE_CHECKING:

@@ -35,12 +35,11 @@ from ftkit.train.components.batches import computed_ahead
 from ftkit.train.components.export_record import ExportRecord, Logits, streamed_logits
 from ftkit.train.components.generation import Generation, end_token_setting
 from ftkit.train.model.expert_adapters import transposed_experts
-from ftkit.train.model.hf_model import TextConfig, build_empty, config_for_export, find_decoder_layers
+from ftkit.train.model.hf_model import TextConfig, build_empty, config_for_export, find_decoder_layers, find_text
 from ftkit.train.model.linears import transposed_weights
 from ftkit.train.model.lora import (
     AdaptedTensors,
     MergedTensors,
-    find_text,
     is_adapter,
     peft_config,
     peft_names,

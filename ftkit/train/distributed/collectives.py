@@ -18,18 +18,14 @@ import torch.distributed as dist
 
 from ftkit.errors import TrainingError, one_line
 from ftkit.train.gpu_kernels import average_rows
-from ftkit.train.private_apis.torch import CUSTOM_COLLECTIVES, set_collectives, symmetric_memory
+from ftkit.train.private_apis.torch import CUSTOM_COLLECTIVES, symmetric_memory
 from ftkit.train.world import DTYPES, World
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
-
     from ftkit.config.training import TrainingPlan
 
 log = logging.getLogger(__name__)
 
-SHARED_BYTES = 2**28
-"""Bytes that each rank shares with its peers for a collective. Larger tensors are sent in pieces."""
 DRIVER = "libcuda.so.1"
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the CUDA driver's API
 
@@ -37,7 +33,7 @@ NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the CUD
 class PeerMemory:
     """Memory on each of `size` GPUs, `num_bytes` each, that all of them have mapped (torch's symmetric memory)."""
 
-    num_bytes = SHARED_BYTES
+    num_bytes = 2**28  # larger tensors are sent in pieces
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         memory = symmetric_memory().empty(self.num_bytes, dtype=torch.uint8, device=device)
@@ -134,14 +130,13 @@ def _others_first(memory: PeerMemory) -> list[int]:
 
 @dataclass(frozen=True)
 class CopyEngineCollectives:
-    """The collectives that FSDP2 calls in place of NCCL's; they run concurrently, so each has separate memory."""
+    """The collectives that FSDP2 calls in place of NCCL's; they run concurrently, so each has separate memory.
+
+    The `reduce_dtype` of a module with them must be the dtype of its computations.
+    """
 
     all_gather: AllGather
     reduce_scatter: ReduceScatter
-
-    def install(self, module: FSDPModule) -> None:
-        """Set a module's collectives. Its `reduce_dtype` must be the dtype of its computations."""
-        set_collectives(module, self.all_gather, self.reduce_scatter)
 
     def find_error(self, world: World) -> str:
         """All-gather and average known numbers; return what is wrong, or an empty string. Collective."""

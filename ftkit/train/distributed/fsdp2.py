@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from ftkit.train.private_apis.torch import (
     complete_cpu_streams,
     divide_gradients,
     replaced_parameters,
+    set_collectives,
     skip_step,
 )
 from ftkit.train.world import DTYPES, World
@@ -280,12 +281,11 @@ def _prepare_layers(hf_model: PreTrainedModel, training: TrainingPlan, world: Wo
         compiled=compiles(training, world.device),
         offloads=offloads_of_layers(training.offloaded_of_layers(len(layers), "fsdp2"), world.device),
     )
-    objective = Preferences.of(training)
-    if training.adapters is None or training.compute_precision != "bf16":
-        return CausalLM(hf_model, routers=routers, objective=objective)
-    # Adapters are trained in fp32, and cast where they are used.
-    autocast = partial(torch.autocast, world.device.type, DTYPES[training.compute_precision])
-    return CausalLM(hf_model, routers=routers, objective=objective, autocast=autocast)
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    if training.adapters is not None and training.compute_precision == "bf16":
+        # Adapters are trained in fp32, and cast where they are used.
+        autocast = partial(torch.autocast, world.device.type, torch.bfloat16)
+    return CausalLM(hf_model, routers=routers, objective=Preferences.of(training), autocast=autocast)
 
 
 def _shard(model: CausalLM, training: TrainingPlan, world: World, *, reshard_after_forward: bool) -> None:
@@ -317,4 +317,4 @@ def _shard(model: CausalLM, training: TrainingPlan, world: World, *, reshard_aft
         root.set_gradient_divide_factor(world.num_layer_ranks)
     if collectives is not None:
         for module in (*layers, model):
-            collectives.install(cast("FSDPModule", module))
+            set_collectives(cast("FSDPModule", module), collectives.all_gather, collectives.reduce_scatter)

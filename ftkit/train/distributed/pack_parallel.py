@@ -17,7 +17,6 @@ activations of their own: their outputs join the base layer's before these are s
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -41,7 +40,7 @@ from ftkit.config.execution import indivisible_sizes
 from ftkit.errors import TrainingError
 from ftkit.models.adapters import ROWWISE, LoraSpec
 from ftkit.models.families import MEASURED
-from ftkit.train.model.adapted_linear import AdaptedLinear, Draw, Dropout, merged_squares
+from ftkit.train.model.adapted_linear import AdaptedLinear, Draw, merged_squares
 from ftkit.train.model.attention import Kernel, masked_attention, refuse_changed_scores
 from ftkit.train.model.varlen_attention import VARLEN, varlen_attention
 from ftkit.train.private_apis.torch import FSDP2_SETS_DIVISORS, Ctx, process_group
@@ -186,7 +185,7 @@ def divide_layers(layers: nn.ModuleList, family: str, mesh: DeviceMesh, adapters
         if adapters is not None:
             for name in [name for name in styles if name.rpartition(".")[2] in adapters.targets]:
                 del styles[name]
-                kind = RowwiseAdapter if name.rpartition(".")[2] in ROWWISE else ColwiseAdapter
+                kind = _RowwiseAdapter if name.rpartition(".")[2] in ROWWISE else _ColwiseAdapter
                 layer.set_submodule(name, kind(cast("AdaptedLinear", layer.get_submodule(name)), mesh))
         is_trained = {name: parameter.requires_grad for name, parameter in layer.named_parameters()}
         parallelize_module(layer, mesh, styles)
@@ -229,23 +228,23 @@ class _DividedNorm(ParallelStyle):
         return distribute_module(module, device_mesh, None, as_part, as_local)
 
 
-class DividedAdapter(AdaptedLinear, ABC):
+class _DividedAdapter(AdaptedLinear):
     """A frozen linear layer with its adapter, divided among ranks; parameters have peft's names.
 
     Dropout is that of the whole layer: ranks have equal masks for inputs that all of them have; of divided inputs, each
     has the part of its features.
     """
 
-    def __init__(self, adapted: AdaptedLinear, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, adapted: AdaptedLinear, mesh: DeviceMesh, *, base: Placement, down: Placement, up: Placement
+    ) -> None:
+        """Make the parameters DTensors; biases and magnitudes, one for each output, are divided as `up`."""
         super().__init__(adapted, adapted.lora, adapted.dropout)
         self._mesh = mesh
-
-    def _divide(self, base: Placement, down: Placement, up: Placement, outputs: Placement) -> None:
-        """Make the parameters DTensors; biases and magnitudes, one for each output, are divided as `outputs`."""
-        _distribute(self.base_layer, self._mesh, lambda weight: base if weight.ndim > 1 else outputs)
-        _distribute(self.lora_A, self._mesh, lambda _: down)
-        _distribute(self.lora_B, self._mesh, lambda _: up)
-        _distribute(self.lora_magnitude_vector, self._mesh, lambda _: outputs)
+        _distribute(self.base_layer, mesh, lambda weight: base if weight.ndim > 1 else up)
+        _distribute(self.lora_A, mesh, lambda _: down)
+        _distribute(self.lora_B, mesh, lambda _: up)
+        _distribute(self.lora_magnitude_vector, mesh, lambda _: up)
 
     def _down(self, inputs: torch.Tensor, draw: Draw | None) -> torch.Tensor:
         down = _local_weight(self.lora_A)
@@ -267,17 +266,16 @@ class DividedAdapter(AdaptedLinear, ABC):
         base, down, up = (_local_weight(part) for part in (self.base_layer, self.lora_A, self.lora_B))
         return self._sum(merged_squares(base, down, up, self.lora.scaling)).sqrt()
 
-    @abstractmethod
     def _sum(self, squares: torch.Tensor) -> torch.Tensor:
         """Return the sums over whole rows of the weight, from those over this rank's part of each."""
+        return squares
 
 
-class ColwiseAdapter(DividedAdapter):
+class _ColwiseAdapter(_DividedAdapter):
     """Inputs are DTensors of all tokens, whole on each rank; outputs are local tensors, of a rank's features."""
 
     def __init__(self, adapted: AdaptedLinear, mesh: DeviceMesh) -> None:
-        super().__init__(adapted, mesh)
-        self._divide(base=Shard(0), down=Replicate(), up=Shard(0), outputs=Shard(0))
+        super().__init__(adapted, mesh, base=Shard(0), down=Replicate(), up=Shard(0))
 
     def forward(self, inputs: DTensor) -> torch.Tensor:  # type: ignore[override]
         """Return this rank's features, [B, T, outputs / ranks], for inputs [B, T, inputs]."""
@@ -285,16 +283,13 @@ class ColwiseAdapter(DividedAdapter):
         product = self.adapt(local, self._multiply(local))  # without the bias
         return product if self.base_layer.bias is None else product + _local(self.base_layer.bias)
 
-    def _sum(self, squares: torch.Tensor) -> torch.Tensor:
-        return squares
 
-
-class RowwiseAdapter(DividedAdapter):
+class _RowwiseAdapter(_DividedAdapter):
     """Inputs are local tensors, of a rank's features; outputs too, of a rank's tokens."""
 
     def __init__(self, adapted: AdaptedLinear, mesh: DeviceMesh) -> None:
-        super().__init__(adapted, mesh)
-        self._divide(base=Shard(1), down=Shard(1), up=Replicate(), outputs=Replicate())
+        super().__init__(adapted, mesh, base=Shard(1), down=Shard(1), up=Replicate())
+        self._input_part = mesh.get_local_rank()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return this rank's tokens, [B, T / ranks, outputs], for inputs [B, T, inputs / ranks]."""
@@ -302,9 +297,6 @@ class RowwiseAdapter(DividedAdapter):
         summed = DTensor.from_local(summands, self._mesh, [Partial()], run_check=False)
         outputs = summed.redistribute(placements=[Shard(1)]).to_local()
         return outputs if self.base_layer.bias is None else outputs + _local(self.base_layer.bias)
-
-    def _draw(self, inputs: torch.Tensor, dropout: Dropout) -> Draw:
-        return dropout.draw(inputs, self._mesh.get_local_rank())
 
     def _sum(self, squares: torch.Tensor) -> torch.Tensor:
         summed = DTensor.from_local(squares, self._mesh, [Partial()], run_check=False)

@@ -7,30 +7,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn import functional
 
-from ftkit.data.packing import IGNORED, row_width
 from ftkit.errors import TrainingError, one_line
-from ftkit.train.causal_lm import CausalLM, MicroBatch, model_inputs
-from ftkit.train.components.batches import PaddedRows, to_micro_batch, to_padded_micro_batch
-from ftkit.train.model.hf_model import accepted_inputs, find_decoder, find_decoder_layers, why_not_packed
+from ftkit.train.distributed.probe import ProbeResult, run_probe
+from ftkit.train.model.hf_model import accepted_inputs, find_decoder
 from ftkit.train.objectives import Pairs
 
 if TYPE_CHECKING:
-    from torch import nn
-    from transformers.modeling_outputs import BaseModelOutput
+    from numpy.typing import NDArray
 
     from ftkit.config.data import Packing
     from ftkit.config.execution import ParameterCounts
     from ftkit.config.training import EngineName, TrainingPlan
     from ftkit.planning.plan import BatchPlan
     from ftkit.runs.records import Checks
+    from ftkit.train.causal_lm import CausalLM, MicroBatch
     from ftkit.train.engine import Engine, ShardingStats
     from ftkit.train.world import World
 
@@ -146,8 +142,10 @@ def choose_packing(
 
     reason: str | None = "the recipe asks for it"
     if wanted == "auto":
-        packed, reason = None, why_not_packed(engine.model.hf_model)
-        if reason is None:
+        packed, reason, decoder = None, None, find_decoder(engine.model.hf_model)
+        if not accepted_inputs(decoder, {"position_ids": None}):
+            reason = f"{type(decoder).__name__} does not accept the positions of packed documents"
+        else:
             try:
                 packed = probe(is_packed=True)
                 verify_isolation(packed, shares_scales=training.precision == "fp8")
@@ -246,186 +244,3 @@ def _largest_ratio(values: torch.Tensor, reference: torch.Tensor) -> float:
     if not values.numel():
         return 0.0
     return float((values / reference.clamp_min(torch.finfo(torch.float32).tiny)).max())  # host sync: before step 1
-
-
-@dataclass(frozen=True)
-class ProbeResult:
-    """Outputs of a model for two micro-batches of N tokens, some of which are the same in both.
-
-    With context parallelism, these are the N tokens of this rank's part of the packs. A gradient is that of the second
-    micro-batch's kept hidden states with respect to the first layer's output at a token. Logits are those of the last
-    tokens of each row of the first micro-batch.
-    """
-
-    is_kept: torch.Tensor  # bool [N], tokens that both micro-batches share: the first part of every other document
-    is_later: torch.Tensor  # bool [N], after them in the same document; all others are in neighboring documents
-    kept_states: tuple[torch.Tensor, torch.Tensor]  # hidden states of the kept tokens, [K, H], in host memory
-    gradient_norms: torch.Tensor  # fp32 [N]
-    kept_norm: torch.Tensor  # their mean over the kept tokens, on all ranks with tokens of the same packs
-    own_logits: torch.Tensor  # [M, V], of the model's own class
-    expected_logits: torch.Tensor  # [M, V], that ftkit computes the loss from
-
-
-def run_probe(
-    engine: Engine,
-    world: World,
-    vocab_size: int,
-    micro_batch_size: int,
-    sequence_length: int,
-    *,
-    is_packed: bool = True,
-) -> ProbeResult:
-    """Run a model on two micro-batches as in training: same shapes, same kernels, compiled, with gradients.
-
-    Packs are filled with documents of uneven lengths, longer and shorter than most windows; padded rows have half the
-    length of a pack. Weights don't change.
-    """
-    layout = (_packed_layout if is_packed else _padded_layout)(micro_batch_size, sequence_length)
-    first, second = (_probe_batch(layout, vocab_size, seed, world) for seed in (1, 2))
-    part = world.context.part(layout.is_kept.shape[1])
-    is_kept, is_later = (
-        torch.from_numpy(of[:, part].reshape(-1)).to(world.device) for of in (layout.is_kept, layout.is_later)
-    )
-    num_logits = min(32, part.stop - part.start)
-    with torch.random.fork_rng(devices=[] if world.device.type == "cpu" else [world.device]):
-        torch.manual_seed(0)  # for dropout of the model's own class
-        with engine.probe() as model:
-            states, own_logits, expected_logits = model(compute=_class_logits, batch=first, num_logits=num_logits)
-        kept_states = _kept_states(states, is_kept)
-        del states
-        torch.manual_seed(0)
-        with engine.probe() as model:
-            other_states, gradients = _states_and_gradients(model, second, is_kept)
-    both = (kept_states, _kept_states(other_states, is_kept))
-    norms = torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float32)
-    kept_norm = world.context_sum(norms[is_kept].sum()) / world.context_sum(is_kept.sum())
-    return ProbeResult(is_kept, is_later, both, norms, kept_norm, own_logits, expected_logits)
-
-
-def _kept_states(states: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
-    if len(states) != len(is_kept):
-        raise TrainingError(
-            f"the model's class computes hidden states of other tokens too: {len(states):,} for {len(is_kept):,} "
-            "tokens",
-            meaning="it adds special tokens that ftkit does not know",
-            fix="choose another model",
-        )
-    if not states.isfinite().all():  # host sync: before step 1
-        raise TrainingError(
-            "the model computes hidden states that are not finite, before any training",
-            meaning="its weights hold NaN or infinite numbers, or numbers too large for training.precision",
-            fix="copy or download the weights again; or set training.precision=fp32",
-        )
-    return states[is_kept].cpu()
-
-
-def _class_logits(
-    model: CausalLM, batch: MicroBatch, num_logits: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run the model's own class, within `CausalLM.forward`.
-
-    Returns its last hidden states, [N, H]; its logits for the last `num_logits` tokens of each row, [M, V]; and those
-    that `CausalLM.loss` would compute its loss from, [M, V]: those of the class, if it has layers in between.
-    """
-    states: list[torch.Tensor] = []
-    expected: list[torch.Tensor] = []
-
-    def watch_decoder(_: nn.Module, __: object, output: BaseModelOutput) -> None:
-        states.append(output.last_hidden_state.detach())
-
-    def watch_projection(module: nn.Linear, __: object, ___: object) -> None:
-        # In a hook, because ZeRO-3 gathers the weight only for this call.
-        hidden = states[0][:, -num_logits:].to(module.weight.dtype)
-        products = functional.linear(hidden, module.weight, module.bias)
-        expected.append(model.logit_transform.apply(products.detach().float()))
-
-    hf_model = model.hf_model
-    with (
-        find_decoder(hf_model).register_forward_hook(watch_decoder),
-        hf_model.get_output_embeddings().register_forward_hook(watch_projection),
-    ):
-        kept = torch.arange(-num_logits, 0, device=batch.input_ids.device)  # with a number, Gemma 4 skips other tokens
-        inputs = model_inputs(hf_model, batch) | accepted_inputs(hf_model, {"logits_to_keep": kept})
-        logits = hf_model(**inputs).logits[:, -num_logits:].detach()
-    expected_logits = logits if model.has_head_layers else expected[0]
-    return states[0].flatten(0, 1), logits.flatten(0, 1), expected_logits.flatten(0, 1)
-
-
-def _states_and_gradients(
-    model: CausalLM, batch: MicroBatch, is_kept: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the last hidden states, and gradients of the kept ones with respect to the first layer's output, [N, …].
-
-    The hidden states of the kept tokens are projected on a random direction. Gradients are not with respect to the
-    embeddings: a frozen table has no gradient in training, and adding one would recompile the first layer.
-    """
-    outputs: list[torch.Tensor] = []
-
-    def watch(_: nn.Module, __: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-        outputs.append(output if isinstance(output, torch.Tensor) else output[0])
-
-    with find_decoder_layers(model.hf_model)[0].register_forward_hook(watch):
-        # Flattened outside: FSDP2 warns of outputs that are views.
-        states = model(compute=CausalLM.hidden_states, batch=batch).flatten(0, 1)
-    direction = torch.randn(states.shape, dtype=states.dtype, device=states.device).mul_(is_kept[:, None])
-    (gradients,) = torch.autograd.grad(states, outputs[:1], direction)
-    # To one row for each of the N = B * T tokens; some models have S streams: [S, B, T, H].
-    rows = batch.input_ids.shape
-    axis = next((axis for axis in range(gradients.ndim - 1) if gradients.shape[axis : axis + 2] == rows), 0)
-    by_token = gradients.movedim((axis, axis + 1), (0, 1)).flatten(0, 1).flatten(1)
-    return states.detach(), by_token
-
-
-_DOCUMENT_SHARES = (0.05, 0.62, 0.03, 0.11)  # fractions of a pack for its documents; a fifth document fills the rest
-_ROW_SHARES = (0.93, 0.61)  # fractions of padded rows for their documents, in turn; the rest is padding
-_KEPT_SHARE = 0.75
-"""Fraction of a document that is kept. Its rest differs: no kept token may attend to it."""
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """Documents in a probe's micro-batch, [B, T]."""
-
-    is_kept: NDArray[np.bool_]
-    is_later: NDArray[np.bool_]
-    positions: NDArray[np.int64]  # within documents
-    lengths: NDArray[np.int64] | None  # [B], tokens of each row's document; None for packs
-
-
-def _packed_layout(micro_batch_size: int, length: int) -> _Layout:
-    """Lay out packs. Every other document is kept: the odd ones in even rows, the even ones in odd rows."""
-    ends = np.cumsum(_DOCUMENT_SHARES) * length
-    begins = np.unique(np.concatenate([[0], ends.astype(np.int64) | 1]))  # odd lengths, unlike a kernel's tiles
-    begins = begins[begins < length]
-    document = np.searchsorted(begins, np.arange(length), side="right") - 1
-    lengths = np.diff(np.append(begins, length))
-    positions = np.arange(length) - begins[document]
-    is_chosen = (document + np.arange(micro_batch_size)[:, None]) % 2 == 1
-    is_first_part = positions < np.ceil(_KEPT_SHARE * lengths[document])
-    return _Layout(
-        is_chosen & is_first_part, is_chosen & ~is_first_part, np.broadcast_to(positions, is_chosen.shape), None
-    )
-
-
-def _padded_layout(micro_batch_size: int, length: int) -> _Layout:
-    width = row_width(-(-length // 2), length)
-    num_rows = micro_batch_size * length // width
-    rows, places = np.arange(num_rows)[:, None], np.arange(width)
-    lengths = np.maximum(1, np.resize(_ROW_SHARES, num_rows) * width).astype(np.int64)
-    is_chosen = (rows % 2 == 0) & (places < lengths[:, None])
-    is_first_part = places < np.ceil(_KEPT_SHARE * lengths)[:, None]
-    return _Layout(
-        is_chosen & is_first_part, is_chosen & ~is_first_part, np.broadcast_to(places, is_chosen.shape), lengths
-    )
-
-
-def _probe_batch(layout: _Layout, vocab_size: int, seed: int, world: World) -> MicroBatch:
-    """Return random documents; their kept tokens are the same with every seed."""
-    kept = layout.is_kept
-    same, other = (np.random.default_rng(number).integers(0, vocab_size, kept.shape) for number in (0, seed))
-    tokens = np.where(kept, same, other)
-    values = np.stack([tokens, np.full_like(tokens, IGNORED), layout.positions], axis=1).astype(np.int32)
-    if layout.lengths is None:
-        return to_micro_batch(values, world.device, context=world.context)
-    offsets = np.arange(len(values)) * values.shape[2]
-    return to_padded_micro_batch(PaddedRows(values, layout.lengths, offsets), world.device)

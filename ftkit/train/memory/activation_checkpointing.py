@@ -336,8 +336,7 @@ def offloads_of_layers(are_offloaded: Sequence[bool], device: torch.device) -> l
 def _addresses(tensor: torch.Tensor) -> Iterator[int]:
     """Yield the addresses of a tensor's memory, or of that of the tensors in it (DTensor, gathered weights)."""
     if hasattr(tensor, "__tensor_flatten__"):
-        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        for part in parts:
+        for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
             if isinstance(part, torch.Tensor):  # DTensor also lists its mesh
                 yield from _addresses(part)
     else:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-
 Forward = Callable[..., object]  # the forward of a layer, as its family calls it
 
 
@@ -57,16 +56,12 @@ class CompiledForward:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Call the compiled forward; if it can't be one graph, its fallback from then on."""
-        collects_garbage = gc.isenabled() and not self._was_called
+        pauses_collection = gc.isenabled() and not self._was_called
         self._was_called = True
+        if pauses_collection:  # while the layer is compiled: garbage collection takes a quarter of Dynamo's tracing
+            gc.disable()
         try:
-            if not collects_garbage:
-                return self._compiled(*args, **kwargs)
-            gc.disable()  # while the layer is compiled: garbage collection takes a quarter of Dynamo's tracing
-            try:
-                return self._compiled(*args, **kwargs)
-            finally:
-                gc.enable()
+            return self._compiled(*args, **kwargs)
         except self._failures as error:
             is_limit = isinstance(error, self._failures[1])
             reason = "It was recompiled too often (torch's recompile limit)." if is_limit else one_line(error)
@@ -76,6 +71,9 @@ class CompiledForward:
             else:
                 _warn_once(f"{self._name} can't be compiled with its recomputation: the backward is slower", reason)
                 self._compiled = self._fallback
+        finally:
+            if pauses_collection:
+                gc.enable()
         return self._compiled(*args, **kwargs)
 
 

@@ -7,10 +7,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class DeviceMemory:
+class _DeviceMemory(NamedTuple):
     """Allocated and reserved memory of a process on its device, in GiB; on a CPU, both are the resident set."""
 
     allocated: float
@@ -37,18 +35,15 @@ class DeviceMemory:
     reserved: float
 
 
-def read_memory(device: torch.device) -> DeviceMemory:
+def _read_memory(device: torch.device) -> _DeviceMemory:
     """Return the memory of this process, from counters of the host: no device sync."""
     if device.type == "cuda":
-        counts = (
-            torch.cuda.memory_allocated(device),
-            torch.cuda.max_memory_allocated(device),
-            torch.cuda.memory_reserved(device),
-        )
+        allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        reserved = torch.cuda.memory_reserved(device)
     else:
-        resident, peak = resident_bytes()
-        counts = resident, peak, resident
-    return DeviceMemory(*(count / GIB for count in counts))
+        allocated, peak = resident_bytes()
+        reserved = allocated
+    return _DeviceMemory(allocated / GIB, peak / GIB, reserved / GIB)
 
 
 class MemoryTrace:
@@ -70,15 +65,15 @@ class MemoryTrace:
 
     def begin(self, stage: str) -> None:
         """End the current stage, and begin another; an empty one at the end of the run. Collective."""
-        memory = read_memory(self._world.device)
+        memory = _read_memory(self._world.device)
         self._highest = max(self._highest, memory.peak)
         if self.stage:
-            ranks = self._world.gather_objects(astuple(memory))
+            ranks = self._world.gather_objects(memory)
             largest = tuple(map(max, zip(*ranks, strict=True)))
             self._write(MemoryRecord(time.time(), self.stage, *ranks[0], *largest))
             log.info(
                 "memory after %s: %.2f GiB allocated, peak %.2f GiB, reserved %.2f GiB (%.2f, %.2f and %.2f GiB on the "
-                "ranks with the most)", self.stage, *astuple(memory), *largest,
+                "ranks with the most)", self.stage, *memory, *largest,
             )  # fmt: skip
         self.stage = stage
         self._begun.setdefault(stage, time.time())
@@ -104,7 +99,7 @@ class MemoryTrace:
 
     def peak_gib(self) -> float:
         """Return the peak of allocated memory since the start, over all stages; on a CPU, of the resident set."""
-        return max(self._highest, read_memory(self._world.device).peak)
+        return max(self._highest, _read_memory(self._world.device).peak)
 
 
 _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed", "failed to allocate")
@@ -145,7 +140,11 @@ def out_of_memory_explained(
         if not is_out_of_memory(error):
             raise
         step = "" if trace.step is None else f", in step {trace.step}"
-        capacity, memory = capacity_gib(plan, world.device), read_memory(world.device)
+        memory = _read_memory(world.device)
+        if world.device.type == "cuda":
+            capacity = torch.cuda.get_device_properties(world.device).total_memory / GIB
+        else:  # this process's share of the machine's
+            capacity = _kibibytes(_PROC / "meminfo", "MemTotal:") / plan.placement.processes_per_node / GIB
         held = {
             part: sum(tensor.nbytes for tensor in each if tensor.device.type == world.device.type) / GIB
             for part, each in tensors().items()
@@ -160,13 +159,6 @@ def out_of_memory_explained(
             f"at most (moment: {predicted.moment})",
             fix=_advice(plan, capacity),
         ) from error
-
-
-def capacity_gib(plan: RunPlan, device: torch.device) -> float:
-    """Return the memory of this process's GPU, or its share of the machine's host memory."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory / GIB
-    return _kibibytes(_PROC / "meminfo", "MemTotal:") / plan.placement.processes_per_node / GIB
 
 
 def _in_gib(parts: Mapping[str, float]) -> str:

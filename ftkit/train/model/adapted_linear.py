@@ -42,6 +42,7 @@ class AdaptedLinear(nn.Module):
         super().__init__()
         self.lora, self.dropout = lora, dropout
         self.is_adapted = True
+        self._input_part = 0  # if ranks divide the features of inputs, which of their parts this rank has
         self.base_layer = cast("nn.Linear", adapted.base_layer)
         self.lora_A, self.lora_B = (cast("nn.ModuleDict", part) for part in (adapted.lora_A, adapted.lora_B))
         self.lora_magnitude_vector = cast("nn.ModuleDict", adapted.lora_magnitude_vector)
@@ -66,16 +67,15 @@ class AdaptedLinear(nn.Module):
         As peft computes it: the base layer's inputs are not dropped, except those that DoRA scales; its norms are
         constants for autograd (Liu et al. 2024, section 4.3).
         """
-        draw = self._draw(inputs, self.dropout) if self.training and self.dropout is not None else None
+        draw = None
+        if self.training and self.dropout is not None:
+            draw = self.dropout.draw(inputs, self._input_part)
         adapted = self._up(self._down(inputs, draw)) * self.lora.scaling
         if not self.lora.use_dora:
             return (output + adapted).to(output.dtype)
         base = self._without_bias(output) if draw is None else self._multiply(draw.drop(inputs))
         scales = self._magnitudes() / self._norms()
         return (output + (scales - 1) * base + scales * adapted).to(output.dtype)
-
-    def _draw(self, inputs: torch.Tensor, dropout: Dropout) -> Draw:
-        return dropout.draw(inputs)
 
     def _down(self, inputs: torch.Tensor, draw: Draw | None) -> torch.Tensor:
         """Multiply by `lora_A`, called as a module where possible: engines gather the parameters of modules."""
@@ -157,8 +157,8 @@ class Dropout(nn.Module):
         key = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "big", signed=True)
         self.register_buffer("key", torch.tensor(key, device="cpu"), persistent=False)
 
-    def draw(self, inputs: torch.Tensor, rank: int = 0, keys: torch.Tensor | None = None) -> Draw:
-        """Return the masks of inputs, [..., K], of which `rank` says which part of the features they are.
+    def draw(self, inputs: torch.Tensor, part: int = 0, keys: torch.Tensor | None = None) -> Draw:
+        """Return the masks of inputs, [..., K], of which `part` says which part of the features they are.
 
         `keys`, int64 [N], are those of rows that are not the tokens in their order. Without them, such rows (of one
         expert's tokens in transformers 4, of zeros in Zaya) have masks that depend on the micro-batch.
@@ -168,7 +168,7 @@ class Dropout(nn.Module):
         keys = self.tokens.keys.flatten() if keys is None else keys
         if len(keys) != num_rows:
             keys = keys.repeat(-(-num_rows // len(keys)))[:num_rows]
-        return Draw(keys, self.key, self.probability, rank * width)
+        return Draw(keys, self.key, self.probability, part * width)
 
 
 class Draw(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -34,7 +34,7 @@ _UNSUPPORTED_BY_VARLEN = ("softcap", "s_aux", "position_bias")
 _IGNORES_POSITIONS = ("gpt_oss",)
 """Families whose decoder builds its masks without `position_ids` (transformers 5.23): packed documents would attend to
 each other."""
-_KERNEL_TOLERANCE = 0.05
+KERNEL_TOLERANCE = 0.05
 """Largest difference of outputs and gradients, relative to their norm, that rounding in bf16 explains. flash-attn-4
 4.0.0b36 on an H200 computed gradients that were off by 70 to 90% with heads of 16 and 48."""
 FLEX_MINIMUM = 128
@@ -81,7 +81,8 @@ def _failure(kernel: Kernel, training: TrainingPlan, config: PretrainedConfig, w
         return None
     if training.compute_precision != "bf16":
         return f"it does not compute in {training.compute_precision}"
-    return _varlen_failure(kernel, config, world)
+    failures = world.gather_objects(_varlen_failure(kernel, config, world.device))
+    return next((failure for failure in failures if failure is not None), None)
 
 
 def _changed_scores(config: PretrainedConfig) -> str | None:
@@ -91,17 +92,12 @@ def _changed_scores(config: PretrainedConfig) -> str | None:
     return None if getattr(config, "attn_logit_softcapping", None) is None else "caps its attention scores"
 
 
-def _varlen_failure(kernel: Kernel, config: PretrainedConfig, world: World) -> str | None:
-    """Return why a kernel can't train this model on some rank, or None if it can on all.
+def _varlen_failure(kernel: Kernel, config: PretrainedConfig, device: torch.device) -> str | None:
+    """Return why a kernel can't train this model on this rank, or None if it can.
 
     Forward and backward are tested with the model's heads, with and without its window, against torch's SDPA. Training
     reuses the compiled kernels. Some versions compute wrong gradients for some head sizes.
     """
-    failures = world.gather_objects(_varlen_failure_here(kernel, config, world.device))
-    return next((failure for failure in failures if failure is not None), None)
-
-
-def _varlen_failure_here(kernel: Kernel, config: PretrainedConfig, device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device) < _HOPPER:
         return f"{torch.cuda.get_device_name(device)} is older than Hopper"
     windows = (None,) if getattr(config, "sliding_window", None) is None else (None, FLEX_MINIMUM // 8)
@@ -109,7 +105,7 @@ def _varlen_failure_here(kernel: Kernel, config: PretrainedConfig, device: torch
         error_ratio = max(_varlen_difference(kernel, config, device, window) for window in windows)
     except Exception as error:  # noqa: BLE001 - many packages may be missing or too old, each with its own errors
         return f"{type(error).__name__}: {one_line(error)}"
-    if error_ratio <= _KERNEL_TOLERANCE:
+    if error_ratio <= KERNEL_TOLERANCE:
         return None
     return f"it computes this model's heads wrongly: results or gradients are off by {error_ratio:.0%}"
 
@@ -120,16 +116,23 @@ def _varlen_difference(kernel: Kernel, config: PretrainedConfig, device: torch.d
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     cu_seqlens = torch.tensor([0, FLEX_MINIMUM // 3, FLEX_MINIMUM], dtype=torch.int32, device=device)
-    query, key, value, gradient = (
+    inputs = [
         torch.randn(FLEX_MINIMUM, num, width, dtype=torch.bfloat16, device=device, requires_grad=True)
-        for num in (heads, key_heads, key_heads, heads)
-    )
+        for num in (heads, key_heads, key_heads)
+    ]
     scale = 1 / math.sqrt(width)
-    output, _ = varlen_attention(query, key, value, cu_seqlens, FLEX_MINIMUM, scale, window, kernel)
-    expected = masked_attention(query, key, value, cu_seqlens, scale, window)
-    gradients = (torch.autograd.grad(each, (query, key, value), gradient) for each in (output, expected))
-    pairs = [(output, expected), *zip(*gradients, strict=True)]
-    return max(float(((one - other).norm() / other.norm()).detach()) for one, other in pairs)  # a host sync
+    output, _ = varlen_attention(*inputs, cu_seqlens, FLEX_MINIMUM, scale, window, kernel)
+    return largest_difference(output, masked_attention(*inputs, cu_seqlens, scale, window), inputs)
+
+
+def largest_difference(computed: torch.Tensor, expected: torch.Tensor, inputs: Sequence[torch.Tensor]) -> float:
+    """Return the largest difference, relative to its norm, of an output and its inputs' gradients; inf for NaN."""
+    gradient = torch.randn(expected.shape, dtype=expected.dtype, device=expected.device)
+    of_each = [torch.autograd.grad(one, inputs, gradient) for one in (computed, expected)]
+    pairs = [(computed, expected), *zip(*of_each, strict=True)]
+    # Host syncs.
+    ratios = [float(((one - other).float().norm() / other.float().norm()).detach()) for one, other in pairs]
+    return math.inf if any(math.isnan(ratio) for ratio in ratios) else max(ratios)
 
 
 def masked_attention(

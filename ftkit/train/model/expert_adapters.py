@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     LayoutOf = Callable[[int, int], Fp8Layout | None]
 
-_NDIM = 3
 _KEY_OF_EXPERT = 0x9E3779B97F4A7C15 - 2**64
 """An odd number: added to the keys of tokens, times the expert's, for masks that differ between experts."""
 _RANK_MULTIPLE = 8  # a grouped product needs rows of multiples of 16 bytes, 8 numbers in bf16
@@ -71,8 +70,7 @@ def matrix_names(experts: nn.Module) -> list[str]:
     """Return the names of the stacked matrices of a layer's experts, in the order in which peft wraps them."""
     if isinstance(experts, GroupedExperts):
         return [*experts.sizes]
-    own = experts.named_parameters(recurse=False)
-    return [name for name, each in own if each.ndim == _NDIM]
+    return [name for name, each in experts.named_parameters(recurse=False) if each.ndim == 3]  # noqa: PLR2004
 
 
 def transposed_experts(model: nn.Module) -> frozenset[str]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,9 @@ from ftkit.models.architecture import ArchitectureSpec
 from ftkit.models.config_json import CONFIG_KEYS, find_contradictions, text_part, unquantized_fix, why_not_dequantizable
 from ftkit.models.families import family_of
 from ftkit.models.folder import read_model_config, read_model_type
-from ftkit.models.weight_files import CONFIG_FILE
+from ftkit.models.weight_files import CONFIG_FILE, WRAPPED
+
+log = logging.getLogger(__name__)
 
 _BF16_IN_16_BYTES = 8
 _PASSED_ON = set(ArchitectureSpec.model_fields) - {"family", "sliding_window", "full_attention_every", "rope_scaling"}
@@ -205,14 +210,6 @@ def _avoid_grouped_mm_of_odd_sizes(model: PreTrainedModel) -> None:
         model.set_experts_implementation("eager")
 
 
-def why_not_packed(model: PreTrainedModel) -> str | None:
-    """Return why a model can't be told where packed documents begin; None if it can."""
-    decoder = find_decoder(model)
-    if accepted_inputs(decoder, {"position_ids": None}):
-        return None
-    return f"{type(decoder).__name__} does not accept the positions of packed documents"
-
-
 def accepted_inputs(module: nn.Module, inputs: dict[str, object]) -> dict[str, object]:
     """Return those keyword arguments that a module's forward accepts."""
     parameters = inspect.signature(module.forward).parameters
@@ -266,6 +263,47 @@ def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
             fix="choose a model of another family",
         )
     return max(matching, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
+
+
+@dataclass(frozen=True)
+class TextPlace:
+    """The prefixes of the decoder's tensors, with a period: in the text model, and in the multimodal one."""
+
+    own: str = "model."
+    wrapped: str = WRAPPED
+
+    def rename(self, name: str) -> str:
+        """Return the multimodal class's name of a tensor or module of the text model."""
+        return self.wrapped + name.removeprefix(self.own) if name.startswith(self.own) else name
+
+    def targets(self, projections: Iterable[str]) -> str:
+        """Return peft's pattern for the adapted modules: the vision tower may have modules of the same names."""
+        return rf"{re.escape(self.wrapped)}.*\.({'|'.join(map(re.escape, projections))})"
+
+
+def find_text(model: PreTrainedModel, wrapper: PretrainedConfig | None) -> TextPlace | None:
+    """Return where a text model is in the multimodal class that loads the weights, by the class of its decoder.
+
+    `wrapper` is the multimodal model's configuration; None if the model is not part of one.
+    """
+    if wrapper is None:
+        return None
+    decoder = find_decoder(model)
+    own = next(name for name, module in model.named_modules() if module is decoder)
+    try:
+        with torch.device("meta"):
+            # It sets the attention of the configuration, whose text part is the model's own.
+            whole = auto_class_of(wrapper).from_config(copy.deepcopy(wrapper), attn_implementation="eager")
+    except Exception as error:  # noqa: BLE001 - a vision tower may need a package that training on text does not
+        reason = f"{type(error).__name__}: {one_line(error)}"
+    else:
+        # FSDP2 makes a subclass of a sharded module's class.
+        found = [name for name, module in whole.named_modules() if isinstance(decoder, type(module))]
+        if len(found) == 1:
+            return TextPlace(f"{own}.", f"{found[0]}.")
+        reason = f"{type(whole).__name__} has {len(found)} modules of class {type(decoder).__name__}"
+    log.warning("adapters are named for a text model at '%s', as in most multimodal models: %s", WRAPPED, reason)
+    return TextPlace()
 
 
 def config_for_export(

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,9 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import safe_open
 
-from ftkit.errors import TrainingError, one_line
+from ftkit.errors import TrainingError
 from ftkit.models.folder import ADAPTER_FILE, check_adapters
-from ftkit.models.weight_files import WRAPPED
 from ftkit.train.model.adapted_linear import ADAPTER, AdaptedLinear, TokenKeys
 from ftkit.train.model.expert_adapters import (
     GroupedExperts,
@@ -31,7 +27,7 @@ from ftkit.train.model.expert_adapters import (
     prepare_experts,
 )
 from ftkit.train.model.float8 import Fp8Layout, check_fp8, convert_linears
-from ftkit.train.model.hf_model import auto_class_of, find_decoder, find_decoder_layers
+from ftkit.train.model.hf_model import TextPlace, find_decoder_layers, find_text
 from ftkit.train.model.linears import Nf4Layout, WeightLayout, linears_in_layers, quantize_linears, transposed_weights
 from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.weight_conversion import LazyTensors, name_for_peft
@@ -45,8 +41,6 @@ if TYPE_CHECKING:
 
     from ftkit.config.training import Quantization, TrainingPlan
     from ftkit.models.adapters import LoraSpec
-
-log = logging.getLogger(__name__)
 
 _ADAPTER_OF_EXPERTS = re.compile(r"(?P<experts>.+)\.lora_(?P<factor>[AB])_(?P<matrix>\w+)")
 _SEPARATE_EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -244,7 +238,7 @@ def peft_config(lora: LoraSpec, *, base: str | None = None, model: PreTrainedMod
         fan_in_fan_out=any(name.endswith(is_of_target) for name in transposed),
     )
     if model is not None:
-        add_experts(config, model, lora, targets_of_experts(model, lora))
+        _add_experts(config, model, lora, targets_of_experts(model, lora))
     return config
 
 
@@ -272,7 +266,7 @@ def load_adapters(model: PreTrainedModel, folder: Path, wrapper: PretrainedConfi
     check_adapters(folder)
     parameters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
     own_names = {exported: name for name, exported in peft_names(model, parameters, find_text(model, wrapper)).items()}
-    own_names |= {_peft_name(name): name for name in parameters if not is_of_experts(name)}
+    own_names |= {_peft_name(name): name for name in parameters if not _is_of_experts(name)}
     wanted = {name: local_shard(parameter) for name, parameter in parameters.items()}
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
         stored = {own_names.get(name, name): name for name in file.keys()}  # noqa: SIM118 - not a mapping
@@ -293,7 +287,7 @@ def load_adapters(model: PreTrainedModel, folder: Path, wrapper: PretrainedConfi
                 fix=fix,
             )
         for name, shard in wanted.items():
-            tensor = from_peft(name, file.get_tensor(stored[name]), shard.shape)
+            tensor = _from_peft(name, file.get_tensor(stored[name]), shard.shape)
             shard.copy_from(tensor.to(shard.values.device))
 
 
@@ -309,7 +303,7 @@ def peft_names(model: PreTrainedModel, adapters: Iterable[str], place: TextPlace
         levels = ".base_layer" * (len(order) - 1 - order.index(match["matrix"]))
         names[match.string] = f"base_model.model.{rename(owner)}{levels}.lora_{match['factor']}.weight"
     name_of = partial(name_for_peft, model) if place is None else place.rename
-    return names | {name: _peft_name(name_of(name)) for name in adapters if not is_of_experts(name)}
+    return names | {name: _peft_name(name_of(name)) for name in adapters if not _is_of_experts(name)}
 
 
 def _peft_name(name: str) -> str:
@@ -323,8 +317,7 @@ def _peft_name(name: str) -> str:
 # [E * R, inputs], with the rows of an expert together, and lora_B, [outputs, R * E], with a rank's columns together.
 
 
-def is_of_experts(name: str) -> bool:
-    """Return whether an adapter belongs to experts, by its name in the model."""
+def _is_of_experts(name: str) -> bool:
     return _ADAPTER_OF_EXPERTS.fullmatch(name) is not None
 
 
@@ -336,7 +329,7 @@ def to_peft(name: str, adapter: torch.Tensor) -> torch.Tensor:
     return adapter.flatten(0, 1) if match["factor"] == "A" else adapter.permute(1, 2, 0).flatten(1)
 
 
-def from_peft(name: str, stored: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def _from_peft(name: str, stored: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Return an adapter in its form in the model, of `shape`."""
     match = _ADAPTER_OF_EXPERTS.fullmatch(name)
     if match is None:
@@ -347,7 +340,7 @@ def from_peft(name: str, stored: torch.Tensor, shape: torch.Size) -> torch.Tenso
     return stored.view(outputs, rank, experts).permute(2, 0, 1).contiguous()
 
 
-def add_experts(config: LoraConfig, model: PreTrainedModel, lora: LoraSpec, ambiguous: Collection[str]) -> None:
+def _add_experts(config: LoraConfig, model: PreTrainedModel, lora: LoraSpec, ambiguous: Collection[str]) -> None:
     """Add the adapters of experts to peft's configuration, which has all targets as names of linear layers.
 
     peft takes `ambiguous` targets for experts although linear layers of the model, which has no adapters, have the same
@@ -369,44 +362,3 @@ def add_experts(config: LoraConfig, model: PreTrainedModel, lora: LoraSpec, ambi
     own = {f"{name}.weight" for name, target in linears.items() if target in lora.targets and target in ambiguous}
     config.target_parameters = {*parameters, *own}
     config.lora_dropout = 0.0  # peft's adapters of parameters have none; it matters in training alone
-
-
-@dataclass(frozen=True)
-class TextPlace:
-    """The prefixes of the decoder's tensors, with a period: in the text model, and in the multimodal one."""
-
-    own: str = "model."
-    wrapped: str = WRAPPED
-
-    def rename(self, name: str) -> str:
-        """Return the multimodal class's name of a tensor or module of the text model."""
-        return self.wrapped + name.removeprefix(self.own) if name.startswith(self.own) else name
-
-    def targets(self, projections: Iterable[str]) -> str:
-        """Return peft's pattern for the adapted modules: the vision tower may have modules of the same names."""
-        return rf"{re.escape(self.wrapped)}.*\.({'|'.join(map(re.escape, projections))})"
-
-
-def find_text(model: PreTrainedModel, wrapper: PretrainedConfig | None) -> TextPlace | None:
-    """Return where a text model is in the multimodal class that loads the weights, by the class of its decoder.
-
-    `wrapper` is the multimodal model's configuration; None if the model is not part of one.
-    """
-    if wrapper is None:
-        return None
-    decoder = find_decoder(model)
-    own = next(name for name, module in model.named_modules() if module is decoder)
-    try:
-        with torch.device("meta"):
-            # It sets the attention of the configuration, whose text part is the model's own.
-            whole = auto_class_of(wrapper).from_config(deepcopy(wrapper), attn_implementation="eager")
-    except Exception as error:  # noqa: BLE001 - a vision tower may need a package that training on text does not
-        reason = f"{type(error).__name__}: {one_line(error)}"
-    else:
-        # FSDP2 makes a subclass of a sharded module's class.
-        found = [name for name, module in whole.named_modules() if isinstance(decoder, type(module))]
-        if len(found) == 1:
-            return TextPlace(f"{own}.", f"{found[0]}.")
-        reason = f"{type(whole).__name__} has {len(found)} modules of class {type(decoder).__name__}"
-    log.warning("adapters are named for a text model at '%s', as in most multimodal models: %s", WRAPPED, reason)
-    return TextPlace()

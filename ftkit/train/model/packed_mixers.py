@@ -15,7 +15,6 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 CHUNK = 64
-_EPSILON = 1e-6
 
 
 def chunk_gated_delta_rule(  # noqa: PLR0913, PLR0917 - the interface is transformers'
@@ -38,7 +37,7 @@ def chunk_gated_delta_rule(  # noqa: PLR0913, PLR0917 - the interface is transfo
     shared = heads // key.shape[2]
     q, k, v, decay, rate = (one.float().movedim(2, 1) for one in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
-        q, k = (one * torch.rsqrt(one.square().sum(-1, keepdim=True) + _EPSILON) for one in (q, k))
+        q, k = (one * torch.rsqrt(one.square().sum(-1, keepdim=True) + 1e-6) for one in (q, k))
     q, k = ((one if shared == 1 else one.repeat_interleave(shared, dim=1)) for one in (q, k))
     q = q * k.shape[-1] ** -0.5
 

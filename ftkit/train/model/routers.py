@@ -17,6 +17,7 @@ gradient of P. The backward pass of the whole loss runs before those of the laye
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,7 +69,8 @@ class Routers:
             router.register_forward_hook(tap)
         self._sums = torch.zeros(0, device=device)
         self._gradient = torch.zeros(0, device=device)
-        self._step = RouterSums(len(routers), num_experts, has_loss=has_loss, device=device)
+        self._new_sums = partial(RouterSums, len(routers), num_experts, has_loss=has_loss, device=device)
+        self._step = self._new_sums()
 
     @classmethod
     def of(cls, hf_model: PreTrainedModel, training: TrainingSpec, world: World) -> Routers:
@@ -149,7 +151,7 @@ class Routers:
     def take(self) -> RouterSums:
         """Return the sums over the micro-batches since the last call."""
         taken = self._step
-        self._step = taken.empty()
+        self._step = self._new_sums()
         return taken
 
 
@@ -258,10 +260,6 @@ class RouterSums:
         self._has_loss = has_loss
         size = num_routers * num_experts + 3 if num_routers else 0
         self.values = torch.zeros(size, dtype=torch.float32, device=device)
-
-    def empty(self) -> RouterSums:
-        """Return sums of the same size, at zero."""
-        return RouterSums(*self._shape, has_loss=self._has_loss, device=self.values.device)
 
     @torch.no_grad()
     def add(self, sums: torch.Tensor, num_tokens: torch.Tensor, balance: torch.Tensor) -> None:

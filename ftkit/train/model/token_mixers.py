@@ -23,7 +23,6 @@ import importlib.util
 import inspect
 import json
 import logging
-import math
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -32,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ftkit.errors import one_line
+from ftkit.train.model.attention import KERNEL_TOLERANCE, largest_difference
 from ftkit.train.model.packed_mixers import chunk_gated_delta_rule, convolve_documents
 from ftkit.train.private_apis.transformers import KernelFunction, kernel_functions
 
@@ -58,7 +58,6 @@ _CONVOLUTION_REACHES = 2**32
 """Elements that causal-conv1d 1.7.0 can tell apart: its offsets are 32-bit unsigned integers (`index_t`)."""
 _DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 """Names of packages in package registries."""
-_TOLERANCE = 0.05  # largest difference of outputs and gradients, relative to their norm, that rounding in bf16 explains
 _TEST_TOKENS = {"cpu": (70, 186), "cuda": (1030, 3066)}
 """Lengths of the documents on which kernels are tested: not multiples of a kernel's chunks of 64 tokens. Kernels that
 tune themselves at their first call do it on these, and training uses the result."""
@@ -90,12 +89,7 @@ def choose_token_mixers(model: PreTrainedModel, world: World) -> list[str]:
 
 def _choose(function: KernelFunction, failure: str | None) -> tuple[str, bool]:
     """Replace a function by what computes it; return a line for the log, and whether it is a slow loop in PyTorch."""
-    kernel, fallback, package, name = (
-        function.kernel,
-        function.fallback,
-        _package_of(function),
-        function.name,
-    )
+    name, kernel, fallback, package = function.name, function.kernel, function.fallback, _package_of(function)
     if kernel is not None and failure is None:
         compute = _convolution(kernel, _CONVOLUTION_REACHES) if name == _CONVOLUTION else kernel
         _replace(function, compute, inspect.signature(kernel).parameters, is_traced=False)
@@ -168,10 +162,10 @@ def _why_no_kernel(function: KernelFunction, model: PreTrainedModel, device: tor
     if (known := _known_failure(function, device)) is not None:
         return f"{named} {known}"
     try:
-        difference = _difference(function, model, device)
+        difference = _difference(function, function.kernel, model, device)
     except Exception as error:  # noqa: BLE001 - each package has its own errors
         return f"{named} fails on {on}: {type(error).__name__}: {one_line(error)}"
-    return f"{named} computes it wrongly on {on}: off by {difference:.0%}" if difference > _TOLERANCE else None
+    return f"{named} computes it wrongly on {on}: off by {difference:.0%}" if difference > KERNEL_TOLERANCE else None
 
 
 def _known_failure(function: KernelFunction, device: torch.device) -> str | None:
@@ -201,31 +195,26 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
 
 
-def _difference(function: KernelFunction, model: PreTrainedModel, device: torch.device) -> float:
+def _difference(function: KernelFunction, kernel: _Function, model: PreTrainedModel, device: torch.device) -> float:
     """Return the largest difference of a kernel from PyTorch on two packed documents, relative to its norm.
 
     Of outputs and gradients. Zero for kernels that are not tested.
     """
     lengths = _TEST_TOKENS[device.type]
-    reference: _Function = convolve_documents if function.name == _CONVOLUTION else chunk_gated_delta_rule
     if function.name == _CONVOLUTION:
         tensors, options = _convolution_inputs(lengths, device)
+        expected = convolve_documents(*tensors, **options)
     elif function.name in _DELTA_RULES:
         tensors, options = _delta_rule_inputs(function.name, model, lengths, device)
+        if function.name == _DELTA_RULE:
+            expected, _ = chunk_gated_delta_rule(*tensors, **options)
+        else:
+            documents = zip(*(torch.split(one, list(lengths), dim=1) for one in tensors), strict=True)
+            parts = [_output(function.fallback(*each, use_qk_l2norm_in_kernel=True)) for each in documents]
+            expected = torch.cat(parts, dim=1)
     else:
         return 0.0
-    if function.name in {_CONVOLUTION, _DELTA_RULE}:
-        expected = _output(reference(*tensors, **options))
-    else:
-        documents = zip(*(torch.split(one, list(lengths), dim=1) for one in tensors), strict=True)
-        parts = [_output(function.fallback(*each, use_qk_l2norm_in_kernel=True)) for each in documents]
-        expected = torch.cat(parts, dim=1)
-    computed = _output((function.kernel or function.fallback)(*tensors, **options))
-    gradient = torch.randn_like(expected)
-    of_each = [torch.autograd.grad(one, tensors, gradient) for one in (computed, expected)]
-    pairs = [(computed, expected), *zip(*of_each, strict=True)]
-    ratios = [float(((one - other).float().norm() / other.float().norm()).detach()) for one, other in pairs]
-    return math.inf if any(math.isnan(ratio) for ratio in ratios) else max(ratios)
+    return largest_difference(_output(kernel(*tensors, **options)), expected, tensors)
 
 
 def _output(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -39,7 +39,10 @@ def varlen_attention(  # noqa: PLR0913, PLR0917 - operators take only tensors an
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output, [B * T, H, D], and the log-sum-exp of the scores, fp32 [H, B * T]; [B * T, H] with cuDNN."""
     if kernel == "cudnn":
-        return _cudnn_forward(query, key, value, cu_seqlens, scale, sliding_window)
+        output = query.new_empty(*query.shape[:2], value.shape[-1])
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        _run_cudnn([query, key, value, output, lse], cu_seqlens, scale, sliding_window, is_backward=False)
+        return output, lse
     flash_forward, _ = flash_attention()
     options = _options(cu_seqlens, max_seqlen, scale, sliding_window)
     output, lse, *_ = flash_forward(query, key, value, return_lse=True, **options)
@@ -63,10 +66,15 @@ def _varlen_backward(  # noqa: PLR0913, PLR0917 - operators take only tensors an
     kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value; `saved` are these, the output and `lse`."""
-    if kernel == "cudnn":
-        return _cudnn_backward(gradient, saved, cu_seqlens, scale, sliding_window)
-    _, flash_backward = flash_attention()
     query, key, value, output, lse = saved
+    if kernel == "cudnn":
+        of_query, of_key, of_value = (
+            torch.empty_like(each, memory_format=torch.contiguous_format) for each in (query, key, value)
+        )
+        tensors = [query, key, value, output, gradient, lse, of_query, of_key, of_value]
+        _run_cudnn(tensors, cu_seqlens, scale, sliding_window, is_backward=True)
+        return of_query, of_key, of_value
+    _, flash_backward = flash_attention()
     options = _options(cu_seqlens, max_seqlen, scale, sliding_window)
     of_query, of_key, of_value, *_ = flash_backward(query, key, value, output, gradient, lse, **options)
     return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
@@ -132,60 +140,25 @@ class _Graph(NamedTuple):
     workspace: int
 
 
-def _cudnn_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    scale: float,
-    sliding_window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output, [T, H, Dv], and the log-sum-exp of the scores, fp32 [T, H].
+def _run_cudnn(
+    tensors: list[torch.Tensor], cu_seqlens: torch.Tensor, scale: float, window: int | None, *, is_backward: bool
+) -> None:
+    """Launch a graph, which writes to the outputs among the tensors: they must be contiguous.
 
-    Shapes: query [T, H, D], key [T, K, D], value [T, K, Dv]; `cu_seqlens` int32 [N + 1] for N documents.
+    Forward: query [T, H, D], key [T, K, D], value [T, K, Dv], then the output [T, H, Dv] and the log-sum-exp of the
+    scores, fp32 [T, H]. Backward: query, key, value, output, its gradient, the log-sum-exp; then the gradients of
+    query, key and value. `cu_seqlens` is int32 [N + 1] for N documents.
     """
-    sizes = _sizes_of(query, key, value, cu_seqlens, scale, sliding_window)
-    output = query.new_empty(sizes.tokens, sizes.heads, sizes.value_width)
-    lse = query.new_empty(sizes.tokens, sizes.heads, dtype=torch.float32)
-    _execute(sizes, cu_seqlens, [query, key, value, output, lse], is_backward=False)
-    return output, lse
-
-
-def _cudnn_backward(
-    gradient: torch.Tensor, saved: Sequence[torch.Tensor], cu_seqlens: torch.Tensor, scale: float, window: int | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value; `saved` are these and what `_cudnn_forward` returned."""
-    query, key, value, output, lse = saved
-    sizes = _sizes_of(query, key, value, cu_seqlens, scale, window)
-    gradients = (
-        torch.empty_like(query, memory_format=torch.contiguous_format),
-        torch.empty_like(key, memory_format=torch.contiguous_format),
-        torch.empty_like(value, memory_format=torch.contiguous_format),
-    )
-    tensors = [query, key, value, output, gradient, lse, *gradients]
-    _execute(sizes, cu_seqlens, tensors, is_backward=True)
-    return gradients
-
-
-def _sizes_of(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    scale: float,
-    window: int | None,
-) -> _Sizes:
-    tokens, heads, width = query.shape
+    query, key, value = tensors[:3]
+    (tokens, heads, width), key_heads, value_width = query.shape, key.shape[1], value.shape[-1]
     documents = max(_MIN_DOCUMENTS, 1 << (len(cu_seqlens) - 2).bit_length())
-    return _Sizes(documents, tokens, heads, key.shape[1], width, value.shape[-1], scale, window)
-
-
-def _execute(sizes: _Sizes, cu_seqlens: torch.Tensor, tensors: list[torch.Tensor], *, is_backward: bool) -> None:
-    """Launch a graph; outputs among the tensors are contiguous, and written to."""
+    sizes = _Sizes(documents, tokens, heads, key_heads, width, value_width, scale, window)
     device = cu_seqlens.device
     built = _graph(sizes, device.index, is_backward=is_backward)
     workspace = torch.empty(built.workspace, dtype=torch.uint8, device=device)
-    boundaries = _boundaries(cu_seqlens, sizes.documents, sizes.tokens, _row_sizes(sizes))
+    # Elements of a token in queries, keys, values, outputs and log-sum-exps.
+    row_sizes = (heads * width, key_heads * width, key_heads * value_width, heads * value_width, heads)
+    boundaries = _boundaries(cu_seqlens, documents, tokens, row_sizes)
     arguments = [*(tensor.contiguous() for tensor in tensors), *boundaries]
     handle = _handle(device.index)
     _cudnn().set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
@@ -199,12 +172,6 @@ def _boundaries(
     """Return the offsets of documents in tensors with rows of these sizes, int64, then their lengths, int32."""
     ends = functional.pad(cu_seqlens.long(), (0, documents + 1 - len(cu_seqlens)), value=tokens)
     return (*(ends * size for size in row_sizes), ends.diff().int())
-
-
-def _row_sizes(sizes: _Sizes) -> tuple[int, int, int, int, int]:
-    """Return the elements of a token in queries, keys, values, outputs and log-sum-exps."""
-    heads, key_heads = sizes.heads, sizes.key_heads
-    return heads * sizes.width, key_heads * sizes.width, key_heads * sizes.value_width, heads * sizes.value_width, heads
 
 
 @cache

@@ -12,16 +12,18 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from transformers import PreTrainedModel
 
 from ftkit.errors import TrainingError
 from ftkit.models.weight_files import text_name
 from ftkit.train.private_apis.transformers import WeightConversions, revert_weight_conversion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _MXFP4_BLOCKS, _MXFP4_SCALES = "_blocks", "_scales"
 """Suffixes of a tensor that is stored in MXFP4, such as gpt-oss's experts."""
@@ -185,37 +187,17 @@ def dequantized(
 
 
 @dataclass(frozen=True)
-class _Conversion:
-    """Tensors that transformers converts from several of the files'. All sources are read completely, once."""
-
-    converter: Any
-    name: str
-    by_pattern: Mapping[str, list[str]]
-    model: PreTrainedModel
-    read: Callable[[str], TensorSource]
-
-    @cached_property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        converter = copy.deepcopy(self.converter)
-        for pattern, names in self.by_pattern.items():
-            for name in names:
-                converter.add_tensor(self.name, name, pattern, self.read(name)[:])
-        converted = converter.convert(self.name, model=self.model, config=self.model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
-
-
-@dataclass(frozen=True)
-class ConvertedTensor:
+class _ConvertedTensor:
     """A tensor that transformers converts while loading."""
 
-    conversion: _Conversion
+    convert: Callable[[], dict[str, torch.Tensor]]  # returns it and others, which it converts once
     name: str
 
     def get_shape(self) -> list[int]:
-        return list(self.conversion.tensors[self.name].shape)
+        return list(self.convert()[self.name].shape)
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        return self.conversion.tensors[self.name][rows]
+        return self.convert()[self.name][rows]
 
 
 def _join(
@@ -225,7 +207,10 @@ def _join(
     model: PreTrainedModel,
     read: Callable[[str], TensorSource],
 ) -> dict[str, TensorSource]:
-    """Return the model's tensors that are converted from some of the files', by name; `name` is the first target."""
+    """Return the model's tensors that are converted from some of the files', by name; `name` is the first target.
+
+    What can't be joined by rows is read completely.
+    """
     (converter,) = (one for one in converters if not by_pattern.keys().isdisjoint(one.source_patterns))
     parts = [by_pattern.get(pattern, []) for pattern in converter.source_patterns]
     if len({len(part) for part in parts}) > 1:
@@ -237,11 +222,20 @@ def _join(
     operations = [(type(one).__name__, getattr(one, "dim", None)) for one in converter.operations]
     if operations in _JOINED_BY_ROWS:
         return {name: JoinedPieces(list(zip(*parts, strict=True)), read)}
-    conversion = _Conversion(converter, name, by_pattern, model, read)
+
+    @cache
+    def convert() -> dict[str, torch.Tensor]:
+        used = copy.deepcopy(converter)
+        for pattern, names in by_pattern.items():
+            for stored in names:
+                used.add_tensor(name, stored, pattern, read(stored)[:])
+        converted = used.convert(name, model=model, config=model.config)
+        return {target: value[0] if isinstance(value, list) else value for target, value in converted.items()}
+
     first, *others = converter.target_patterns
     prefix, _, suffix = name.partition(first)
     targets = [name, *(prefix + other + suffix for other in others)]
-    return {target: ConvertedTensor(conversion, target) for target in targets}
+    return {target: _ConvertedTensor(convert, target) for target in targets}
 
 
 def _natural_sort_key(name: str) -> list[str | int]:

@@ -159,13 +159,12 @@ def kernel_functions(model: nn.Module) -> list[KernelFunction]:
     5.23; 4.57 has no such functions.
     """
     files = {type(module).__module__: None for module in model.modules()}
-    named = [(file, name, value) for file in files for name, value in vars(sys.modules[file]).items()]
-    found = [_kernel_function(*one) for one in named if isinstance(one[-1], FunctionType)]
+    found = [_kernel_function(file, *named) for file in files for named in vars(sys.modules[file]).items()]
     return [one for one in found if one is not None]
 
 
-def _kernel_function(module: str, attribute: str, function: Callable[..., Any]) -> KernelFunction | None:
-    """Return a function with a kernel, which others may wrap; None for other functions."""
+def _kernel_function(module: str, attribute: str, function: object) -> KernelFunction | None:
+    """Return a function with a kernel, which others may wrap; None for anything else."""
     variables = ("func_name", "package", "implementation", "torch_function")
     while isinstance(function, FunctionType):
         closed = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
@@ -173,5 +172,5 @@ def _kernel_function(module: str, attribute: str, function: Callable[..., Any]) 
             name, package, kernel, fallback = (closed[key].cell_contents for key in variables)
             found = None if kernel is fallback else kernel
             return KernelFunction(module, attribute, name, package, function, fallback, found)
-        function = getattr(function, "__wrapped__", None)  # type: ignore[assignment]
+        function = getattr(function, "__wrapped__", None)
     return None
