@@ -116,13 +116,14 @@ def _varlen_difference(kernel: Kernel, config: PretrainedConfig, device: torch.d
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     cu_seqlens = torch.tensor([0, FLEX_MINIMUM // 3, FLEX_MINIMUM], dtype=torch.int32, device=device)
-    inputs = [
+    query, key, value = (
         torch.randn(FLEX_MINIMUM, num, width, dtype=torch.bfloat16, device=device, requires_grad=True)
         for num in (heads, key_heads, key_heads)
-    ]
+    )
     scale = 1 / math.sqrt(width)
-    output, _ = varlen_attention(*inputs, cu_seqlens, FLEX_MINIMUM, scale, window, kernel)
-    return largest_difference(output, masked_attention(*inputs, cu_seqlens, scale, window), inputs)
+    output, _ = varlen_attention(query, key, value, cu_seqlens, FLEX_MINIMUM, scale, window, kernel)
+    expected = masked_attention(query, key, value, cu_seqlens, scale, window)
+    return largest_difference(output, expected, (query, key, value))
 
 
 def largest_difference(computed: torch.Tensor, expected: torch.Tensor, inputs: Sequence[torch.Tensor]) -> float:

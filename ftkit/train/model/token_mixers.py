@@ -203,17 +203,17 @@ def _difference(function: KernelFunction, kernel: _Function, model: PreTrainedMo
     lengths = _TEST_TOKENS[device.type]
     if function.name == _CONVOLUTION:
         tensors, options = _convolution_inputs(lengths, device)
-        expected = convolve_documents(*tensors, **options)
     elif function.name in _DELTA_RULES:
         tensors, options = _delta_rule_inputs(function.name, model, lengths, device)
-        if function.name == _DELTA_RULE:
-            expected, _ = chunk_gated_delta_rule(*tensors, **options)
-        else:
-            documents = zip(*(torch.split(one, list(lengths), dim=1) for one in tensors), strict=True)
-            parts = [_output(function.fallback(*each, use_qk_l2norm_in_kernel=True)) for each in documents]
-            expected = torch.cat(parts, dim=1)
     else:
         return 0.0
+    own: dict[str, _Function] = {_CONVOLUTION: convolve_documents, _DELTA_RULE: chunk_gated_delta_rule}
+    if function.name in own:
+        expected = _output(own[function.name](*tensors, **options))
+    else:
+        documents = zip(*(torch.split(one, list(lengths), dim=1) for one in tensors), strict=True)
+        parts = [_output(function.fallback(*each, use_qk_l2norm_in_kernel=True)) for each in documents]
+        expected = torch.cat(parts, dim=1)
     return largest_difference(_output(kernel(*tensors, **options)), expected, tensors)
 
 
