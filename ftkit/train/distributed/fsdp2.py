@@ -27,7 +27,7 @@ from ftkit.train.components.optimizer import HostStateAdamW, make_optimizer
 from ftkit.train.distributed.collectives import choose_collectives
 from ftkit.train.distributed.pack_parallel import divide_layers
 from ftkit.train.engine import InitWeights, ShardingStats, State, collect_sharding_stats
-from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing, offloads_of_layers
+from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.compile import compiles
 from ftkit.train.model.float8 import GatheredScales
 from ftkit.train.model.hf_model import find_decoder_layers
@@ -279,7 +279,8 @@ def _prepare_layers(hf_model: PreTrainedModel, training: TrainingPlan, world: Wo
         layers,
         training.checkpointing_of_layers(len(layers), "fsdp2"),
         compiled=compiles(training, world.device),
-        offloads=offloads_of_layers(training.offloaded_of_layers(len(layers), "fsdp2"), world.device),
+        offloaded=training.offloaded_of_layers(len(layers), "fsdp2"),
+        device=world.device,
     )
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext
     if training.adapters is not None and training.compute_precision == "bf16":

@@ -40,7 +40,7 @@ from ftkit.config.execution import indivisible_sizes
 from ftkit.errors import TrainingError
 from ftkit.models.adapters import ROWWISE, LoraSpec
 from ftkit.models.families import MEASURED
-from ftkit.train.model.adapted_linear import AdaptedLinear, Draw, merged_squares
+from ftkit.train.model.adapted_linear import ADAPTER, AdaptedLinear, Draw
 from ftkit.train.model.attention import Kernel, masked_attention, refuse_changed_scores
 from ftkit.train.model.varlen_attention import VARLEN, varlen_attention
 from ftkit.train.private_apis.torch import FSDP2_SETS_DIVISORS, Ctx, process_group
@@ -247,28 +247,20 @@ class _DividedAdapter(AdaptedLinear):
         _distribute(self.lora_magnitude_vector, mesh, lambda _: up)
 
     def _down(self, inputs: torch.Tensor, draw: Draw | None) -> torch.Tensor:
-        down = _local_weight(self.lora_A)
+        down = self._weight_of(self.lora_A[ADAPTER])
         return functional.linear(inputs, down) if draw is None else draw.multiply(inputs, down)
 
     def _up(self, products: torch.Tensor) -> torch.Tensor:
-        return functional.linear(products, _local_weight(self.lora_B))
+        return functional.linear(products, self._weight_of(self.lora_B[ADAPTER]))
 
     def _multiply(self, inputs: torch.Tensor) -> torch.Tensor:
-        return functional.linear(inputs, _local_weight(self.base_layer))
+        return functional.linear(inputs, self._weight_of(self.base_layer))
 
     def _without_bias(self, output: torch.Tensor) -> torch.Tensor:
         return output  # `forward` adds it
 
-    def _magnitudes(self) -> torch.Tensor:
-        return _local_weight(self.lora_magnitude_vector)
-
-    def _norms(self) -> torch.Tensor:
-        base, down, up = (_local_weight(part) for part in (self.base_layer, self.lora_A, self.lora_B))
-        return self._sum(merged_squares(base, down, up, self.lora.scaling)).sqrt()
-
-    def _sum(self, squares: torch.Tensor) -> torch.Tensor:
-        """Return the sums over whole rows of the weight, from those over this rank's part of each."""
-        return squares
+    def _weight_of(self, module: nn.Module) -> torch.Tensor:
+        return _local(cast("nn.Parameter", module.weight))
 
 
 class _ColwiseAdapter(_DividedAdapter):
@@ -315,7 +307,3 @@ def _local(parameter: nn.Parameter) -> torch.Tensor:
     divided = cast("DTensor", parameter)
     is_whole = divided.placements[0].is_replicate()
     return divided.to_local(grad_placements=[Partial()] if is_whole else None)
-
-
-def _local_weight(owner: nn.Module) -> torch.Tensor:
-    return _local(next(owner.parameters()))

@@ -18,7 +18,7 @@ from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
 from ftkit.train.checkpoint.loading import check_model, read_state
 from ftkit.train.components.optimizer import parameter_groups
 from ftkit.train.engine import InitWeights, ShardingStats, State, collect_sharding_stats
-from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing, offloads_of_layers
+from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.model.expert_adapters import experts_in_layers
 from ftkit.train.model.hf_model import find_decoder_layers
 from ftkit.train.model.local_shard import local_shard
@@ -74,7 +74,8 @@ class Zero3Engine:
             layers,
             training.checkpointing_of_layers(len(layers), "zero3"),
             compiled=False,
-            offloads=offloads_of_layers(training.offloaded_of_layers(len(layers), "zero3"), world.device),
+            offloaded=training.offloaded_of_layers(len(layers), "zero3"),
+            device=world.device,
         )
         # DeepSpeed gathers the output projection's weight when it is called as a module.
         self.model = CausalLM(hf_model, routers=routers, by_weight=False, objective=Preferences.of(training))

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_CPU = torch.device("cpu")
 WIDE = 256
 """Inner dimension from which a bf16 matmul is compute-bound. A narrower one is memory-bound, like element-wise
 operations, so recomputing it is cheap."""
@@ -80,20 +81,22 @@ def apply_activation_checkpointing(
     modes: Sequence[ActivationCheckpointing],
     *,
     compiled: bool,
-    offloads: Sequence[ActivationOffload | None] | None = None,
+    offloaded: Sequence[bool] = (),
+    device: torch.device = _CPU,
 ) -> None:
     """Replace each decoder layer with one that is compiled, recomputed in the backward pass, or both.
 
     Names of parameters don't change. The compiler traces the checkpoint: it takes part in the selection, and recomputes
     only what the backward pass reads (docs/adr/0051). If it can't trace it with `full`, the compiled layer is called
-    twice. Layers are in the order of their calls, each with its mode, and with what offloads the tensors that it saves,
-    if they don't stay on the device.
+    twice. Layers are in the order of their calls, each with its mode, and with whether the tensors that it saves are
+    offloaded from `device`; by default, none are.
     """
     if compiled:
         raise_recompile_limit(len(layers))
         tag_with_sources()
-    offloads = offloads or [None] * len(layers)
-    for index, (layer, mode, offload) in enumerate(zip(layers, modes, offloads, strict=True)):
+    offloaded = offloaded or [False] * len(layers)
+    offload = ActivationOffload(device) if any(offloaded) else None  # of all layers, as it prefetches the next one's
+    for index, (layer, mode, offloads) in enumerate(zip(layers, modes, offloaded, strict=True)):
         loops = {type(module).__name__ for module in layer.modules()} & _LOOPS_OVER_TOKENS
         is_compiled = compiled and not loops
         if compiled and loops:
@@ -101,7 +104,7 @@ def apply_activation_checkpointing(
         if mode == "none" and not is_compiled:
             continue
         layer_class = _recomputed_class(type(layer))  # type: ignore[arg-type] # a class can be hashed
-        layers[index] = layer_class(layer, mode, compiled=is_compiled, offload=offload)
+        layers[index] = layer_class(layer, mode, compiled=is_compiled, offload=offload if offloads else None)
 
 
 @cache
@@ -325,12 +328,6 @@ class ActivationOffload:
             self._stream.wait_stream(self._library.current_stream())
             with self._library.stream(self._stream):
                 tensor.copy_(host, non_blocking=True)
-
-
-def offloads_of_layers(are_offloaded: Sequence[bool], device: torch.device) -> list[ActivationOffload | None]:
-    """Return what offloads each layer: one object for all that are offloaded, because it prefetches the next one."""
-    offload = ActivationOffload(device) if any(are_offloaded) else None
-    return [offload if is_offloaded else None for is_offloaded in are_offloaded]
 
 
 def _addresses(tensor: torch.Tensor) -> Iterator[int]:

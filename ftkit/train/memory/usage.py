@@ -181,10 +181,7 @@ _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 _CGROUP_FILES = {
     "": ("", "memory.max", "memory.current", "inactive_file", "active_file"),
-    "memory": (
-        *("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-        *("total_inactive_file", "total_active_file"),
-    ),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"),
 }
 """By the controllers in `/proc/self/cgroup` (none in version 2): the folder of the groups, and their files."""
 

@@ -74,8 +74,16 @@ class AdaptedLinear(nn.Module):
         if not self.lora.use_dora:
             return (output + adapted).to(output.dtype)
         base = self._without_bias(output) if draw is None else self._multiply(draw.drop(inputs))
-        scales = self._magnitudes() / self._norms()
+        scales = self._weight_of(self.lora_magnitude_vector[ADAPTER]) / self._norms()
         return (output + (scales - 1) * base + scales * adapted).to(output.dtype)
+
+    def _norms(self) -> torch.Tensor:
+        parts = (self.base_layer, self.lora_A[ADAPTER], self.lora_B[ADAPTER])
+        base, down, up = (self._weight_of(part) for part in parts)
+        base = base.T if is_transposed(self.base_layer) else base
+        return self._sum(merged_squares(base, down, up, self.lora.scaling)).sqrt()
+
+    # What follows is different where ranks divide the layer.
 
     def _down(self, inputs: torch.Tensor, draw: Draw | None) -> torch.Tensor:
         """Multiply by `lora_A`, called as a module where possible: engines gather the parameters of modules."""
@@ -93,13 +101,12 @@ class AdaptedLinear(nn.Module):
     def _without_bias(self, output: torch.Tensor) -> torch.Tensor:
         return output if self.bias is None else output - self.bias
 
-    def _magnitudes(self) -> torch.Tensor:
-        return cast("torch.Tensor", self.lora_magnitude_vector[ADAPTER].weight)
+    def _weight_of(self, module: nn.Module) -> torch.Tensor:
+        return cast("torch.Tensor", module.weight)
 
-    def _norms(self) -> torch.Tensor:
-        base = self.weight.T if is_transposed(self.base_layer) else self.weight
-        down, up = (cast("torch.Tensor", part[ADAPTER].weight) for part in (self.lora_A, self.lora_B))
-        return merged_squares(base, down, up, self.lora.scaling).sqrt()
+    def _sum(self, squares: torch.Tensor) -> torch.Tensor:
+        """Return the sums over whole rows of the weight, from those over this rank's part of each."""
+        return squares
 
 
 @torch.no_grad()

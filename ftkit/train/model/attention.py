@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 Kernel = Literal["flash4", "cudnn", "flex", "sdpa", "eager"]
 
-_HOPPER = (9, 0)
 _UNSUPPORTED_BY_VARLEN = ("softcap", "s_aux", "position_bias")
 """Arguments by which some models change the attention scores: soft caps, sinks, biases."""
 _IGNORES_POSITIONS = ("gpt_oss",)
@@ -98,7 +97,7 @@ def _varlen_failure(kernel: Kernel, config: PretrainedConfig, device: torch.devi
     Forward and backward are tested with the model's heads, with and without its window, against torch's SDPA. Training
     reuses the compiled kernels. Some versions compute wrong gradients for some head sizes.
     """
-    if torch.cuda.get_device_capability(device) < _HOPPER:
+    if torch.cuda.get_device_capability(device) < (9, 0):
         return f"{torch.cuda.get_device_name(device)} is older than Hopper"
     windows = (None,) if getattr(config, "sliding_window", None) is None else (None, FLEX_MINIMUM // 8)
     try:

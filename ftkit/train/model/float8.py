@@ -97,11 +97,7 @@ class _TrainedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Ctx,
-        inputs: torch.Tensor,
-        weight: torch.Tensor,
-        numbers: torch.Tensor | None,
-        scale: torch.Tensor | None,
+        ctx: Ctx, inputs: torch.Tensor, weight: torch.Tensor, numbers: torch.Tensor | None, scale: torch.Tensor | None
     ) -> torch.Tensor:
         if numbers is None or scale is None:
             ctx.save_for_backward(inputs, weight)
