@@ -266,7 +266,7 @@ def load_adapters(model: PreTrainedModel, folder: Path, wrapper: PretrainedConfi
     check_adapters(folder)
     parameters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
     own_names = {exported: name for name, exported in peft_names(model, parameters, find_text(model, wrapper)).items()}
-    own_names |= {_peft_name(name): name for name in parameters if not _is_of_experts(name)}
+    own_names |= {_peft_name(name): name for name in parameters if not _ADAPTER_OF_EXPERTS.fullmatch(name)}
     wanted = {name: local_shard(parameter) for name, parameter in parameters.items()}
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
         stored = {own_names.get(name, name): name for name in file.keys()}  # noqa: SIM118 - not a mapping
@@ -303,7 +303,7 @@ def peft_names(model: PreTrainedModel, adapters: Iterable[str], place: TextPlace
         levels = ".base_layer" * (len(order) - 1 - order.index(match["matrix"]))
         names[match.string] = f"base_model.model.{rename(owner)}{levels}.lora_{match['factor']}.weight"
     name_of = partial(name_for_peft, model) if place is None else place.rename
-    return names | {name: _peft_name(name_of(name)) for name in adapters if not _is_of_experts(name)}
+    return names | {name: _peft_name(name_of(name)) for name in adapters if not _ADAPTER_OF_EXPERTS.fullmatch(name)}
 
 
 def _peft_name(name: str) -> str:
@@ -315,10 +315,6 @@ def _peft_name(name: str) -> str:
 #
 # peft wraps a layer's experts once for each adapted parameter, and stores their adapters in two matrices: lora_A,
 # [E * R, inputs], with the rows of an expert together, and lora_B, [outputs, R * E], with a rank's columns together.
-
-
-def _is_of_experts(name: str) -> bool:
-    return _ADAPTER_OF_EXPERTS.fullmatch(name) is not None
 
 
 def to_peft(name: str, adapter: torch.Tensor) -> torch.Tensor:
