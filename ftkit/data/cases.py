@@ -6,20 +6,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ftkit.config.data import AutoFormat, DataSpec, Format, JinjaFormat, PreferencesFormat, PromptCompletionFormat
 from ftkit.data.conversations import Conversation, JsonObject, Message, is_turn, read_tools, read_turns, trained_turns
 from ftkit.data.encoding import RowEncoder
-from ftkit.data.limits import TemplateLimitError, run_in_fork
+from ftkit.data.limits import run_in_fork
 from ftkit.data.packing import IGNORED, Document
 from ftkit.data.preferences import Preferences
 from ftkit.data.readers import read_json_lines
 from ftkit.data.rendering import ChatRenderer
 from ftkit.data.row_formats import DETECTION_ROWS, read_example, read_prompt, resolve_format, unused_columns
-from ftkit.data.rows import Columns, Row, errors_at
+from ftkit.data.rows import Columns, Row, try_rows
 from ftkit.errors import DataError, one_line, plural
 
 if TYPE_CHECKING:
@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
     from ftkit.data.prepared_data import PreparedData
 
-_TURNS = ("assistant", "last", "completion")
 _TEXT_COLUMNS = ("prompt", "question", "instruction", "input", "text")
-_MORE_COLUMNS = ("input", "context")
-"""Columns that add to the column 'instruction'."""
-_TOOL_COLUMNS = ("tools", "functions")
 
 
 @dataclass(frozen=True)
@@ -75,15 +71,8 @@ class EvaluationSet:
     cases: list[Case]
 
 
-class _Turn(NamedTuple):
-    """An assistant turn: tokens of its prompt and of itself, and the turn as in the data."""
-
-    prompt: list[int]
-    reference: list[int] | None = None
-    message: Message | None = None
-    has_tools: bool = False
-
-
+_Turn = tuple[list[int], list[int] | None, Message | None, bool]
+"""An assistant turn: tokens of its prompt and of itself, the turn as in the data, and whether it has tools."""
 _Encoded = tuple[list[Document], list[_Turn]]
 
 
@@ -161,7 +150,7 @@ def _encode(model: ModelInput, rows: list[Row], data: DataSpec | None) -> list[_
         return [prompt if isinstance(prompt, DataError) else _prompt(prompt) for prompt in prompts]
     data = data or DataSpec.model_validate({"source": "./rows.jsonl"})
     unused = {name for row in rows for name in unused_columns(row.columns, form)}
-    train_on = data.train_on if data.train_on in _TURNS else "assistant"
+    train_on = data.train_on if data.train_on in ("assistant", "last", "completion") else "assistant"
     data = data.model_copy(update={"ignore_columns": (*data.ignore_columns, *sorted(unused)), "train_on": train_on})
     encoder = RowEncoder.of(model.tokenizer, data, form, model.vocab_size)
     encoded: list[_Encoded | DataError] = []
@@ -191,7 +180,7 @@ def _format_of(rows: list[Row], data: DataSpec | None) -> Format | None:
 
 def _prompt(tokens: list[int]) -> _Encoded:
     labels = np.array([*tokens[1:], IGNORED], np.int32)
-    return [Document(np.array(tokens, np.int32), labels)], [_Turn(tokens)]
+    return [Document(np.array(tokens, np.int32), labels)], [(tokens, None, None, False)]
 
 
 def _turns(row: Row, documents: list[Document], data: DataSpec, form: Format) -> list[_Turn]:
@@ -211,7 +200,7 @@ def _turns(row: Row, documents: list[Document], data: DataSpec, form: Format) ->
     if len(messages) != len(turns):  # adjacent turns form one run of tokens
         messages = [None] * len(turns)
     has_tools = bool(example.tools)
-    return [_Turn(*turn, message, has_tools) for turn, message in zip(turns, messages, strict=True)]
+    return [(*turn, message, has_tools) for turn, message in zip(turns, messages, strict=True)]
 
 
 def renderer_of(tokenizer: PreTrainedTokenizerBase, label: str, options: JsonObject) -> ChatRenderer:
@@ -232,7 +221,11 @@ def encode_prompts(
 
     The recipe's format is used for rows with its columns; otherwise turns, or a column with a prompt.
     """
-    texts = run_in_fork(renderer, _render_prompts, renderer, rows, form)
+
+    def rendered(row: Row) -> str:
+        return renderer.render(_conversation_of(row.columns, form), open_turn=True)
+
+    texts = run_in_fork(renderer, try_rows, rendered, rows)
     return [text if isinstance(text, DataError) else encode_text(tokenizer, text) for text in texts]
 
 
@@ -240,19 +233,6 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the tokens of a rendered prompt."""
     tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return tokens
-
-
-def _render_prompts(renderer: ChatRenderer, rows: Sequence[Row], form: Format | None) -> list[str | DataError]:
-    texts: list[str | DataError] = []
-    for row in rows:
-        try:
-            with errors_at(row):
-                texts.append(renderer.render(_conversation_of(row.columns, form), open_turn=True))
-        except TemplateLimitError:
-            raise
-        except DataError as error:
-            texts.append(error)
-    return texts
 
 
 def _conversation_of(columns: Columns, form: Format | None) -> Conversation:
@@ -268,11 +248,12 @@ def _conversation_of(columns: Columns, form: Format | None) -> Conversation:
                 end = max((number for number, each in enumerate(messages, 1) if each.role != "assistant"), default=0)
                 if not end:
                     raise DataError("all turns are the assistant's", fix="add the user's turn before them")
-                tools = [tool for key in _TOOL_COLUMNS if columns.get(key) for tool in read_tools(columns[key])]
-                return Conversation(messages[:end], tuple(tools))
+                given = [columns[key] for key in ("tools", "functions") if columns.get(key)]
+                return Conversation(messages[:end], tuple(tool for each in given for tool in read_tools(each)))
     for name in _TEXT_COLUMNS:
         if isinstance(columns.get(name), str):
-            more = [str(columns[each]) for each in _MORE_COLUMNS if name == "instruction" and columns.get(each)]
+            added = ("input", "context") if name == "instruction" else ()
+            more = [str(columns[each]) for each in added if columns.get(each)]
             return Conversation((Message("user", "\n\n".join([columns[name], *more])),))
     raise DataError(
         f"there is no prompt in the columns {', '.join(columns) or '(none)'}",

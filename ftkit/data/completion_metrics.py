@@ -90,7 +90,11 @@ def _compare_calls(at_least: int, case: Case, completion: Completion, *, by_name
         )
     if by_name:
         return float(sorted(name for name, _ in expected) == sorted(name for name, _ in predicted))
-    return float(same_calls(expected, predicted))
+    for call in predicted:
+        if call not in expected:
+            return 0.0
+        expected.remove(call)
+    return float(not expected)
 
 
 METRICS: dict[str, tuple[Metric, ...]] = {
@@ -179,16 +183,6 @@ def read_calls(text: str) -> list[Call]:
     decoded = ((match[1], _decode(text, match.end())[0]) for match in _NAME_BEFORE.finditer(text))
     after_names: list[Call] = [(name, arguments) for name, arguments in decoded if isinstance(arguments, dict)]
     return xml or after_names or _in_json(text)
-
-
-def same_calls(left: list[Call], right: list[Call]) -> bool:
-    """Tell whether both have the same calls with the same arguments, in any order."""
-    left = list(left)
-    for call in right:
-        if call not in left:
-            return False
-        left.remove(call)
-    return not left
 
 
 def _parse_value(text: str) -> object:

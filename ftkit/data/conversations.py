@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -141,6 +142,14 @@ def is_turn(value: object, style: str) -> bool:
     """Tell whether a value looks like a turn of a style."""
     keys = {"role"} if style == "openai" else {"from", "value"}
     return isinstance(value, dict) and keys <= value.keys()
+
+
+def turns_in(value: object) -> list[object]:
+    """Return the turns of a column, which tables often have as JSON text; none if it has no list."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    return value if isinstance(value, list) else []
 
 
 def read_turns(turns: object, column: str, style: str, ignored: Collection[str]) -> Iterator[Message]:
@@ -308,19 +317,17 @@ def _read_call(call: object) -> ToolCall:
 
 def read_tools(value: object) -> tuple[JsonObject, ...]:
     """Read the schemas of tools: OpenAI's, or the bare functions; a list or JSON text of one."""
-    return tuple(_read_tool(tool) for tool in _as_list(value, "tools"))
-
-
-def _read_tool(tool: object) -> JsonObject:
-    if isinstance(tool, str):
-        tool = _parse_json(tool, "a tool")
-    function = tool.get("function", tool) if isinstance(tool, dict) else None
-    if not isinstance(tool, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise _bad("a tool has no schema with a name", tool)
-    parameters = function.get("parameters")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise _bad(f"the parameters of tool {function['name']} are not a JSON schema", parameters)
-    return tool if "function" in tool else {"type": "function", "function": tool}
+    tools: list[JsonObject] = []
+    for given in _as_list(value, "tools"):
+        tool = _parse_json(given, "a tool") if isinstance(given, str) else given
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(tool, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _bad("a tool has no schema with a name", tool)
+        parameters = function.get("parameters")
+        if parameters is not None and not isinstance(parameters, dict):
+            raise _bad(f"the parameters of tool {function['name']} are not a JSON schema", parameters)
+        tools.append(tool if "function" in tool else {"type": "function", "function": tool})
+    return tuple(tools)
 
 
 def check_calls(messages: tuple[Message, ...], tools: tuple[JsonObject, ...]) -> None:

@@ -16,12 +16,13 @@ from tokenizers import Tokenizer
 
 from ftkit.config.data import DataSpec, Format, PreferencesFormat, TextFormat
 from ftkit.data.conversations import Conversation, PlainText
-from ftkit.data.limits import TemplateLimitError, run_in_fork
+from ftkit.data.labels import any_of
+from ftkit.data.limits import run_in_fork
 from ftkit.data.packing import IGNORED, Document
 from ftkit.data.preferences import Preferences
-from ftkit.data.rendering import ChatRenderer, Rendering, special_tokens_of, token_pattern
+from ftkit.data.rendering import ChatRenderer, Rendering, special_tokens_of
 from ftkit.data.row_formats import read_example
-from ftkit.data.rows import Row, errors_at
+from ftkit.data.rows import Row, errors_at, try_rows
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class RowEncoder:
     adds_space: bool
     words: WordCache
     begin: str
-    special_tokens: tuple[str, ...]
+    special_tokens: frozenset[str]
 
     @classmethod
     def of(
@@ -97,12 +98,15 @@ class RowEncoder:
             adds_space=joined != [*parts[0], *parts[1]],
             words=WordCache.of(backend),
             begin=tokenizer.bos_token if has_begin else "",
-            special_tokens=() if is_parsed else special_tokens_of(tokenizer),
+            special_tokens=frozenset() if is_parsed else special_tokens_of(tokenizer),
         )  # fmt: skip
 
     def encode(self, rows: Sequence[Row]) -> list[list[Document] | DataError]:
         """Return the documents of each row (several if the template rewrites earlier turns), or its error."""
-        found = run_in_fork(self.renderer, self._render, rows) if self.renderer else self._render(rows)
+        if self.renderer:
+            found = run_in_fork(self.renderer, try_rows, self._renderings, rows)
+        else:
+            found = try_rows(self._renderings, rows)
         documents = iter(self._tokenize([each for part in found if isinstance(part, list) for each in part]))
         result: list[list[Document] | DataError] = []
         for row, part in zip(rows, found, strict=True):
@@ -129,18 +133,6 @@ class RowEncoder:
             for chosen, rejected in zip(documents[::2], documents[1::2], strict=True):
                 if np.array_equal(chosen.tokens, rejected.tokens):
                     raise DataError("both sides have the same tokens", fix="correct or remove this example")
-
-    def _render(self, rows: Sequence[Row]) -> list[list[Rendering] | DataError]:
-        found: list[list[Rendering] | DataError] = []
-        for row in rows:
-            try:
-                with errors_at(row):
-                    found.append(self._renderings(row))
-            except TemplateLimitError:
-                raise
-            except DataError as error:
-                found.append(error)
-        return found
 
     def _renderings(self, row: Row) -> list[Rendering]:
         """Return the texts of a row, with the trained spans of each."""
@@ -177,8 +169,8 @@ class RowEncoder:
         """Return a text between the begin and end tokens of a document; special tokens in the text stay text."""
         if not text.strip():
             raise DataError("the text is blank", fix="remove this example")
-        pattern = token_pattern(self.special_tokens)
-        cuts = tuple(len(self.begin) + found.start() + 1 for found in pattern.finditer(text))
+        special = any_of(self.special_tokens).finditer(text)
+        cuts = tuple(len(self.begin) + found.start() + 1 for found in special)
         document = f"{self.begin}{text}{self.tokenizer.eos_token}"
         return Rendering(document, ((0, len(document)),), cuts)
 
@@ -313,7 +305,7 @@ class WordCache:
         return cls(backend, added, _patterns(splitter) if is_known else None, normalizer is not None)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the documents of each row (several if the template rewrites earlier turns), or its error."""
+        """Return the tokens of each text."""
         found = [self._find_words(text) for text in texts]
         known = [self._look_up(words) for words in found]
         new = {word for words, ids in zip(found, known, strict=True) if ids is None for word in words or ()}

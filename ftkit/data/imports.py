@@ -20,7 +20,6 @@ from ftkit.errors import PrerequisiteError
 UNUSED = ("librosa", "scipy", "sklearn", "soundfile", "torchaudio")
 """Packages that transformers imports wherever they are installed, for models and a way of generation that ftkit does
 not use."""
-_NOISY = ("torchao", "torch.utils._pytree", "bitsandbytes.backends")
 
 
 @cache
@@ -37,7 +36,7 @@ def import_transformers() -> ModuleType:
             fix="unset PYTHONOPTIMIZE",
         )
     keep_bytecode()
-    for name in _NOISY:
+    for name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends"):
         logging.getLogger(name).setLevel(logging.ERROR)
     hidden = (*UNUSED, *(("torchvision",) if is_broken("torchvision") else ()))
     with without_packages(*hidden):

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ftkit.data.encoding import RowEncoder
-    from ftkit.data.rendering import ChatRenderer
     from ftkit.data.rows import Row
 
 _REPORT_SECONDS = 10.0
@@ -177,11 +176,6 @@ class DataInspector:
     report: Callable[[str], None]
     """Called every ten seconds with the number of rows read."""
 
-    @property
-    def formats(self) -> list[str]:
-        """The formats of the sources, in their order."""
-        return [describe_format(encoder.format) for encoder in self.encoder.encoders.values()]
-
     def samples(self, num_rows: int) -> Iterator[Sample]:
         """Yield the documents of the first rows that can be used."""
         rows = (row for row in read_rows(self.recipe.data) if row.split != "validation")
@@ -274,7 +268,9 @@ class DataInspector:
         turns: list[tuple[int, str]] = []
         position = 0
         messages = example.messages
-        renderings = run_in_fork(encoder.renderer, _render_parts, encoder.renderer, example)
+        parts = [Conversation(messages[:number], example.tools) for number in range(1, len(messages) + 1)]
+        renderer = encoder.renderer
+        renderings = run_in_fork(renderer, lambda: [renderer.try_render(part) for part in parts])
         for number, (message, rendered) in enumerate(zip(messages, renderings, strict=True), start=1):
             if rendered is None:
                 continue
@@ -319,7 +315,7 @@ class DataInspector:
         num_tokens = sum(source.num_tokens for source in totals.sources)
         num_documents = lengths.total()
         return DataStats(
-            formats=tuple(self.formats),
+            formats=tuple(describe_format(encoder.format) for encoder in self.encoder.encoders.values()),
             sources=tuple(totals.sources),
             num_bad=totals.num_bad,
             num_renderings=totals.num_documents,
@@ -340,17 +336,6 @@ class DataInspector:
         )
 
 
-def _render_parts(renderer: ChatRenderer, conversation: Conversation) -> list[str | None]:
-    """Render the conversation up to each of its turns; None where the template refuses it."""
-    texts: list[str | None] = []
-    for number in range(1, len(conversation.messages) + 1):
-        try:
-            texts.append(renderer.render(Conversation(conversation.messages[:number], conversation.tools)))
-        except DataError:
-            texts.append(None)
-    return texts
-
-
 def median_of(lengths: Counter[int]) -> float:
     """Return the median of lengths, each with its count; 0 if there are none."""
     return float(np.median(np.repeat([*lengths], [*lengths.values()]))) if lengths else 0.0
@@ -360,6 +345,6 @@ def _histogram(lengths: Counter[int]) -> Iterator[LengthBin]:
     """Yield power-of-two bins, without empty bins at the ends."""
     counts: Counter[int] = Counter()
     for length, count in lengths.items():
-        counts[max(0, (length - 1).bit_length())] += count
+        counts[(length - 1).bit_length()] += count
     for power in range(min(counts, default=0), max(counts, default=-1) + 1):
         yield LengthBin((1 << power) // 2 + 1, 1 << power, counts[power])

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
@@ -223,7 +224,7 @@ class Completions:
 
     def __init__(self, template: ChatRenderer, stops: frozenset[str]) -> None:
         self._template, self._stops = template, stops
-        self._tags = _any_of(sorted(set(_TAGS.findall(template.source)), key=lambda tag: (-len(tag), tag)))
+        self._tags = any_of(frozenset(_TAGS.findall(template.source)))
         self._frames: dict[Shape, list[CompletionFrame]] = {}
 
     def find(self, conversation: Conversation, chosen: Sequence[int], prompt: str, text: str) -> int:
@@ -307,8 +308,7 @@ class Completions:
 
     def _check_end(self, conversation: Conversation, literals: Sequence[str]) -> None:
         """Check that the last token, and none before it, is one at which generation stops."""
-        pattern = _any_of(sorted(self._stops, key=len, reverse=True))
-        ends = [match for literal in literals for match in pattern.finditer(literal)]
+        ends = [match for literal in literals for match in any_of(self._stops).finditer(literal)]
         is_last = bool(ends) and literals[-1].endswith(ends[-1][0])
         if is_last and len(ends) == 1:
             return
@@ -319,8 +319,11 @@ class Completions:
         )  # fmt: skip
 
 
-def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+@lru_cache(maxsize=8)
+def any_of(texts: frozenset[str]) -> re.Pattern[str]:
+    """Return a pattern that finds any of the texts, the longest one at its place."""
+    longest_first = sorted(texts, key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def _check_start(conversation: Conversation, prompt: str, text: str, start: int) -> None:

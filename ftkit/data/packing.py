@@ -95,7 +95,6 @@ class DocumentBatch:
 
     @classmethod
     def join(cls, batches: Sequence[DocumentBatch]) -> DocumentBatch:
-        """Concatenate batches."""
         if len(batches) == 1:
             return batches[0]
         columns = zip(*((batch.tokens, batch.lengths, batch.sources) for batch in batches), strict=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ from ftkit.data.conversations import (
     is_turn,
     read_tools,
     read_turns,
+    turns_in,
 )
 from ftkit.errors import DataError
 
@@ -65,7 +64,11 @@ def read_preferences(columns: Columns, form: PreferencesFormat, ignored: Collect
     chosen, rejected = (columns.get(name) for name in (form.chosen, form.rejected))
     several = rejected if isinstance(rejected, list) and rejected and not _are_turns(rejected) else [rejected]
     sides = [_turns_of(chosen, form.chosen, ignored), *(_turns_of(each, form.rejected, ignored) for each in several)]
-    prompt = () if columns.get(form.prompt) in (None, "", []) else _prompt_of(columns[form.prompt], form, ignored)
+    prompt: Turns = ()
+    if (asked := columns.get(form.prompt)) not in (None, "", []):
+        prompt = _turns_of(asked, form.prompt, ignored)
+        if isinstance(asked, str) and len(prompt) == 1 and prompt[0].role == "assistant":
+            prompt = (Message("user", prompt[0].content),)  # a text without turns
     shared = tuple(both[0] for both in takewhile(_is_same, zip(*(side[:-1] for side in sides), strict=False)))
     if shared:
         if prompt and not all(map(_is_same, zip(prompt, shared[-len(prompt) :], strict=False))):
@@ -116,12 +119,10 @@ def _turns_of(value: Any, column: str, ignored: Collection[str]) -> Turns:
     """Return a completion, or a conversation that ends with it."""
     if isinstance(value, dict):
         value = [value]
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        with suppress(ValueError, RecursionError):
-            value = parsed if _are_turns(parsed := json.loads(value)) else value
-    if _are_turns(value):
-        style = "openai" if is_turn(value[0], "openai") else "sharegpt"
-        return tuple(read_turns(value, column, style, ignored))
+    turns = turns_in(value)
+    if _are_turns(turns):
+        style = "openai" if is_turn(turns[0], "openai") else "sharegpt"
+        return tuple(read_turns(turns, column, style, ignored))
     if not isinstance(value, str):
         raise DataError(
             f"column '{column}' is neither text nor a list of turns: {str(value)[:80]}",
@@ -132,19 +133,13 @@ def _turns_of(value: Any, column: str, ignored: Collection[str]) -> Turns:
     beginning, *parts = _SPEAKERS.split(value)
     if beginning.strip() or not parts:
         return (Message("assistant", value),)
-    turns = tuple(
+    messages = tuple(
         Message("user" if speaker == "Human" else "assistant", text.strip())
         for speaker, text in zip(parts[::2], parts[1::2], strict=True)
     )
-    if not turns[-1].content:
+    if not messages[-1].content:
         raise blank_turn()
-    return turns
-
-
-def _prompt_of(value: object, form: PreferencesFormat, ignored: Collection[str]) -> Turns:
-    turns = _turns_of(value, form.prompt, ignored)
-    is_text = isinstance(value, str) and len(turns) == 1 and turns[0].role == "assistant"
-    return (Message("user", turns[0].content),) if is_text else turns
+    return messages
 
 
 def _is_same(messages: Sequence[Message]) -> bool:

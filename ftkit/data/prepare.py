@@ -24,8 +24,6 @@ from ftkit.planning.plan import PREPARATION_VERSION, RunPlan
 from ftkit.process import num_usable_cpus
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from ftkit.config.recipe import RecipePlan
 
 
@@ -164,7 +162,13 @@ def open_encoder(recipe: RecipePlan, report: Callable[[str], None]) -> BatchEnco
         name = f" of {source.name}" if len(data.sources) > 1 else ""
         report(f"format{name}: {describe_format(formats[number])}{describe_roles(rows, formats[number])}")
         check_format(data, formats[number], recipe.training.objective)
-    tokenizer = _tokenizer(recipe, formats, report)
+    if (learned_size := recipe.model.tokenizer.vocab_size) is None:
+        is_text = all(form.kind == "text" for form in formats.values())
+        tokenizer = load_tokenizer(recipe.model, None if is_text else data.chat_template, report)
+    else:
+        report(f"training a tokenizer of {learned_size} tokens")
+        tokenizer = learn_tokenizer(_train_texts(data, formats), learned_size, data.chat_template)
+        add_tokens(tokenizer, recipe.model.added_tokens, report)
     vocab_size = recipe.model.architecture.vocab_size
     check_size(tokenizer, recipe.model, vocab_size, report)
     ends = find_model_end_tokens(recipe.model)
@@ -181,19 +185,6 @@ def open_encoder(recipe: RecipePlan, report: Callable[[str], None]) -> BatchEnco
         report(f"warning: data.template_options: the chat template never reads {', '.join(unread)}; check the spelling")
     end = next(iter(renderer.end_tokens), None)
     return BatchEncoder(recipe, encoders, None if end is None else tokenizer.convert_tokens_to_ids(end))
-
-
-def _tokenizer(
-    recipe: RecipePlan, formats: dict[int, Format], report: Callable[[str], None]
-) -> PreTrainedTokenizerBase:
-    vocab_size = recipe.model.tokenizer.vocab_size
-    if vocab_size is None:
-        is_text = all(form.kind == "text" for form in formats.values())
-        return load_tokenizer(recipe.model, None if is_text else recipe.data.chat_template, report)
-    report(f"training a tokenizer of {vocab_size} tokens")
-    learned = learn_tokenizer(_train_texts(recipe.data, formats), vocab_size, recipe.data.chat_template)
-    add_tokens(learned, recipe.model.added_tokens, report)
-    return learned
 
 
 def _train_texts(data: DataSpec, formats: dict[int, Format]) -> Iterator[str]:

@@ -227,19 +227,15 @@ class PreparedData:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the data is completely prepared."""
         return self.manifest_path.is_file()
 
     def read_train(self) -> PackStore:
-        """Open the packs to train on."""
         return PackStore(self.train, self.read_manifest().sequence_length)
 
     def read_validation(self) -> PackStore:
-        """Open the packs of the validation split."""
         return PackStore(self.validation, self.read_manifest().sequence_length)
 
     def read_manifest(self) -> DataManifest:
-        """Read the manifest."""
         try:
             manifest, reason = read_json(self.manifest_path, DataManifest), f"{self.manifest_path.name} is missing"
         except DamagedFileError as error:

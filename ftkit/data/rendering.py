@@ -7,23 +7,14 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from ftkit.data.conversations import Conversation, JsonObject, Message, ToolCall, trained_turns, with_short_ids
-from ftkit.data.labels import Completions
+from ftkit.data.labels import Completions, any_of
 from ftkit.data.limits import MAX_TEXT, LimitReachedError, Template, run_limited
 from ftkit.data.private_apis import compile_chat_template
-from ftkit.data.template_probes import (
-    CONTENTS,
-    PROBE,
-    TurnEnd,
-    fields_of,
-    find_dropped,
-    find_turn_ends,
-    shapes,
-)
+from ftkit.data.template_probes import CONTENTS, PROBE, TurnEnd, fields_of, find_dropped, find_turn_ends, shapes
 from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
@@ -62,7 +53,7 @@ class ChatRenderer(Template):
 
     Attributes:
         tool_template: template for conversations with tools; the same for most tokenizers.
-        special_tokens: tokens that stay text if the data contains them, longest first.
+        special_tokens: tokens that stay text if the data contains them.
         stops: tokens at which generation stops, by the tokenizer and the model's generation configuration.
         needs_short_ids: whether it requires tool call ids of nine letters or digits.
         needs_parts: whether it writes contents only if they are lists of parts, as some multimodal models' do.
@@ -73,7 +64,7 @@ class ChatRenderer(Template):
     template: str
     tool_template: str
     variables: JsonObject
-    special_tokens: tuple[str, ...]
+    special_tokens: frozenset[str]
     stops: frozenset[str] = frozenset()
     needs_short_ids: bool = False
     needs_parts: bool = False
@@ -110,7 +101,7 @@ class ChatRenderer(Template):
         if not renderer.writes_contents() and in_parts.writes_contents():
             renderer = in_parts
         call = Conversation((Message("user", "hi"), Message("assistant", "", tool_calls=(ToolCall("f", {}),))))
-        if not renderer.accepts(call) and renderer.accepts(with_short_ids(call)):
+        if renderer.try_render(call) is None and renderer.try_render(with_short_ids(call)) is not None:
             renderer = replace(renderer, needs_short_ids=True)
         answer_end, call_end = find_turn_ends(renderer)
         dropped = frozenset(find_dropped(renderer))
@@ -121,29 +112,21 @@ class ChatRenderer(Template):
         """The tokens that end a turn, first that of answers."""
         return list(dict.fromkeys(end.token for end in (self.answer_end, self.call_end) if end.token))
 
-    def accepts(self, conversation: Conversation) -> bool:
-        """Return whether the template renders a conversation."""
-        try:
-            self.render(conversation)
-        except DataError:
-            return False
-        return True
-
     def writes_contents(self) -> bool:
-        """Return whether the template writes the contents of turns."""
-        try:
-            text = self.render(CONTENTS)
-        except DataError:
-            return False
+        text = self.try_render(CONTENTS) or ""
         return text.count(PROBE) == len(CONTENTS.messages) and "{'type':" not in text  # the parts, not as Python
 
     def render(self, conversation: Conversation, *, open_turn: bool = False) -> str:
         """Return the text of a conversation; with `open_turn`, followed by the header of an assistant turn."""
-        return run_limited(self, self._text_of, conversation, open_turn)
-
-    def _text_of(self, conversation: Conversation, open_turn: bool) -> str:  # noqa: FBT001
         given = with_short_ids(conversation) if self.needs_short_ids else conversation
-        return self._render(self._turns_of(given), given.tools, open_turn=open_turn)
+        return run_limited(self, lambda: self._render(self._turns_of(given), given.tools, open_turn=open_turn))
+
+    def try_render(self, conversation: Conversation) -> str | None:
+        """Return the text of a conversation; None if the template refuses it."""
+        try:
+            return self.render(conversation)
+        except DataError:
+            return None
 
     def _turns_of(self, conversation: Conversation) -> list[_Turn]:
         return [_for_template(message, in_parts=self.needs_parts) for message in conversation.messages]
@@ -185,9 +168,7 @@ class ChatRenderer(Template):
         found: dict[str, DataError] = {}
         tried = 0
         for name, conversation in shapes(next(iter(self.end_tokens), "")).items():
-            try:
-                self.render(conversation)
-            except DataError:
+            if self.try_render(conversation) is None:
                 continue
             tried += 1
             try:
@@ -212,7 +193,7 @@ class ChatRenderer(Template):
             )
         if self.needs_short_ids:
             conversation = with_short_ids(conversation)
-        pattern = token_pattern(self.special_tokens)
+        pattern = any_of(self.special_tokens)
         texts = list(_texts_of(conversation))
         if not any(map(pattern.search, texts)):
             return conversation, False
@@ -370,17 +351,11 @@ def _without_cuts(rendering: Rendering) -> Rendering:
     return Rendering(rendering.text.replace(_CUT, ""), spans, cuts)
 
 
-def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Return a tokenizer's special tokens, longest first. Those in the data, as in a user's question, stay text."""
+def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """Return a tokenizer's special tokens. Those in the data, as in a user's question, stay text."""
     added = tokenizer.added_tokens_decoder.values()
     special = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
-    return tuple(sorted((token for token in special if len(token) > 1), key=lambda token: (-len(token), token)))
-
-
-@lru_cache(maxsize=8)
-def token_pattern(tokens: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern that finds any of the tokens in a text."""
-    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+    return frozenset(token for token in special if len(token) > 1)
 
 
 def _texts_of(conversation: Conversation) -> Iterator[str]:

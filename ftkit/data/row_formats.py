@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -36,6 +34,7 @@ from ftkit.data.conversations import (
     is_turn,
     read_tools,
     read_turns,
+    turns_in,
 )
 from ftkit.data.preferences import Example, read_preferences
 from ftkit.data.tasks import read_pair
@@ -132,7 +131,7 @@ def check_format(data: DataSpec, form: Format, objective: Objective) -> None:
 
 def _detect_turns(columns: set[str], rows: Sequence[Row]) -> Format | None:
     def is_turns(value: object, style: str) -> bool:
-        turns = _turns_in(value)
+        turns = turns_in(value)
         return bool(turns) and all(is_turn(turn, style) for turn in turns)
 
     for style in ("openai", "sharegpt"):
@@ -143,20 +142,12 @@ def _detect_turns(columns: set[str], rows: Sequence[Row]) -> Format | None:
     return None
 
 
-def _turns_in(value: object) -> list[object]:
-    """Return the turns of a column, which tables often have as JSON text; none if it has no list."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        with suppress(ValueError, RecursionError):
-            value = json.loads(value)
-    return value if isinstance(value, list) else []
-
-
 def describe_roles(rows: Sequence[Row], form: Format) -> str:
     """Say which roles the first rows have by other names; empty if none."""
     if not isinstance(form, MessagesFormat):
         return ""
     key = "role" if form.style == "openai" else "from"
-    turns = [turn for row in rows for turn in _turns_in(row.columns.get(form.column)) if isinstance(turn, dict)]
+    turns = [turn for row in rows for turn in turns_in(row.columns.get(form.column)) if isinstance(turn, dict)]
     names = {name: ROLES.get(normalized_role(name)) for turn in turns if isinstance(name := turn.get(key), str)}
     renamed = [f"'{name}' is {role}" for name, role in names.items() if role and normalized_role(name) != role]
     return f"; {', '.join(renamed)}" if renamed else ""

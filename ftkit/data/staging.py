@@ -37,12 +37,10 @@ if TYPE_CHECKING:
 STAGED = "FTKIT_STAGED_WEIGHTS"
 """Environment variable with the folder of the weights on the node's local disk."""
 _MARKER = "ftkit-staged.json"
-_CHUNK = 2**24
 MAX_COPYING_NODES = 15
 """On more nodes, weights are not copied. N copies read the shared file system N times; ranks that read only their
 shards read it about once in total. So a copy pays off after about N starts with the same weights on the same nodes
 (docs/reference/many-nodes.md)."""
-_EXPORT_SECONDS = 24 * 3600.0
 _THREADS = 8
 """Files copied in parallel: one stream does not saturate a parallel file system."""
 
@@ -51,7 +49,11 @@ def needs_preparation(plan: RunPlan, environment: Mapping[str, str]) -> bool:
     """Return whether a run on Slurm has to prepare data or weights; a local run's own script does that."""
     if plan.cluster.scheduler != "slurm":
         return False
-    return not plan.data.is_prepared or not are_weights_here(plan, environment)
+    if not plan.data.is_prepared or plan.weights_to_export is not None:
+        return True
+    return not is_fetched(
+        plan.recipe.model, {**environment, **plan.cluster.environment}, Workspace(plan.workspace).hub_home
+    )
 
 
 def prepare_here(
@@ -70,14 +72,6 @@ def prepare_here(
     export_weights(plan, report)
     prepare(plan, report, num_workers)
     fetch_weights(plan, environment, report)
-
-
-def are_weights_here(plan: RunPlan, environment: Mapping[str, str]) -> bool:
-    """Return whether all weights are present. The cluster profile's variables override the environment's."""
-    variables = {**environment, **plan.cluster.environment}
-    return plan.weights_to_export is None and is_fetched(
-        plan.recipe.model, variables, Workspace(plan.workspace).hub_home
-    )
 
 
 def fetch_weights(plan: RunPlan, environment: Mapping[str, str], report: Callable[[str], None]) -> None:
@@ -107,7 +101,7 @@ def export_weights(plan: RunPlan, report: Callable[[str], None]) -> None:
     command = [sys.executable, "-m", "ftkit", "export", trained.run, "--step", str(trained.step)]
     done = process.run_stoppable(
         [*command, "--to", trained.folder, "--no-verify"],
-        timeout_seconds=_EXPORT_SECONDS,
+        timeout_seconds=24 * 3600.0,
         environment={**os.environ, "FTKIT_WORKSPACE": str(plan.workspace)},
     )
     if done.returncode:
@@ -197,7 +191,7 @@ def _copy_file(path: Path, target: Path) -> SavedFile:
     """Copy a file; return size and digest of the bytes read."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as reader, target.open("wb") as writer:
-        while chunk := reader.read(_CHUNK):
+        while chunk := reader.read(1 << 24):
             digest.update(chunk)
             writer.write(chunk)
             size += len(chunk)

@@ -5,7 +5,6 @@ The end of an assistant turn is the last trained token, at which generation stop
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
@@ -15,6 +14,7 @@ from jinja2 import TemplateError
 from jinja2.meta import find_undeclared_variables
 
 from ftkit.data.conversations import Conversation, JsonObject, Message, ToolCall
+from ftkit.data.labels import any_of
 from ftkit.data.limits import Template, run_limited
 from ftkit.data.private_apis import compile_chat_template
 from ftkit.errors import DataError
@@ -57,11 +57,9 @@ def fields_of(conversation: Conversation) -> set[str]:
 def find_dropped(renderer: ChatRenderer) -> Iterator[str]:
     """Yield the fields that a template omits: it renders a small conversation without the field's text."""
     for name, conversation in _probes().items():
-        try:
-            if PROBE not in renderer.render(conversation):
-                yield name
-        except DataError:
-            continue  # the template refuses such turns; if the data has any, an error says so
+        text = renderer.try_render(conversation)  # None: if the data has such turns, an error says so
+        if text is not None and PROBE not in text:
+            yield name
 
 
 def _probes() -> dict[str, Conversation]:
@@ -186,8 +184,7 @@ def _find_end(renderer: ChatRenderer, messages: list[Message], *tools: JsonObjec
     instead, if the turn has another one.
     """
     stops = renderer.stops
-    tokens = sorted(map(re.escape, {*renderer.special_tokens, *stops}), key=len, reverse=True)
-    pattern = re.compile("|".join(tokens) or "(?!)")
+    pattern = any_of(renderer.special_tokens | stops)
     # The text after the last place of the turn's word; all of it if a template drops the word.
     last = renderer.render(Conversation(tuple(messages[:-1]), tools)).rpartition(_SAID)[2]
     try:

@@ -34,7 +34,6 @@ class ChatTemplate(NamedTuple):
 
     @property
     def template(self) -> str:
-        """The template, in Jinja."""
         return resources.files("ftkit.data").joinpath("templates", f"{self.name}.jinja").read_text(encoding="utf-8")
 
     @property

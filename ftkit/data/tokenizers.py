@@ -75,7 +75,20 @@ def load_tokenizer(
     try:
         tokenizer = _load(source, revision)
     except Exception as error:  # it also reads the model's configuration, whose values may raise anything
-        raise _loading_error(source, error) from error
+        version = import_transformers().__version__
+        if "trust_remote_code" in str(error):
+            raise DataError(
+                f"the tokenizer or the model of '{source}' contains custom code",
+                meaning=f"transformers {version} lacks its class, and ftkit never runs code of a model",
+                fix="choose another model; or a tokenizer of the same vocabulary with tokenizer.json (model.tokenizer)",
+            ) from error
+        raise DataError(
+            f"can't load the tokenizer of '{source}' with transformers {version}: {one_line(error)}",
+            meaning="a file is missing or broken, its class needs another version of transformers or another package, "
+            "or the hub refuses access or is unreachable",
+            fix=f"where it can be loaded, write it as tokenizer.json: {convert_command(source)}; for a gated model "
+            "accept its license and set HF_TOKEN",
+        ) from error
     add_tokens(tokenizer, model.added_tokens, report)
     if chat_template == "model" and not tokenizer.chat_template:
         tokenizer.chat_template = _processor_template(source, revision)
@@ -134,23 +147,6 @@ def find_model_end_tokens(model: ModelSpec) -> list[int]:
     except OSError:  # the hub can't be reached, and the cache has only the tokenizer
         return []
     return read_end_tokens(folder)
-
-
-def _loading_error(source: str, error: Exception) -> DataError:
-    transformers = import_transformers()
-    if "trust_remote_code" in str(error):
-        return DataError(
-            f"the tokenizer or the model of '{source}' contains custom code",
-            meaning=f"transformers {transformers.__version__} lacks its class, and ftkit never runs code of a model",
-            fix="choose another model; or a tokenizer of the same vocabulary with tokenizer.json (model.tokenizer)",
-        )
-    return DataError(
-        f"can't load the tokenizer of '{source}' with transformers {transformers.__version__}: {one_line(error)}",
-        meaning="a file is missing or broken, its class needs another version of transformers or another package, or "
-        "the hub refuses access or is unreachable",
-        fix=f"where it can be loaded, write it as tokenizer.json: {convert_command(source)}; for a gated model accept "
-        "its license and set HF_TOKEN",
-    )
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], report: Callable[[str], None]) -> None:

@@ -59,18 +59,8 @@ class EncodedBatch:
     pairs: list[tuple[str, bytes, bytes]] = field(default_factory=list)
     contradictions: list[DataError] = field(default_factory=list)
 
-    def find_contradictions(self, seen: set[bytes]) -> None:
-        """Find pairs whose opposite is among `seen`, the digests of all pairs so far; add these pairs to it."""
-        for where, digest, swapped in self.pairs:
-            if swapped in seen:
-                what = f"{where}: an earlier row prefers what this one rejects, and rejects what it prefers"
-                self.contradictions.append(DataError(what, fix="remove one of both rows"))
-            seen.add(digest)
-
 
 class Totals:
-    """Totals over batches."""
-
     def __init__(self, encoder: BatchEncoder) -> None:
         data = encoder.recipe.data
         self.sources = [SourceStats(source.name) for source in data.sources]
@@ -82,7 +72,6 @@ class Totals:
         self._encoder = encoder
 
     def add(self, batch: EncodedBatch) -> None:
-        """Add a batch."""
         check_skipped(batch.bad, self._skip_bad - self.num_bad)
         for error in batch.contradictions:
             raise error
@@ -139,7 +128,7 @@ class BatchEncoder:
         """Return the documents of rows, in their order."""
         documents: dict[Split, list[DocumentBatch]] = {"train": [], "validation": []}
         recipe = self.recipe
-        data, length = recipe.data, recipe.training.sequence_length
+        data, length, num = recipe.data, recipe.training.sequence_length, recipe.training.documents_per_sample
         done = EncodedBatch()
         for (source, split, _), row, result in self.results(batch):
             if isinstance(result, DataError):
@@ -151,7 +140,9 @@ class BatchEncoder:
             if split == "validation":
                 done.validation_rows += json.dumps(row.columns, ensure_ascii=False, default=str) + "\n"
                 done.validation_sources += f"{source}\n"
-            lengths = self._sample_lengths(result)
+            sizes = [len(document.tokens) for document in result]
+            # Of samples: a document, or both sides of a pair, which share a pack.
+            lengths = [sum(sizes[first : first + num]) for first in range(0, len(sizes), num)]
             longest = max(lengths, default=0)
             done.longest = max(done.longest, longest)
             done.num_documents += len(result)
@@ -163,7 +154,7 @@ class BatchEncoder:
                 what = f"{row.where}: {longest:,} tokens, longer than a pack of {length:,}"
                 done.refused.append(DataError(what, fix=f"raise training.sequence_length, or set {shorter}"))
             fitting = [fit for each in result for fit in shorten(each, length, too_long, self.end_of_turn)]
-            if (num := recipe.training.documents_per_sample) > 1:  # a pair fits as a whole, or not at all
+            if num > 1:  # a pair fits as a whole, or not at all
                 fitting = [each for place, each in enumerate(result) if lengths[place // num] <= length]
                 for chosen, rejected in zip(result[::2], result[1::2], strict=True):
                     sides = [sha256(each.tokens.tobytes()).digest() for each in (chosen, rejected)]
@@ -174,12 +165,6 @@ class BatchEncoder:
         done.train = DocumentBatch.join(documents["train"] or empty)
         done.validation = DocumentBatch.join(documents["validation"] or empty)
         return done
-
-    def _sample_lengths(self, documents: Sequence[Document]) -> list[int]:
-        """Return the tokens of each sample: of a document, or of both sides of a pair, which share a pack."""
-        num = self.recipe.training.documents_per_sample
-        lengths = [len(document.tokens) for document in documents]
-        return [sum(lengths[first : first + num]) for first in range(0, len(lengths), num)]
 
     def results(self, batch: Sequence[SelectedRow]) -> Iterator[tuple[SelectedRow, Row, list[Document] | DataError]]:
         """Yield each non-blank row with its documents or its error."""
@@ -204,9 +189,13 @@ class BatchEncoder:
 
 def encode_rows(encoder: BatchEncoder, rows: Iterable[SelectedRow], num_workers: int) -> Iterator[EncodedBatch]:
     """Yield the results of batches in an order that does not depend on the number of workers."""
-    seen: set[bytes] = set()  # 16 bytes for each pair
+    seen: set[bytes] = set()  # the digests of all pairs so far: 16 bytes for each
     for encoded in _encode_rows(encoder, rows, num_workers):
-        encoded.find_contradictions(seen)
+        for where, digest, swapped in encoded.pairs:
+            if swapped in seen:
+                what = f"{where}: an earlier row prefers what this one rejects, and rejects what it prefers"
+                encoded.contradictions.append(DataError(what, fix="remove one of both rows"))
+            seen.add(digest)
         yield encoded
 
 
