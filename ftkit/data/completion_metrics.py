@@ -196,10 +196,13 @@ def _in_json(text: str) -> list[Call]:
     calls, place = [], 0
     while (place := text.find("{", place)) >= 0:
         value, end = _decode(text, place)
-        call = _as_call(value)
-        if call is not None:
-            calls.append(call)
         place = max(end, place + 1)
+        if not isinstance(value, dict):
+            continue
+        function = value["function"] if isinstance(value.get("function"), dict) else value
+        arguments = function.get("arguments", function.get("parameters"))
+        if isinstance(function.get("name"), str) and arguments is not None:
+            calls.append((function["name"], _parse_value(arguments) if isinstance(arguments, str) else arguments))
     return calls
 
 
@@ -208,13 +211,3 @@ def _decode(text: str, place: int) -> tuple[object, int]:
         return _DECODER.raw_decode(text, place)
     except (ValueError, RecursionError):
         return None, place
-
-
-def _as_call(value: object) -> Call | None:
-    if not isinstance(value, dict):
-        return None
-    function = value["function"] if isinstance(value.get("function"), dict) else value
-    arguments = function.get("arguments", function.get("parameters"))
-    if not isinstance(function.get("name"), str) or arguments is None:
-        return None
-    return function["name"], _parse_value(arguments) if isinstance(arguments, str) else arguments

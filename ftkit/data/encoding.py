@@ -327,8 +327,13 @@ class WordCache:
         if self.patterns is None:
             return None
         is_ascii = text.isascii() and not _ODD_BLANKS.search(text)
-        if not is_ascii and not self._is_well_known(text):
-            return None
+        if not is_ascii:
+            new = set(text) - self._known
+            if any(unicodedata.category(character) == "Cn" for character in new):
+                return None  # not in Python's version of Unicode, so libraries may disagree on it
+            self._known |= new
+            if self.needs_nfc and not unicodedata.is_normalized("NFC", text):
+                return None
         words: list[str] = []
         for number, part in enumerate(self.added.split(text) if self.added else [text]):
             pieces = [part] if part else []
@@ -337,14 +342,6 @@ class WordCache:
                     pieces = [word for piece in pieces for word in pattern.split(piece, is_ascii=is_ascii)]
             words += pieces
         return words
-
-    def _is_well_known(self, text: str) -> bool:
-        """Return whether all characters are in Python's version of Unicode, so that all libraries agree on them."""
-        new = set(text) - self._known
-        if any(unicodedata.category(character) == "Cn" for character in new):
-            return False
-        self._known |= new
-        return not self.needs_nfc or unicodedata.is_normalized("NFC", text)
 
     def _add_words(self, words: set[str]) -> None:
         """Cache the tokens of words, except long words and words that the tokenizer splits."""

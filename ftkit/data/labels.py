@@ -35,9 +35,6 @@ _LOOK_BACK = 80
 _MAX_FRAMES = 32
 """Frames of one shape: a template's text may depend on the place of the turn."""
 
-Shape = tuple[object, ...]
-
-
 WORD: Final = re.compile(r"Qz\d{7}|71\d{7}")
 """The words: nine letters and digits, as some templates require of ids; nine digits in place of numbers."""
 
@@ -116,16 +113,6 @@ class _Strings:
         return word
 
 
-def _quick_strings(message: Message) -> tuple[Shape, list[str]]:
-    """Return the shape and the strings of a turn; those of turns without tool calls, which most are, quickly."""
-    if message.tool_calls or message.content.isspace() or (message.reasoning or "").isspace():
-        strings = _Strings()
-        strings.of_turn(message)
-        return (None, *strings.shape), strings.values
-    values = [text for text in (message.reasoning, message.content) if text]
-    return (message.reasoning and True, message.content and True), values
-
-
 def _with_words(conversation: Conversation, tags: re.Pattern[str] | None) -> tuple[Conversation, _Strings]:
     """Return a conversation with a word in place of each string, and the strings of its last turn."""
     numbers = count(1)
@@ -176,7 +163,7 @@ class CompletionFrame:
         return start if is_shown else None
 
     def _start_of_exact(self, text: str, strings: Sequence[str]) -> int | None:
-        """Match all strings as they are, backward: most templates write them so, and it takes a microsecond."""
+        """Match all strings as they are, backward and without recursion: most templates write them so."""
         end = len(text)
         for number in range(len(self.slots), 0, -1):
             literal, value = self.literals[number], strings[self.slots[number - 1]]
@@ -225,7 +212,8 @@ class Completions:
     def __init__(self, template: ChatRenderer, stops: frozenset[str]) -> None:
         self._template, self._stops = template, stops
         self._tags = any_of(frozenset(_TAGS.findall(template.source)))
-        self._frames: dict[Shape, list[CompletionFrame]] = {}
+        self._frames: dict[tuple[object, ...], list[CompletionFrame]] = {}
+        """Frames by `_Strings.shape`."""
 
     def find(self, conversation: Conversation, chosen: Sequence[int], prompt: str, text: str) -> int:
         """Return where the completion of the last chosen turn starts in `text`, which ends with it.
@@ -235,20 +223,13 @@ class Completions:
         Raises:
             DataError: it can't be shown that the completion is this turn and nothing else.
         """
-        shape, values = _quick_strings(conversation.messages[chosen[-1]])
-        for frame in self._frames.get(shape, ()):
-            start = frame.start_in(text, prompt, values)
-            if start is not None and text[start : start + 1].isalnum():  # no tag, so there is nothing more to check
-                return start
         turns = replace(conversation, messages=tuple(conversation.messages[each] for each in chosen))
         reason: DataError | None = None
         for tags in (None, self._tags):
-            if tags is not None:
-                strings = _Strings(tags=tags)
-                strings.of_turn(turns.messages[-1])
-                shape, values = tuple(strings.shape), strings.values
-            frames = self._frames.setdefault(shape, [])
-            starts = (frame.start_in(text, prompt, values) for frame in frames)
+            strings = _Strings(tags=tags)
+            strings.of_turn(turns.messages[-1])
+            frames = self._frames.setdefault(tuple(strings.shape), [])
+            starts = (frame.start_in(text, prompt, strings.values) for frame in frames)
             start = next((start for start in starts if start is not None), None)
             if start is None:
                 try:
@@ -256,7 +237,7 @@ class Completions:
                 except DataError as error:
                     reason = reason or error
                     continue
-                start = frame.start_in(text, prompt, values)
+                start = frame.start_in(text, prompt, strings.values)
                 if start is not None:
                     frames.insert(0, frame)
                     del frames[_MAX_FRAMES:]

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
     from ftkit.data.rows import Row
 
-_LEFTOVER_SECONDS = 24 * 3600
-"""Seconds after the last write until an incomplete folder counts as left by a killed preparation."""
-
 
 @dataclass(frozen=True)
 class SourceStats:
@@ -278,8 +275,8 @@ def new_prepared_data(final: Path) -> Iterator[PreparedData]:
     If another process has completed the same folder meanwhile, this copy is discarded.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    limit = time.time() - _LEFTOVER_SECONDS
-    for folder in final.parent.glob(".*-*"):  # of killed preparations of any data
+    limit = time.time() - 24 * 3600  # a folder without a write since then was left by a killed preparation
+    for folder in final.parent.glob(".*-*"):  # of any data
         with suppress(OSError):  # belongs to another user, or was removed by another job
             if max(path.stat().st_mtime for path in (folder, *folder.rglob("*"))) < limit:
                 shutil.rmtree(folder)

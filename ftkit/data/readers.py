@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 COMPRESSIONS: Final = (".gz", ".bz2", ".xz", ".zst")
 _BATCH_ROWS = 256
-_BUFFER = 1 << 20
 _MAX_FIRST_LINE = 64 << 20
 _MAX_CELL = 1 << 30
 MAX_LINE = 128 << 20
@@ -216,7 +215,7 @@ class _JsonParser:
     def _fill(self) -> bool:
         """Double the buffer, so that a long value is parsed again only a few times."""
         try:
-            more = self._file.read(max(_BUFFER, len(self._text)))
+            more = self._file.read(max(1 << 20, len(self._text)))
         except UnicodeDecodeError as error:
             raise _not_utf8(self._path, error) from error
         self._text += more

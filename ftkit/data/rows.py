@@ -22,7 +22,6 @@ Columns = dict[str, Any]
 
 MAX_DEPTH = 64
 """Maximum nesting: far more than a conversation has, far less than Python's stack."""
-_EXCERPT = 200
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 NUL_BYTES = "the file is UTF-16, or was damaged when it was copied or a disk was full"
 _ENCODINGS = (
@@ -109,7 +108,7 @@ def errors_at(row: Row) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        shown = json.dumps(row.columns, ensure_ascii=False, default=str)[:_EXCERPT]
+        shown = json.dumps(row.columns, ensure_ascii=False, default=str)[:200]
         excerpt = "the example: " + "".join(character if character.isprintable() else "?" for character in shown)
         meaning = f"{error.meaning}; {excerpt}" if error.meaning else excerpt
         raise type(error)(f"{row.where}: {error.what}", meaning=meaning, fix=error.fix, name=error.name) from error

@@ -62,17 +62,15 @@ class EncodedBatch:
 
 class Totals:
     def __init__(self, encoder: BatchEncoder) -> None:
-        data = encoder.recipe.data
-        self.sources = [SourceStats(source.name) for source in data.sources]
+        self.sources = [SourceStats(source.name) for source in encoder.recipe.data.sources]
         self.too_long: Counter[str] = Counter({encoder.too_long(source): 0 for source in encoder.encoders})
         """Number of documents longer than a pack, by what happens with them."""
         self.num_documents = self.num_bad = self.longest = 0
         self.unused: set[str] = set()
-        self._skip_bad = data.skip_bad
         self._encoder = encoder
 
     def add(self, batch: EncodedBatch) -> None:
-        check_skipped(batch.bad, self._skip_bad - self.num_bad)
+        check_skipped(batch.bad, self._encoder.recipe.data.skip_bad - self.num_bad)
         for error in batch.contradictions:
             raise error
         self.num_bad += len(batch.bad)

@@ -32,7 +32,6 @@ Format = Literal["hf", "gguf", "vllm-lora"]
 
 CONVERTER = "FTKIT_GGUF_CONVERTER"
 _SCRIPT = "convert_hf_to_gguf.py"
-_CONVERSION_SECONDS = 24 * 3600.0
 _LOADS_OUTPUT = ("olmo2", "olmo3", "olmoe")
 """Families whose output projection must be in the file; for others, llama.cpp falls back to the embedding."""
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
@@ -189,7 +188,7 @@ def write_gguf(export: Path, file: Path, precision: str, report: Callable[[str],
 
 
 def _run(program: str, words: list[str], output: Path, file: Path) -> None:
-    done = process.run_stoppable([*words, str(output)], timeout_seconds=_CONVERSION_SECONDS)
+    done = process.run_stoppable([*words, str(output)], timeout_seconds=24 * 3600.0)
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         raise TrainingError(

@@ -23,8 +23,6 @@ from ftkit.files import load_json
 if TYPE_CHECKING:
     from ftkit.config.data import Format
 
-_FILE_ENDINGS = (".jsonl", ".json", ".ndjson")
-
 
 @dataclass(frozen=True)
 class Decoding:
@@ -48,7 +46,7 @@ def read_inputs(given: str) -> list[Row]:
     if len(given) < 1000 and "\n" not in given:  # noqa: PLR2004 - of a path
         path = Path(given).expanduser()
         is_readable = path.is_file() or path.is_fifo() or path == Path("/dev/stdin")
-        if path.suffix in _FILE_ENDINGS or is_readable:
+        if path.suffix in (".jsonl", ".json", ".ndjson") or is_readable:
             return read_json_lines(path)
     return [Row({"prompt": given}, "--input")]
 

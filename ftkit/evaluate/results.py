@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 NUM_RESAMPLES = 2000
 _BATCH_SIZE = 100
 """Resamples per batch, which bounds the memory."""
-_PERCENTILES = (2.5, 97.5)
 _QUANTILE = 1.96
 """Standard errors of a 95% interval of the normal distribution."""
 
@@ -205,7 +204,7 @@ def paired_interval(
         # A resample without a row to which the metric applies has no value.
         is_used = np.all([below > 0 for _, below in sums], axis=0)
         found.append(combine(*(above[is_used] / below[is_used] for above, below in sums)))
-    low, high = np.percentile(np.concatenate(found), _PERCENTILES)
+    low, high = np.percentile(np.concatenate(found), (2.5, 97.5))
     return float(low), float(high)
 
 

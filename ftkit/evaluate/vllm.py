@@ -133,9 +133,6 @@ def load_with_vllm(source: ModelSource) -> VllmModel:
 
 
 _LOGGING_LEVEL = "VLLM_LOGGING_LEVEL"
-_DEAD = "EngineDeadError"
-"""vLLM's exception, of `vllm.v1.engine.exceptions`, if a process of its engine ended."""
-_NUM_LINES = 8
 _PREFIX = re.compile(r"^(?:\([^()]* pid=\d+\) ?)*(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?)?")
 """Process, level, time, and place in vLLM's code at the start of a line of its logs."""
 
@@ -151,7 +148,7 @@ class VllmError(TrainingError):
             stderr.seek(0)
             text = stderr.read().decode(errors="replace")
         lines = [line for each in text.splitlines() if (line := _PREFIX.sub("", each).rstrip())]
-        self.last_lines = lines[-_NUM_LINES:]
+        self.last_lines = lines[-8:]
         below = ["the engine's last lines:", *self.last_lines] if lines else []
         super().__init__(what, meaning=meaning, fix="\n".join([fix, *below]))
 
@@ -170,7 +167,7 @@ class VllmEngine:
         try:
             outputs: list[RequestOutput] = self.llm.generate(given, params, use_tqdm=False, lora_request=self.adapter)
         except Exception as error:
-            is_dead = type(error).__name__ == _DEAD
+            is_dead = type(error).__name__ == "EngineDeadError"  # of vllm.v1.engine.exceptions: a process ended
             raise VllmError(
                 f"vLLM's engine {'ended' if is_dead else 'failed'} while generating: {one_line(error)}",
                 meaning="usually a GPU or this machine is out of memory, or a kernel fails on this GPU"
