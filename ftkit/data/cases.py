@@ -13,13 +13,13 @@ import numpy as np
 from ftkit.config.data import AutoFormat, DataSpec, Format, JinjaFormat, PreferencesFormat, PromptCompletionFormat
 from ftkit.data.conversations import Conversation, JsonObject, Message, is_turn, read_tools, read_turns, trained_turns
 from ftkit.data.encoding import RowEncoder
-from ftkit.data.limits import run_in_fork
+from ftkit.data.limits import run_in_fork, try_rows
 from ftkit.data.packing import IGNORED, Document
 from ftkit.data.preferences import Preferences
 from ftkit.data.readers import read_json_lines
 from ftkit.data.rendering import ChatRenderer
 from ftkit.data.row_formats import DETECTION_ROWS, read_example, read_prompt, resolve_format, unused_columns
-from ftkit.data.rows import Columns, Row, try_rows
+from ftkit.data.rows import Columns, Row
 from ftkit.errors import DataError, one_line, plural
 
 if TYPE_CHECKING:

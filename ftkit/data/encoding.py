@@ -17,12 +17,12 @@ from tokenizers import Tokenizer
 from ftkit.config.data import DataSpec, Format, PreferencesFormat, TextFormat
 from ftkit.data.conversations import Conversation, PlainText
 from ftkit.data.labels import any_of
-from ftkit.data.limits import run_in_fork
+from ftkit.data.limits import run_in_fork, try_rows
 from ftkit.data.packing import IGNORED, Document
 from ftkit.data.preferences import Preferences
 from ftkit.data.rendering import ChatRenderer, Rendering, special_tokens_of
 from ftkit.data.row_formats import read_example
-from ftkit.data.rows import Row, errors_at, try_rows
+from ftkit.data.rows import Row, errors_at
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:

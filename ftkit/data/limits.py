@@ -16,12 +16,13 @@ import resource
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from ftkit.data.rows import Row, errors_at
 from ftkit.errors import DataError, MemoryExhaustedError
 
 if TYPE_CHECKING:
@@ -139,6 +140,20 @@ def _call_in_fork(name: str, function: Callable[..., T], args: tuple[object, ...
     if error is not None:
         raise error
     return result  # type: ignore[no-any-return] # what the function returned
+
+
+def try_rows(function: Callable[[Row], T], rows: Sequence[Row]) -> list[T | DataError]:
+    """Return the function's result for each row, or its error with the row's place. A template's limit ends all."""
+    results: list[T | DataError] = []
+    for row in rows:
+        try:
+            with errors_at(row):
+                results.append(function(row))
+        except TemplateLimitError:
+            raise
+        except DataError as error:
+            results.append(error)
+    return results
 
 
 def begin_fork(parent: int) -> None:

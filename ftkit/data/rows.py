@@ -7,15 +7,12 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from ftkit.data.limits import TemplateLimitError
 from ftkit.errors import DataError
-
-T = TypeVar("T")
 
 Columns = dict[str, Any]
 """A row's values by column, as JSON has them."""
@@ -112,20 +109,6 @@ def errors_at(row: Row) -> Iterator[None]:
         excerpt = "the example: " + "".join(character if character.isprintable() else "?" for character in shown)
         meaning = f"{error.meaning}; {excerpt}" if error.meaning else excerpt
         raise type(error)(f"{row.where}: {error.what}", meaning=meaning, fix=error.fix, name=error.name) from error
-
-
-def try_rows(function: Callable[[Row], T], rows: Sequence[Row]) -> list[T | DataError]:
-    """Return the function's result for each row, or its error with the row's place. A template's limit ends all."""
-    results: list[T | DataError] = []
-    for row in rows:
-        try:
-            with errors_at(row):
-                results.append(function(row))
-        except TemplateLimitError:
-            raise
-        except DataError as error:
-            results.append(error)
-    return results
 
 
 def _unique(pairs: list[tuple[str, object]]) -> Columns:
