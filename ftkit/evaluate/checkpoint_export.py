@@ -17,7 +17,7 @@ from ftkit.files import atomic_folder
 from ftkit.models.folder import EXPORT_RECORD
 from ftkit.planning.plan import read_plan_to_use
 from ftkit.runs.checkpoints import DamagedCheckpointError, choose_step
-from ftkit.train.checkpoint.loading import CheckpointTensors, describe_damage
+from ftkit.train.checkpoint.loading import describe_damage, open_trained
 from ftkit.train.components.export_record import streamed_bytes
 from ftkit.train.components.exporter import ExportedParts, Exporter, build_export_model
 from ftkit.train.components.generation import Generation
@@ -71,7 +71,7 @@ def export_run(
             largest = max(parameter.numel() for parameter in model.parameters())
             check_memory(max(streamed_bytes(model), peak_bytes(largest)), available_bytes())
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        trained = CheckpointTensors(checkpoint, shapes)
+        trained = open_trained(checkpoint, shapes)
     except DamagedCheckpointError as error:
         raise TrainingError(
             f"the checkpoint {checkpoint} can't be exported: {one_line(error)}",

@@ -28,7 +28,7 @@ from ftkit.train.model.expert_adapters import GroupedExperts
 from ftkit.train.model.float8 import Fp8Layout
 from ftkit.train.model.hf_model import find_decoder_layers
 from ftkit.train.model.linears import QuantizedLinear
-from ftkit.train.model.lora import MergedTensors, init_adapters, is_adapter, load_adapters, prepare_method
+from ftkit.train.model.lora import init_adapters, is_adapter, load_adapters, merge_adapters, prepare_method
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def test_logits_and_gradients_are_those_of_merged_weights(family: str, world: Wo
     adapters = {name: each.detach() for name, each in model.named_parameters() if is_adapter(name)}
     base = {name: each.detach() for name, each in plain.named_parameters()}
     turned = {name for name in base if family == "gpt_oss" and base[name].ndim == 3}
-    merged = MergedTensors(base, adapters, lora, transposed=turned)
+    merged = merge_adapters(base, adapters, lora, transposed=turned)
     plain.load_state_dict({**plain.state_dict(), **{name: merged[name] for name in base}})
     tokens = torch.arange(3, 43)[None]
     found, expected = gradients(model, tokens), gradients(plain, tokens)

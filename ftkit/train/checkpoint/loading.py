@@ -166,30 +166,27 @@ def check_model(model: nn.Module, folder: Path) -> None:
         raise ForeignCheckpointError(f"the model has no '{unknown[0]}'")
 
 
-class CheckpointTensors(LazyTensors):
-    """The trained weights of a checkpoint, by their names in the model; each is read on access, by any thread.
+def open_trained(folder: Path, shapes: Mapping[str, torch.Size]) -> LazyTensors:
+    """Return the trained weights of a checkpoint, by their names in the model; each is read on access, by any thread.
 
-    It reads what any engine wrote at any world size; ZeRO-3's flat tensors get their shapes back.
+    Any engine may have written it, at any world size; ZeRO-3's flat tensors get their shapes back. Raises
+    DamagedCheckpointError if the index is damaged, or not that of a model with these `shapes` by name.
     """
+    reader, lock = _Reader(folder), Lock()
+    stored = _tensors_of(reader.read_metadata(), _MODEL)
+    for name, each in stored.items():
+        if name not in shapes or each.size.numel() != shapes[name].numel():
+            raise DamagedCheckpointError(f"{INDEX}: the model has no '{name}'")
+    if not stored:
+        raise DamagedCheckpointError(f"{INDEX}: no weights")
 
-    def __init__(self, folder: Path, shapes: Mapping[str, torch.Size]) -> None:
-        """Raise DamagedCheckpointError if the index is damaged, or not that of a model with these `shapes` by name."""
-        self._folder, self._reader, self._lock = folder, _Reader(folder), Lock()
-        self._stored = _tensors_of(self._reader.read_metadata(), _MODEL)
-        self._shapes = shapes
-        super().__init__(self._stored)
-        for name, each in self._stored.items():
-            if name not in shapes or each.size.numel() != shapes[name].numel():
-                raise DamagedCheckpointError(f"{INDEX}: the model has no '{name}'")
-        if not self._stored:
-            raise DamagedCheckpointError(f"{INDEX}: no weights")
+    def read(name: str) -> torch.Tensor:
+        tensor = torch.empty(stored[name].size, dtype=stored[name].properties.dtype)
+        with lock:
+            read_state({_MODEL + name: tensor}, folder, reader)
+        return tensor.view(shapes[name])
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        stored = self._stored[name]
-        tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
-        with self._lock:
-            read_state({_MODEL + name: tensor}, self._folder, self._reader)
-        return tensor.view(self._shapes[name])
+    return LazyTensors(stored, read)
 
 
 def read_index(folder: Path) -> Metadata:

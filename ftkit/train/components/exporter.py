@@ -38,15 +38,15 @@ from ftkit.train.model.expert_adapters import transposed_experts
 from ftkit.train.model.hf_model import TextConfig, build_empty, config_for_export, find_decoder_layers, find_text
 from ftkit.train.model.linears import transposed_weights
 from ftkit.train.model.lora import (
-    AdaptedTensors,
-    MergedTensors,
     is_adapter,
+    merge_adapters,
     peft_config,
     peft_names,
     prepare_method,
     to_peft,
+    with_adapters,
 )
-from ftkit.train.model.pretrained import PretrainedTensors
+from ftkit.train.model.pretrained import open_pretrained
 from ftkit.train.model.weight_conversion import LazyTensors, converts_layout, split_as_stored
 from ftkit.train.world import DTYPES, World
 
@@ -117,7 +117,7 @@ class Exporter:
         if self._lora is not None:
             self._plain = cast("PreTrainedModel", build_empty(parts.config.text, "eager"))
         stored, folder = parts.recipe.model.vocab_size_of_weights, parts.pretrained
-        self._base = None if folder is None else PretrainedTensors(self._plain, folder, stored)
+        self._base = None if folder is None else open_pretrained(self._plain, folder, stored)
 
     def record(self, run: str, step: int, precision: Precision, *, merges: bool) -> ExportRecord:
         source, end_tokens = self._parts.recipe.model, self._parts.generation.end_tokens
@@ -142,16 +142,14 @@ class Exporter:
 
     def with_logits(self, record: ExportRecord) -> ExportRecord:
         def of_trained(weights: Tensors) -> Logits:
-            whole = (
-                self._with_buffers(weights) if self._lora is None else AdaptedTensors(self._required_base(), weights)
-            )
+            whole = self._with_buffers(weights) if self._lora is None else with_adapters(self._required_base(), weights)
             return streamed_logits(self._model, whole, record)
 
         exported, dtype = None, DTYPES[record.precision]
         if dtype is not torch.float32 and record.kind == "adapters":
-            exported = of_trained(_RoundedTensors(self._trained, dtype))
+            exported = of_trained(_all_rounded(self._trained, dtype))
         elif dtype is not torch.float32:
-            exported = streamed_logits(self._plain, _RoundedTensors(self._full_weights(dtype), dtype), record)
+            exported = streamed_logits(self._plain, _all_rounded(self._full_weights(dtype), dtype), record)
         untrained = None if self._base is None else streamed_logits(self._plain, self._base, record)
         return replace(record, trained=of_trained(self._trained), exported=exported, untrained=untrained)
 
@@ -191,7 +189,7 @@ class Exporter:
         if self._lora is None:
             return self._with_buffers(self._trained)
         transposed = transposed_weights(self._plain) | transposed_experts(self._plain)
-        return MergedTensors(self._required_base(), self._trained, self._lora, dtype, transposed)
+        return merge_adapters(self._required_base(), self._trained, self._lora, dtype, transposed)
 
     def _write_adapters(self, dtype: torch.dtype, folder: Path) -> dict[str, SavedFile]:
         """Write the files for `PeftModel.from_pretrained` on the pretrained model, which may be multimodal."""
@@ -214,7 +212,7 @@ class Exporter:
         buffers = {name: stored[name] for name, _ in self._plain.named_buffers() if name in stored}
         return ChainMap(cast("MutableMapping[str, torch.Tensor]", weights), buffers)
 
-    def _required_base(self) -> PretrainedTensors:
+    def _required_base(self) -> Tensors:
         if self._base is None:
             raise TrainingError(
                 "these adapters were trained on random weights, which were not saved",
@@ -224,13 +222,8 @@ class Exporter:
         return self._base
 
 
-class _RoundedTensors(LazyTensors):
-    def __init__(self, tensors: Tensors, dtype: torch.dtype) -> None:
-        super().__init__(tensors)
-        self._tensors, self._dtype = tensors, dtype
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return _rounded(self._tensors[name], self._dtype)
+def _all_rounded(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    return LazyTensors(tensors, lambda name: _rounded(tensors[name], dtype))
 
 
 # --- Weight files --------------------------------------------------------------------------------

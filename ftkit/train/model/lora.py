@@ -152,72 +152,60 @@ _MERGED_AT_ONCE = 2**22
 """Elements that are merged at a time: in fp32 16 MiB, which stay in a CPU's cache from one step to the next."""
 
 
-class MergedTensors(LazyTensors):
-    """The weights of a model with its adapters merged in fp32; each is computed on access.
+def merge_adapters(
+    base: Mapping[str, torch.Tensor],
+    adapters: Mapping[str, torch.Tensor],
+    lora: LoraSpec,
+    dtype: torch.dtype = torch.float32,
+    transposed: Collection[str] = (),
+) -> LazyTensors:
+    """Return the weights of a model with its adapters merged in fp32; each is computed on access.
 
     LoRA: `W + s B A` with `s = alpha / r` (Hu et al. 2021, section 4.1), or `alpha / sqrt(r)` (rsLoRA). DoRA: each row
     of that is scaled to the trained magnitude (Liu et al. 2024, equation 5).
+
+    `base` has unquantized weights, by the names of a model without adapters, and `adapters` those of a model with them.
+    Merged weights are rounded once, to `dtype`. `transposed` has names of base weights that are [inputs, outputs].
     """
 
-    def __init__(
-        self,
-        base: Mapping[str, torch.Tensor],
-        adapters: Mapping[str, torch.Tensor],
-        lora: LoraSpec,
-        dtype: torch.dtype = torch.float32,
-        transposed: Collection[str] = (),
-    ) -> None:
-        """Combine unquantized weights, by the names of a model without adapters, and adapters, by those with them.
-
-        Merged weights are rounded once, to `dtype`. `transposed` has names of base weights that are [inputs, outputs].
-        """
-        super().__init__(base)
-        self._base, self._adapters, self._lora, self._dtype = base, adapters, lora, dtype
-        self._transposed = transposed
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        weight, module = self._base[name], name.removesuffix("weight")
-        is_turned = name in self._transposed
-        if (down := self._adapters.get(f"{module}lora_A.{ADAPTER}.weight")) is not None and module != name:
-            up = self._adapters[f"{module}lora_B.{ADAPTER}.weight"]
-            magnitude = self._adapters.get(module + DORA_MAGNITUDE)
-            merged = self._merged(weight.T if is_turned else weight, up, down, magnitude)
-            return merged.T.contiguous() if is_turned else merged
-        owner, _, matrix = name.rpartition(".")
-        if (down := self._adapters.get(f"{owner}.lora_A_{matrix}")) is None:
-            return weight
-        turned = weight.mT if is_turned else weight
-        factors = zip(turned, self._adapters[f"{owner}.lora_B_{matrix}"], down, strict=True)
-        experts = torch.stack([self._merged(*each) for each in factors])
-        return experts.mT.contiguous() if is_turned else experts
-
-    def _merged(
-        self, weight: torch.Tensor, up: torch.Tensor, down: torch.Tensor, magnitude: torch.Tensor | None = None
+    def merged(
+        weight: torch.Tensor, up: torch.Tensor, down: torch.Tensor, magnitude: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Merge an adapter into its matrix, [outputs, inputs]."""
         up, down = up.float(), down.float()
-        scaling = self._lora.scaling_of(down.shape[0] // self._lora.rank)
-        merged = torch.empty(weight.shape, dtype=self._dtype)
+        scaling = lora.scaling_of(down.shape[0] // lora.rank)
+        result = torch.empty(weight.shape, dtype=dtype)
         height = max(1, _MERGED_AT_ONCE // weight.shape[1])
         for first in range(0, weight.shape[0], height):
             rows = slice(first, first + height)
             sums = weight[rows].to(torch.float32, copy=True).addmm_(up[rows], down, alpha=scaling)
             if magnitude is not None:
                 sums *= (magnitude[rows].float() / torch.linalg.norm(sums, dim=1))[:, None]
-            merged[rows] = sums
-        return merged
+            result[rows] = sums
+        return result
+
+    def read(name: str) -> torch.Tensor:
+        weight, module, is_turned = base[name], name.removesuffix("weight"), name in transposed
+        if (down := adapters.get(f"{module}lora_A.{ADAPTER}.weight")) is not None and module != name:
+            up, magnitude = adapters[f"{module}lora_B.{ADAPTER}.weight"], adapters.get(module + DORA_MAGNITUDE)
+            matrix = merged(weight.T if is_turned else weight, up, down, magnitude)
+            return matrix.T.contiguous() if is_turned else matrix
+        owner, _, own_name = name.rpartition(".")
+        if (down := adapters.get(f"{owner}.lora_A_{own_name}")) is None:
+            return weight
+        factors = zip(weight.mT if is_turned else weight, adapters[f"{owner}.lora_B_{own_name}"], down, strict=True)
+        experts = torch.stack([merged(*each) for each in factors])
+        return experts.mT.contiguous() if is_turned else experts
+
+    return LazyTensors(base, read)
 
 
-class AdaptedTensors(LazyTensors):
-    """The weights of a model with adapters, by its names: peft adds a level to the names of base weights."""
-
-    def __init__(self, base: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor]) -> None:
-        """Combine base weights, by the names of a model without adapters, and adapters."""
-        super().__init__((*base, *adapters))
-        self._base, self._adapters = base, adapters
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._adapters[name] if is_adapter(name) else self._base[name.replace(".base_layer.", ".")]
+def with_adapters(base: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor]) -> LazyTensors:
+    """Return the weights of a model with adapters, by its names: peft adds a level to the names of base weights."""
+    return LazyTensors(
+        (*base, *adapters),
+        lambda name: adapters[name] if is_adapter(name) else base[name.replace(".base_layer.", ".")],
+    )
 
 
 def peft_config(lora: LoraSpec, *, base: str | None = None, model: PreTrainedModel | None = None) -> LoraConfig:

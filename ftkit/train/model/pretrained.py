@@ -194,24 +194,22 @@ def _in_layers(model: PreTrainedModel, stored: Iterable[str]) -> list[str]:
     ]
 
 
-class PretrainedTensors(LazyTensors):
-    """The tensors of a folder of pretrained weights, by a model's names; each is read on access.
+def open_pretrained(model: PreTrainedModel, folder: Path, stored_vocab_size: int | None = None) -> LazyTensors:
+    """Return the tensors of a folder of pretrained weights, by a model's names; each is read on access.
 
     It has only the model's tensors, in the files' dtypes; MXFP4 is dequantized, and rows for added tokens are appended.
+    Of the model, without adapters and maybe on the meta device, only names and class matter.
     """
+    places = _places(folder)
+    known = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    mapped = _map_by_first_name(model, places, known, _OpenFiles(places).read)
+    grow = _growth(model, stored_vocab_size)
 
-    def __init__(self, model: PreTrainedModel, folder: Path, stored_vocab_size: int | None = None) -> None:
-        """Open the files; of the model, without adapters and maybe on the meta device, only names and class matter."""
-        places = _places(folder)
-        known = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-        self._files = _OpenFiles(places)
-        self._mapped = _map_by_first_name(model, places, known, self._files.read)
-        self._grow = _growth(model, stored_vocab_size)
-        super().__init__(self._mapped)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        source = self._grow(name, self._mapped[name].source)
+    def read(name: str) -> torch.Tensor:
+        source = grow(name, mapped[name].source)
         return source[:] if len(source.get_shape()) else source[...]
+
+    return LazyTensors(mapped, read)
 
 
 def _map_by_first_name(

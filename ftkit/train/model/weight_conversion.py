@@ -244,13 +244,17 @@ def _natural_sort_key(name: str) -> list[str | int]:
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):
-    """Tensors by name, for subclasses that compute a tensor on access. Iterating and `in` compute none.
+    """Tensors by name; `read` computes one at each access. Iterating and `in` compute none.
 
     `Mapping`'s own `in` would compute the tensor.
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, names: Iterable[str], read: Callable[[str], torch.Tensor]) -> None:
         self._names = dict.fromkeys(names)
+        self._read = read
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._read(name)
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
