@@ -20,9 +20,9 @@ from ftkit.cli import arguments
 from ftkit.cli.commands import current_context
 from ftkit.cli.forwarded import forwarded_command
 from ftkit.cli.inference import engine_option, find_model, load_into_engine, model_argument
-from ftkit.cli.overrides import say_overridden
 from ftkit.cli.terminal.console import Facts, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
+from ftkit.cli.terminal.plan_view import say_overridden
 from ftkit.config.image_reference import parse_image
 from ftkit.config.load import load_cluster
 from ftkit.data.conversations import read_tools

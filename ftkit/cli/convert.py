@@ -69,7 +69,8 @@ def convert_command(  # noqa: PLR0913 - its options
         terminal.say(f"read {short_path(info)} too")
     name = (output or files[0]).stem
     converted = convert(parts, tool or detect_tool(parts), name, num_gpus=gpus, mean_length=mean_length)
-    text = _yaml(converted, files)
+    names = ", ".join(repr(path.name)[1:-1] for path in files)
+    text = f"# From {names} ({converted.tool}) by 'ftkit convert'.\n{to_yaml(converted.recipe)}"
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         write_file(output, text.encode())
@@ -91,11 +92,6 @@ def _find_dataset_info(files: tuple[Path, ...], parts: Mapping[str, Settings]) -
     folders = [parent / name for parent in (Path(), files[0].parent) for name in named]
     found = (folder / _DATASET_INFO for folder in (*folders, files[0].parent))
     return next((path for path in found if path.is_file()), None)
-
-
-def _yaml(converted: Converted, files: tuple[Path, ...]) -> str:
-    names = ", ".join(repr(path.name)[1:-1] for path in files)
-    return f"# From {names} ({converted.tool}) by 'ftkit convert'.\n{to_yaml(converted.recipe)}"
 
 
 def _show_rows(converted: Converted, terminal: Terminal) -> None:

@@ -13,8 +13,8 @@ import click
 from ftkit.cli.arguments import cluster_option, image_option, json_option
 from ftkit.cli.commands import current_context
 from ftkit.cli.forwarded import forwarded_command
-from ftkit.cli.overrides import say_overridden
 from ftkit.cli.terminal.console import Cell, Styled, Terminal
+from ftkit.cli.terminal.plan_view import say_overridden
 from ftkit.errors import ConfigError, PrerequisiteError, Problem, UnfitMachineError, plural
 from ftkit.health.findings import Finding, Status, failures
 from ftkit.health.login_node import LoginNode, check_login_node

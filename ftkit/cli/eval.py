@@ -14,9 +14,9 @@ from ftkit.cli import arguments
 from ftkit.cli.commands import current_context
 from ftkit.cli.forwarded import forwarded_command
 from ftkit.cli.inference import engine_option, find_model, load_here, load_into_engine, model_argument
-from ftkit.cli.overrides import say_overridden
 from ftkit.cli.terminal.console import Cell, Facts, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
+from ftkit.cli.terminal.plan_view import say_overridden
 from ftkit.errors import FtkitError
 from ftkit.evaluate.source import MeasureSettings
 from ftkit.files import to_json

@@ -162,10 +162,13 @@ def main(args: Sequence[str] | None = None) -> int:
         cli.main(words, prog_name=PROGRAM, complete_var=COMPLETE_VARIABLE)
     try:
         load_dotenv(Context.here().project, os.environ)
-        with process.exit_on_termination():
-            code = _invoke(words)
-        if code == 0:
-            sys.stdout.flush()
+        # Unlike click's own `main`, let every exception through.
+        with process.exit_on_termination(), cli.make_context(PROGRAM, words, obj=words) as context:
+            cli.invoke(context)
+        sys.stdout.flush()
+        code = 0
+    except click.exceptions.Exit as end:
+        code = end.exit_code
     except BrokenPipeError:  # the reader (head, less) has closed the pipe
         code = 0
     except (KeyboardInterrupt, click.Abort):
@@ -179,21 +182,16 @@ def main(args: Sequence[str] | None = None) -> int:
     return code
 
 
-def _write_key_for(option: str) -> None:
-    """Say which key of a recipe an unknown option would be, if another tool has such an option."""
-    from ftkit.config.problems import key_here
-    from ftkit.config.recipe import RecipeSpec
-
-    if here := key_here(option.lstrip("-").replace("-", "_"), RecipeSpec):
-        _write(f"keys of a recipe are given as KEY=VALUE, without dashes: here it is {here}", indent="  ")
-
-
 def _report(error: Exception, words: list[str]) -> int:
     """Print an error and return its exit code; with FTKIT_DEBUG, raise it."""
     if isinstance(error, click.UsageError) and error.ctx and not isinstance(error, NoArgsIsHelpError):
         _write(f"error: {error.format_message()}")
         if isinstance(error, click.NoSuchOption) and any(each.name == "words" for each in error.ctx.command.params):
-            _write_key_for(error.option_name)
+            from ftkit.config.problems import key_here
+            from ftkit.config.recipe import RecipeSpec
+
+            if here := key_here(error.option_name.lstrip("-").replace("-", "_"), RecipeSpec):
+                _write(f"keys of a recipe are given as KEY=VALUE, without dashes: here it is {here}", indent="  ")
         _write(error.ctx.get_usage().replace("Usage:", "usage:", 1), indent="  ")
         _write(f"see '{error.ctx.command_path} --help'", indent="  ")
         return error.exit_code
@@ -215,16 +213,6 @@ def _report(error: Exception, words: list[str]) -> int:
     for part in filter(None, (error.meaning, error.fix)):
         _write(part, indent="  ")
     return error.exit_code
-
-
-def _invoke(words: list[str]) -> int:
-    """Run the command; unlike click's own `main`, let every exception through."""
-    try:
-        with cli.make_context(PROGRAM, words, obj=words) as context:
-            cli.invoke(context)
-    except click.exceptions.Exit as end:
-        return end.exit_code
-    return 0
 
 
 def _report_bug(error: Exception, words: list[str]) -> None:

@@ -12,10 +12,9 @@ from ftkit.cli import arguments
 from ftkit.cli.commands import current_context
 from ftkit.cli.forwarded import forwarded_command
 from ftkit.cli.image_check import require_same_image
-from ftkit.cli.overrides import say_overridden
 from ftkit.cli.submit import make_ready, report_submission
 from ftkit.cli.terminal.console import Styled, Terminal
-from ftkit.cli.terminal.plan_view import plan_facts, show_findings
+from ftkit.cli.terminal.plan_view import plan_facts, say_overridden, show_findings
 from ftkit.config.image_reference import parse_image
 from ftkit.errors import ConfigError, NotRepeatedError, Problem, plural
 from ftkit.launch import rerun

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, TypeVar, Unpack
 
 import click
 
@@ -17,13 +17,13 @@ from ftkit.errors import ConfigError, FtkitError, Problem, SubmitError, plural
 
 if TYPE_CHECKING:
     from ftkit.cli.arguments import RunOptions
-    from ftkit.cli.terminal.console import Cell, Terminal
+    from ftkit.cli.terminal.console import Cell, Facts, Terminal
     from ftkit.launch.code import CodeCopy
     from ftkit.launch.resolve import RunArgs
-    from ftkit.launch.submission import NewJob
-    from ftkit.launch.user_script import ScriptArgs
-    from ftkit.planning.plan import RunPlan, StopSignal
+    from ftkit.planning.plan import RunPlan, ScriptPlan, StopSignal
     from ftkit.runs.job import SubmittedRun
+
+PlanT = TypeVar("PlanT", "RunPlan", "ScriptPlan")
 
 _script_options = arguments.together(
     arguments.file_option("--script", about="Run this script instead of ftkit's trainer; its arguments follow '--'."),
@@ -101,6 +101,7 @@ def run_command(  # noqa: PLR0913 - one for each option
     arguments, in which {run} is the run's folder.
     """
     from ftkit.cli.terminal.console import Terminal
+    from ftkit.cli.terminal.plan_view import plan_facts, script_facts
 
     terminal = Terminal()
     copies: list[CodeCopy] = []
@@ -113,80 +114,43 @@ def run_command(  # noqa: PLR0913 - one for each option
     )
     if script is None:
         args = arguments.run_args(words, **options, code=tuple(copy.plan for copy in copies))
-        _run_trainer(args, request, terminal, dry_run=dry_run, does_follow=follow, max_parallel=max_parallel)
+        plans = _plan_all(args, request.environment)
+        if len(plans) > 1:
+            _run_sweep(plans, request, terminal, max_parallel, dry_run=dry_run, does_follow=follow)
+            return
+    if max_parallel:
+        fix = "Give a key several values (training.learning_rate=1e-5,3e-5), or omit it."
+        raise ConfigError([Problem("", "--max-parallel", "has no effect: this is one run.", fix)])
+    if script is None:
+        _run_one(plans[0], plan_facts(plans[0]), request, terminal, dry_run=dry_run, does_follow=follow)
         return
-    _require_sweep(max_parallel, 1)
-    from ftkit.launch.user_script import ScriptArgs
+    from ftkit.launch.user_script import ScriptArgs, resolve_script
 
     words, script_args = arguments.split_script_args(words, typed)
     about = ScriptArgs(script, script_args, accelerate_config, stop_signal, can_restart)
-    _run_script(about, arguments.run_args(words, **options), request, terminal, dry_run=dry_run, does_follow=follow)
+    plan, copies = resolve_script(about, arguments.run_args(words, **options), copies, current_context())
+    request = request._replace(copies=copies)
+    _run_one(plan, script_facts(plan), request, terminal, dry_run=dry_run, does_follow=follow)
 
 
-def _run_script(
-    script: ScriptArgs,
-    run: RunArgs,
-    request: arguments.SubmitRequest,
-    terminal: Terminal,
-    *,
-    dry_run: bool,
+def _run_one(
+    plan: PlanT, facts: Facts, request: arguments.SubmitRequest, terminal: Terminal, *, dry_run: bool,
     does_follow: bool,
-) -> None:
-    """Run a script; accelerate's configuration is made from the plan of the recipe in `run`, if it has one."""
-    from ftkit.cli.overrides import say_overridden
-    from ftkit.cli.terminal.plan_view import script_facts
-    from ftkit.launch.render import render_job
-    from ftkit.launch.user_script import resolve_script
-
-    ctx = current_context()
-    plan, copies = resolve_script(script, run, request.copies, ctx)
-    terminal.facts(script_facts(plan), is_data=False)
-    say_overridden(terminal, ctx.project)
-    if dry_run:
-        terminal.data(render_job(plan, ctx.project))
-        return
-    from ftkit.cli.submit import report_submission, submit_script
-
-    report_submission(submit_script(plan, copies, request, terminal), terminal, does_follow=does_follow)
-
-
-def _require_sweep(max_parallel: int | None, num_runs: int) -> None:
-    if max_parallel and num_runs == 1:
-        fix = "Give a key several values (training.learning_rate=1e-5,3e-5), or omit it."
-        raise ConfigError([Problem("", "--max-parallel", "has no effect: this is one run.", fix)])
-
-
-def _run_trainer(
-    args: RunArgs, request: arguments.SubmitRequest, terminal: Terminal, *, dry_run: bool, does_follow: bool,
-    max_parallel: int | None,
 ) -> None:  # fmt: skip
-    from ftkit.cli.overrides import say_overridden
-    from ftkit.cli.terminal.plan_view import plan_facts
+    from ftkit.cli.terminal.plan_view import say_overridden
     from ftkit.launch.render import render_job
 
-    ctx = current_context()
-    plans = _plan_all(args, request.environment)
-    _require_sweep(max_parallel, len(plans))
-    scripts = [render_job(plan, ctx.project, prepares=request.where == "with-training") for plan in plans]
-    if len(plans) == 1:
-        terminal.facts(plan_facts(plans[0]), is_data=False)
-    else:
-        _show_plans(plans, terminal, is_data=False)
-        if not does_follow and not dry_run and any(plan.cluster.scheduler == "local" for plan in plans):
-            fix = "A sweep on one machine trains one run after another: omit --no-follow."
-            raise ConfigError([Problem("", "--no-follow", "would leave no process to start the next run.", fix)])
-    say_overridden(terminal, ctx.project)
+    project = current_context().project
+    job_script = render_job(plan, project, prepares=request.where == "with-training")
+    terminal.facts(facts, is_data=False)
+    say_overridden(terminal, project)
     if dry_run:
-        terminal.data("".join(scripts))
+        terminal.data(job_script)
         return
     from ftkit.cli.submit import make_ready, report_submission
     from ftkit.launch.submission import submit
 
-    ready = [make_ready(plan, request, terminal) for plan in plans]
-    if len(ready) == 1:
-        report_submission(submit(ready[0]), terminal, does_follow=does_follow)
-    else:
-        _submit_sweep(ready, terminal, max_parallel or len(ready))
+    report_submission(submit(make_ready(plan, request, terminal)), terminal, does_follow=does_follow)
 
 
 def _plan_all(args: RunArgs, environment: Mapping[str, str]) -> list[RunPlan]:
@@ -241,13 +205,27 @@ def plan_command(words: tuple[str, ...], *, gpu: str | None, as_json: bool, **op
 def _show_plans(plans: Sequence[RunPlan], terminal: Terminal, *, is_data: bool) -> None:
     """Print one row per run of a sweep with its values, then the notes of all runs."""
     from ftkit.cli.terminal.console import Styled
+    from ftkit.cli.terminal.format import count, duration, gib
     from ftkit.launch.sweep import find_other_documents
 
     keys = list(dict.fromkeys(key for plan in plans if plan.sweep for key in plan.sweep.values))
     own = (f"{key.rpartition('.')[2].upper()}…" for key in keys)
     titles = ("RUN", *own, "#STEPS", "#DOCUMENTS THAT FIT…", "#PROCESSES", "#MEMORY", "#SPEED", "#TIME", "#COST")
-    rows = [[plan.name, *((plan.sweep.values if plan.sweep else {}).get(key, "-") for key in keys), *_cells(plan)]
-            for plan in plans]  # fmt: skip
+    rows: list[list[Cell]] = []
+    for plan in plans:
+        values, documents, seconds = plan.sweep.values if plan.sweep else {}, plan.documents, plan.training_seconds
+        cost = None if seconds is None else plan.cost_of(seconds)
+        rows.append([
+            plan.name,
+            *(values.get(key, "-") for key in keys),
+            "?" if plan.num_steps is None else str(plan.num_steps),
+            f"{documents.num_fitting:,} of {documents.num_read:,}" if documents else "?",
+            str(plan.placement.world_size),
+            gib(plan.memory.total),
+            f"{count(plan.speed.tokens_per_second)} tok/s" if plan.speed else "-",
+            "-" if seconds is None else duration(seconds),
+            "-" if cost is None else f"{cost:,.2f}",
+        ])  # fmt: skip
     used = [index for index in range(len(titles)) if index <= len(keys) or any(row[index] != "-" for row in rows)]
     shown = [[row[index] for index in used] for row in rows]
     terminal.table([titles[index] for index in used], shown, is_data=is_data)
@@ -258,37 +236,40 @@ def _show_plans(plans: Sequence[RunPlan], terminal: Terminal, *, is_data: bool) 
             terminal.say(Styled(f"{plan.name}: {note}", "yellow"))
 
 
-def _cells(plan: RunPlan) -> list[Cell]:
-    from ftkit.cli.terminal.format import count, duration, gib
-
-    seconds, documents = plan.training_seconds, plan.documents
-    cost = None if seconds is None else plan.cost_of(seconds)
-    return [
-        "?" if plan.num_steps is None else str(plan.num_steps),
-        f"{documents.num_fitting:,} of {documents.num_read:,}" if documents else "?",
-        str(plan.placement.world_size),
-        gib(plan.memory.total),
-        f"{count(plan.speed.tokens_per_second)} tok/s" if plan.speed else "-",
-        "-" if seconds is None else duration(seconds),
-        "-" if cost is None else f"{cost:,.2f}",
-    ]
-
-
-def _submit_sweep(ready: Sequence[NewJob[RunPlan]], terminal: Terminal, max_parallel: int) -> None:
+def _run_sweep(
+    plans: Sequence[RunPlan], request: arguments.SubmitRequest, terminal: Terminal, max_parallel: int | None, *,
+    dry_run: bool, does_follow: bool,
+) -> None:  # fmt: skip
     """Submit the runs of a sweep, and follow those on this machine, one after another.
 
     On Slurm, at most `max_parallel` runs train at a time: each waits for the end of the one so many before it.
     """
+    from ftkit.cli.terminal.plan_view import say_overridden
+    from ftkit.launch.render import render_job
+
+    project = current_context().project
+    scripts = [render_job(plan, project, prepares=request.where == "with-training") for plan in plans]
+    _show_plans(plans, terminal, is_data=False)
+    if not does_follow and not dry_run and any(plan.cluster.scheduler == "local" for plan in plans):
+        fix = "A sweep on one machine trains one run after another: omit --no-follow."
+        raise ConfigError([Problem("", "--no-follow", "would leave no process to start the next run.", fix)])
+    say_overridden(terminal, project)
+    if dry_run:
+        terminal.data("".join(scripts))
+        return
     from ftkit.cli.follow import follow
+    from ftkit.cli.submit import make_ready
     from ftkit.cli.terminal.comparison_view import show_curves
     from ftkit.cli.terminal.console import Styled
     from ftkit.launch.submission import submit
     from ftkit.runs.compare import read_run
 
+    ready = [make_ready(plan, request, terminal) for plan in plans]
     submitted: list[SubmittedRun] = []
     for number, each in enumerate(ready):
+        after = submitted[number - max_parallel] if max_parallel and number >= max_parallel else None
         try:
-            run = submit(replace(each, after=submitted[number - max_parallel] if number >= max_parallel else None))
+            run = submit(replace(each, after=after))
         except FtkitError as error:
             if not submitted:
                 raise

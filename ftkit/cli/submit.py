@@ -1,8 +1,7 @@
-"""Check a planned run, and submit it; or a run of the user's own script."""
+"""Check a planned run before it is submitted; report its submission, and follow it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from ftkit.cli.commands import current_context
@@ -11,12 +10,12 @@ from ftkit.cli.image_check import check_image
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.plan_view import show_findings
 from ftkit.data.staging import needs_preparation, prepare_here
-from ftkit.launch.code import CodeCopy, files_of
+from ftkit.launch.code import files_of
 from ftkit.launch.model import pin_revision
 from ftkit.launch.preflight import run_checks
 from ftkit.launch.render import render_job, render_preparation
 from ftkit.launch.resolve import resolve_image_link
-from ftkit.launch.submission import NewJob, submit
+from ftkit.launch.submission import NewJob
 from ftkit.launch.templates import OVERRIDDEN_PARTS, find_overrides
 from ftkit.launch.user_script import accelerate_json
 from ftkit.planning.plan import RunPlan, ScriptPlan
@@ -30,46 +29,25 @@ if TYPE_CHECKING:
 PlanT = TypeVar("PlanT", RunPlan, ScriptPlan)
 
 
-def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> NewJob[RunPlan]:
-    """Check recipe, model and image of a plan; prepare the data if that happens on this machine."""
+def make_ready(plan: PlanT, request: SubmitRequest, terminal: Terminal) -> NewJob[PlanT]:
+    """Check a plan and its model and image; prepare the data if that happens on this machine."""
     environment, where, project = request.environment, request.where, current_context().project
     show_findings(run_checks(plan, environment), terminal)
-    plan = pin_revision(plan, environment)
-    plan, manifest = _check_image(plan, request, terminal)
-    preparation = None
-    if where == "here":
-        prepare_here(plan, environment, terminal.say)
-    elif where == "job" and needs_preparation(plan, environment):
-        preparation = render_preparation(plan, project)
-    files = files_of(request.copies)
-    if changes := uncommitted_changes():
-        files[plan.layout.code_changes.name] = changes
-    script = render_job(plan, project, prepares=where == "with-training")
-    return NewJob(plan, script, manifest, environment, preparation, files)
-
-
-def _check_image(plan: PlanT, request: SubmitRequest, terminal: Terminal) -> tuple[PlanT, dict[str, object]]:
-    """Check the image, or import it; return the plan with the image's file, and the run's manifest."""
-    project = current_context().project
+    if not isinstance(plan, ScriptPlan):
+        plan = pin_revision(plan, environment)
     image_facts = check_image(plan, terminal, does_import=request.does_import)
     plan = resolve_image_link(plan)  # again, for an image that was just imported
     manifest = build_manifest(plan, request.command, project) | image_facts
-    return plan, manifest | {OVERRIDDEN_PARTS: find_overrides(project)}
-
-
-def submit_script(
-    plan: ScriptPlan, copies: Sequence[CodeCopy], request: SubmitRequest, terminal: Terminal
-) -> SubmittedRun:
-    """Check the image of a script's plan, and submit the script."""
-    project = current_context().project
-    show_findings(run_checks(plan, request.environment), terminal)
-    plan, manifest = _check_image(plan, request, terminal)
-    texts = {
-        plan.layout.code_changes.name: uncommitted_changes(),
-        plan.layout.accelerate_config.name: accelerate_json(plan),
-    }
-    files = {**files_of(copies), **{name: text for name, text in texts.items() if text}}
-    return submit(NewJob(plan, render_job(plan, project), manifest, request.environment, files=files))
+    texts, preparation = {plan.layout.code_changes.name: uncommitted_changes()}, None
+    if isinstance(plan, ScriptPlan):
+        texts[plan.layout.accelerate_config.name] = accelerate_json(plan)
+    elif where == "here":
+        prepare_here(plan, environment, terminal.say)
+    elif where == "job" and needs_preparation(plan, environment):
+        preparation = render_preparation(plan, project)
+    files = files_of(request.copies) | {name: text for name, text in texts.items() if text}
+    script = render_job(plan, project, prepares=where == "with-training")
+    return NewJob(plan, script, manifest | {OVERRIDDEN_PARTS: find_overrides(project)}, environment, preparation, files)
 
 
 def report_submission(

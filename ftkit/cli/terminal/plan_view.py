@@ -1,4 +1,4 @@
-"""The plan as a table."""
+"""The plan as a table, and what is said before its script is printed or submitted."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from ftkit.config.data import AutoFormat, describe_format, describe_too_long
 from ftkit.config.data_sources import GeneratedSource
 from ftkit.errors import plural
 from ftkit.launch.inputs import available_formats, describe_detected
+from ftkit.launch.templates import find_overrides
 from ftkit.models.parameters import count_model
 from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
     from ftkit.launch.preflight import Findings
-    from ftkit.models.architecture import ModelPlan
-    from ftkit.planning.fit import HostMemoryPlan, Moment
+    from ftkit.planning.fit import Moment
     from ftkit.planning.plan import JobPlan, RunPlan, ScriptPlan
 
 
 def plan_facts(plan: RunPlan) -> Facts:
+    image = plan.image if plan.container_image in (None, plan.image) else f"{plan.image}: {plan.container_image}"
     return [
         ("run", Styled(plan.id, "bold")),
         ("model", _model(plan)),
@@ -32,14 +33,13 @@ def plan_facts(plan: RunPlan) -> Facts:
         ("execution", _execution(plan)),
         ("steps", _steps(plan)),
         *_memory(plan),
-        *([("host memory", _host_memory(plan, plan.host_memory))] if plan.host_memory else []),
         ("speed", _speed(plan)),
         *_place(plan),
-        ("data", f"{_data(plan)} in {short_path(plan.data_directory)}"),
+        ("data", _data(plan)),
         ("documents", _documents(plan)),
         *([("sources", _shares(plan))] if len(plan.recipe.data.sources) > 1 else []),
         *_code(plan),
-        *([("image", _image(plan))] if plan.image else []),
+        *([("image", image)] if image else []),
         *(("note", Styled(note, "yellow")) for note in plan.notes),
     ]  # fmt: skip
 
@@ -93,8 +93,28 @@ def show_findings(findings: Findings, terminal: Terminal) -> None:
     findings.raise_errors()
 
 
+def say_overridden(terminal: Terminal, project: Path) -> None:
+    """Name the parts of job scripts that the project overrides, before a script is printed or submitted."""
+    for name in find_overrides(project):
+        terminal.say(f"sbatch/{name} of this project overrides the shipped part")
+
+
 def _model(plan: RunPlan) -> str:
+    """Describe the model: its source with commit or step, added tokens, and its shape."""
     model = plan.recipe.model
+    if model.weights == "random":
+        source = "untrained"
+    elif model.trained is not None:
+        source = f"{model.source} (step {model.trained.step} of {model.trained.run})"
+    else:
+        source = model.source or model.weights
+    if model.adapter is not None:
+        source += f" on {model.weights}"
+    if model.revision is not None:
+        named = f" ({model.requested_revision})" if model.requested_revision else ""
+        source += f" at {model.revision[:12]}{named}"
+    if model.added_tokens:
+        source += f", {plural(len(model.added_tokens), 'added token')}"
     shape = model.architecture
     counts = count_model(shape)
     about = "" if counts.is_exact else "about "
@@ -102,27 +122,9 @@ def _model(plan: RunPlan) -> str:
     scaling = shape.rope_scaling
     positions = f", {shape.max_position_embeddings:,} positions by {scaling.rope_type}" if scaling else ""
     return (
-        f"{shape.family}, {_weights(model)}: {about}{plan.num_parameters:,} parameters{experts} "
+        f"{shape.family}, {source}: {about}{plan.num_parameters:,} parameters{experts} "
         f"({plural(shape.num_hidden_layers, 'layer')}, width {shape.hidden_size}{positions})"
     )
-
-
-def _weights(model: ModelPlan) -> str:
-    """Describe a model's source: commit or step, and added tokens."""
-    if model.weights == "random":
-        text = "untrained"
-    elif model.trained is not None:
-        text = f"{model.source} (step {model.trained.step} of {model.trained.run})"
-    else:
-        text = model.source or model.weights
-    if model.adapter is not None:
-        text += f" on {model.weights}"
-    if model.revision is not None:
-        named = f" ({model.requested_revision})" if model.requested_revision else ""
-        text += f" at {model.revision[:12]}{named}"
-    if model.added_tokens:
-        text += f", {plural(len(model.added_tokens), 'added token')}"
-    return text
 
 
 def _method(plan: RunPlan) -> str:
@@ -160,13 +162,12 @@ def _batch(plan: RunPlan) -> str:
 
 
 def _execution(plan: RunPlan) -> str:
-    training, execution = plan.recipe.training, plan.execution
     settings = {
-        "micro_batch_size": f"micro-batch {training.micro_batch_size}",
+        "micro_batch_size": f"micro-batch {plan.recipe.training.micro_batch_size}",
         "activation_checkpointing": f"activation checkpointing {plan.checkpointing_label}",
     }
-    marked = (text + (" (auto)" if name in execution.chosen else "") for name, text in settings.items())
-    return f"{', '.join(marked)}: {execution.reason}"
+    marked = (text + (" (auto)" if name in plan.execution.chosen else "") for name, text in settings.items())
+    return f"{', '.join(marked)}: {plan.execution.reason}"
 
 
 def _steps(plan: RunPlan) -> str:
@@ -180,7 +181,10 @@ def _steps(plan: RunPlan) -> str:
 
 
 def _memory(plan: RunPlan) -> Facts:
-    """Return the predicted peak with a bar of its parts, each drawn as its letter; `|` is the GPU's limit, if known."""
+    """Return the predicted memory: the peak, with a bar of its parts, each drawn as its letter; and that of the host.
+
+    `|` is the GPU's limit, if known.
+    """
     memory, have = plan.memory, GPUS[plan.cluster.gpu].usable_gib if plan.cluster.gpu else 0.0
     most, limit = max(memory.total, have), f"; the GPU has {gib(have)} for tensors" if have else ""
     cells, legend, end = list[Styled](), list[Styled](), 0.0
@@ -194,14 +198,13 @@ def _memory(plan: RunPlan) -> Facts:
     if have:
         cells.insert(round(_BAR * have / most), Styled("|", "bold"))
     text = f"peak about {gib(memory.total)} per process, {_MOMENTS[memory.moment]}{limit}"
-    return [("memory", text), ("", cells), ("", legend)]
-
-
-def _host_memory(plan: RunPlan, memory: HostMemoryPlan) -> str:
-    is_compared = plan.cluster.scheduler == "local" or plan.cluster.memory_per_node_gib is not None
-    unknown = "" if is_compared else "; the profile sets no memory_per_node_gib to compare it with"
-    parts = " + ".join(f"{name} {gib(amount)}" for name, amount in memory.parts.items() if amount)
-    return f"about {gib(memory.total)} per node: {parts}{unknown}"
+    facts: Facts = [("memory", text), ("", cells), ("", legend)]
+    if host := plan.host_memory:
+        is_compared = plan.cluster.scheduler == "local" or plan.cluster.memory_per_node_gib is not None
+        unknown = "" if is_compared else "; the profile sets no memory_per_node_gib to compare it with"
+        parts = " + ".join(f"{name} {gib(amount)}" for name, amount in host.parts.items() if amount)
+        facts.append(("host memory", f"about {gib(host.total)} per node: {parts}{unknown}"))
+    return facts
 
 
 _BAR = 60
@@ -241,18 +244,16 @@ def _data(plan: RunPlan) -> str:
     state = "prepared" if plan.data.is_prepared else "to be prepared"
     if data.task is not None:
         state += f"; task {short_path(Path(data.task.file))}" + ("" if plan.data.is_prepared else ", not run yet")
-    if not isinstance(data.format, AutoFormat):
-        return f"{describe_format(data.format)}; {state}"
-    return f"{describe_detected(data)}; {state}"
+    form = describe_detected(data) if isinstance(data.format, AutoFormat) else describe_format(data.format)
+    return f"{form}; {state} in {short_path(plan.data_directory)}"
 
 
 def _documents(plan: RunPlan) -> Cell:
     """Describe how many documents fit a pack, and what happens to the others."""
     found, length = plan.documents, f"{plan.recipe.training.sequence_length:,} tokens"
     if found is None:
-        outcomes: dict[str, int] = {
-            plan.recipe.data.resolve_too_long(form): 0 for form in available_formats(plan.recipe.data)
-        }
+        data = plan.recipe.data
+        outcomes: dict[str, int] = {data.resolve_too_long(form): 0 for form in available_formats(data)}
         longer = f"; {describe_too_long(outcomes)}" if outcomes else ""
         return f"how many fit {length} is known once the data is prepared{longer}"
     total = f"{'' if found.is_complete else 'the first '}{plural(found.num_read, 'document')}"
@@ -282,8 +283,3 @@ def _shares(plan: RunPlan) -> str:
         f"{source.name} " + ("all rows" if source.num_train is None else plural(source.num_train, "row"))
         for source in sources
     )
-
-
-def _image(plan: RunPlan) -> str:
-    where = plan.container_image or ""
-    return plan.image or "" if where == plan.image else f"{plan.image}: {where}"

@@ -96,18 +96,14 @@ def record_line(record: records.Record) -> str:  # noqa: C901, PLR0911, PLR0912 
             return record.warning or sharding_text(record)
         case records.ScriptStepRecord():
             step = f"step {record.step}/{record.num_steps}" if record.num_steps else plural(record.step, "step")
-            return step + script_numbers(record)
+            loss = "" if record.loss is None else f", loss {record.loss:.4f}"
+            rate = "" if record.learning_rate is None else f", learning rate {record.learning_rate:.2e}"
+            return f"{step}{loss}{rate}"
         case records.EndRecord():
             took = f"{duration(record.training_seconds)} of training since the last start"
             return f"{record.outcome} after {plural(record.step, 'step')}, {took}{early_stopping(record)}"
         case _:
             raise TypeError(record.event)
-
-
-def script_numbers(record: records.ScriptStepRecord) -> str:
-    """Return the numbers that a script prints, each with its name."""
-    loss = "" if record.loss is None else f", loss {record.loss:.4f}"
-    return loss if record.learning_rate is None else f"{loss}, learning rate {record.learning_rate:.2e}"
 
 
 def early_stopping(record: records.EndRecord) -> str:

@@ -90,7 +90,7 @@ def show_run_status(status: RunStatus, terminal: Terminal) -> None:
     folder, layout, summary = status.entry.folder, status.entry.folder.layout, status.summary
     facts: Facts = [
         ("run", Styled(folder.id, "bold")),
-        ("state", state_cell(status.seen)),
+        ("state", Styled(str(status.seen), STATE_STYLES[status.seen.state])),
         *_job_facts(status),
         *([("metrics", Styled(summary.problem, "yellow"))] if summary.problem else []),
         *_result_facts(summary),
@@ -102,13 +102,12 @@ def show_run_status(status: RunStatus, terminal: Terminal) -> None:
     terminal.facts(facts, is_data=True)
     if summary.after:
         _show_samples(summary.after, terminal, is_data=True)
-    following = [
-        text for text in next_commands(layout, status.seen, status.failure) if text != f"ftkit status {folder.id}"
-    ]
+    commands = next_commands(layout, status.seen, status.failure)
+    following = "\n".join(each for each in commands if each != f"ftkit status {folder.id}")
     if status.failure:
         _show_failure(status.failure, layout, terminal, is_data=True)
-        following = [_advice(layout, status.seen, status.failure)]
-    terminal.facts([("next", "\n".join(following))], is_data=True)
+        following = _advice(layout, status.seen, status.failure)
+    terminal.facts([("next", following)], is_data=True)
 
 
 def show_end(run: SubmittedRun, seen: Job, terminal: Terminal) -> None:
@@ -125,7 +124,8 @@ def show_end(run: SubmittedRun, seen: Job, terminal: Terminal) -> None:
     names = ("progress", "sharding", "loss", "validation", "best", "export")
     shown: Facts = [(name, results[name]) for name in names if name in results]
     terminal.say()
-    terminal.facts([("state", state_cell(seen)), *shown, *_file_facts(run.layout)], is_data=False)
+    state = Styled(str(seen), STATE_STYLES[seen.state])
+    terminal.facts([("state", state), *shown, *_file_facts(run.layout)], is_data=False)
     if summary.after:
         _show_samples(summary.after, terminal, is_data=False)
     terminal.facts([("next", "\n".join(next_commands(run.layout, seen, None)))], is_data=False)
@@ -138,10 +138,6 @@ def failed(run: SubmittedRun, seen: Job, failure: Failure | None) -> RunFailedEr
         exit_code=failure.exit_code if failure else RunFailedError.exit_code,
         fix=_advice(run.layout, seen, failure),
     )
-
-
-def state_cell(seen: Job) -> Cell:
-    return Styled(str(seen), STATE_STYLES[seen.state])
 
 
 def _show_failure(failure: Failure, layout: RunLayout, terminal: Terminal, *, is_data: bool) -> None:
@@ -181,23 +177,27 @@ def _job_facts(status: RunStatus) -> Facts:
 
 
 def _result_facts(summary: RunSummary) -> Facts:
-    facts: Facts = []
     end, sharding = summary.end, summary.sharding
-    if summary.script_step:
-        facts.append(("progress", record_line(summary.script_step)))
+    facts: Facts = [("progress", record_line(summary.script_step))] if summary.script_step else []
     if sharding:
         facts.append(("sharding", Styled(sharding.warning, "yellow") if sharding.warning else sharding_text(sharding)))
     if summary.first_step and summary.last_step:
         facts += _step_facts(summary.first_step, summary.last_step)
     moments = [measured(record) for record in (summary.before, summary.after) if record]
-    if moments:
-        facts.append(("validation", " → ".join(moments)))
+    facts += [("validation", " → ".join(moments))] if moments else []
     if end:
         what = "of training" if end.has_checkpoint else "from start to end"
         if summary.start and summary.start.resumed_from:
             what += f" since step {summary.start.resumed_from}"
         facts.append(("time", f"{duration(end.training_seconds)} {what}{early_stopping(end)}"))
-    return facts + _saved_facts(summary)
+        if end.best_step is not None:
+            facts.append(("best", f"step {end.best_step}"))
+    facts += [("checkpoint", short_path(Path(summary.checkpoint.path)))] if summary.checkpoint else []
+    if lost := summary.failed_checkpoint:
+        text = f"of step {lost.step}, {lost.num_failed} in a row: {lost.reason}"
+        facts.append(("failed save", Styled(text, "red")))
+    facts += [("export", short_path(Path(end.export)))] if end and end.export else []
+    return facts
 
 
 def _step_facts(first: StepRecord, last: StepRecord) -> Facts:
@@ -220,25 +220,17 @@ def _step_facts(first: StepRecord, last: StepRecord) -> Facts:
     return facts
 
 
-def _saved_facts(summary: RunSummary) -> Facts:
-    facts: Facts = []
-    if summary.end and summary.end.best_step is not None:
-        facts.append(("best", f"step {summary.end.best_step}"))
-    if summary.checkpoint:
-        facts.append(("checkpoint", short_path(Path(summary.checkpoint.path))))
-    if lost := summary.failed_checkpoint:
-        text = f"of step {lost.step}, {lost.num_failed} in a row: {lost.reason}"
-        facts.append(("failed save", Styled(text, "red")))
-    if summary.end and summary.end.export:
-        facts.append(("export", short_path(Path(summary.end.export))))
-    return facts
-
-
 def _progress_facts(status: RunStatus) -> Facts:
-    facts: Facts = []
-    if status.seconds_left is not None:
-        facts.append(("left", f"about {duration(status.seconds_left)} at this rate"))
-    facts += _trouble_facts(status)
+    left = status.seconds_left
+    facts: Facts = [] if left is None else [("left", f"about {duration(left)} at this rate")]
+    if status.seen.state is RunState.RUNNING:
+        layout = status.entry.folder.layout
+        for node, (since, peer) in silent_nodes(layout).items():
+            when = f"{datetime.fromtimestamp(since, UTC):%H:%M:%S} UTC ({age(time.time() - since)} ago)"
+            facts.append((f"silent {node}", Styled(f"since {when}, says {peer}", "red")))
+        if reports := read_hang_reports(layout):
+            hosts = {rank: each.host for rank, each in reports.items()}
+            facts.append(("hang", Styled(describe_hang(reports, hosts), "red")))
     silence = status.silence
     if silence and silence.is_stalled:
         alive = "its trainer is alive" if silence.is_alive else "its trainer does not respond"
@@ -260,24 +252,8 @@ def _progress_facts(status: RunStatus) -> Facts:
             facts.append((title, f"{plural(len(steps), 'step')}{what}, newest last: {newest}"))
     if status.facts.stragglers:
         facts.append(("slow", Styled("\n".join(map(str, status.facts.stragglers)), "yellow")))
-    if status.facts.verdict:
-        facts.append(("repetition", str(status.facts.verdict)))
-    if status.facts.doubts:
-        facts.append(("not repeatable", "; ".join(status.facts.doubts)))
-    return facts
-
-
-def _trouble_facts(status: RunStatus) -> Facts:
-    layout = status.entry.folder.layout
-    facts: Facts = []
-    if status.seen.state is not RunState.RUNNING:
-        return facts
-    for node, (since, peer) in silent_nodes(layout).items():
-        text = f"since {datetime.fromtimestamp(since, UTC):%H:%M:%S} UTC ({age(time.time() - since)} ago), says {peer}"
-        facts.append((f"silent {node}", Styled(text, "red")))
-    if reports := read_hang_reports(layout):
-        hosts = {rank: each.host for rank, each in reports.items()}
-        facts.append(("hang", Styled(describe_hang(reports, hosts), "red")))
+    facts += [("repetition", str(status.facts.verdict))] if status.facts.verdict else []
+    facts += [("not repeatable", "; ".join(status.facts.doubts))] if status.facts.doubts else []
     return facts
 
 
@@ -303,10 +279,9 @@ def _place_facts(status: RunStatus) -> Facts:
         facts += [("recipe", trainer.recipe.name)] if trainer else []
         engine = f", {trainer.engine.name}" if trainer else ""
         facts.append(("cluster", f"{plan.cluster.name}, {place} ({plan.placement.device}){engine}"))
+        facts += [("image", plan.image)] if plan.image else []
     elif status.entry.plan:  # else it is damaged, which is the run's state
         facts.append(("plan", status.facts.plan_problem))
-    if plan and plan.image:
-        facts.append(("image", plan.image))
     checkpoints = [path.name for _, path in list_checkpoints(layout)][-_NUM_SHOWN:]
     if checkpoints:
         facts.append(("checkpoints", f"{', '.join(checkpoints)} in {short_path(layout.checkpoints)}"))
@@ -327,9 +302,8 @@ def _file_facts(layout: RunLayout) -> Facts:
     """Return the rows with the paths of the report and of the profiler's traces, if they exist."""
     facts: Facts = [("report", short_path(layout.report))] if layout.report.is_file() else []
     num_traces = len(list(layout.profile.glob("rank-*.trace.json.gz")))
-    if num_traces:
-        facts.append(("profile", f"{plural(num_traces, 'trace')} in {short_path(layout.profile)}"))
-    return facts
+    traces = f"{plural(num_traces, 'trace')} in {short_path(layout.profile)}"
+    return [*facts, ("profile", traces)] if num_traces else facts
 
 
 def _show_samples(evaluation: EvaluationRecord, terminal: Terminal, *, is_data: bool) -> None:
@@ -347,7 +321,7 @@ def choose_samples(samples: tuple[Sample, ...]) -> list[Sample]:
     """Choose two samples: a correct and a wrong one if there are both."""
     correct = [sample for sample in samples if sample.correct]
     wrong = [sample for sample in samples if not sample.correct]
-    return [correct[0], wrong[0]] if correct and wrong else (correct or wrong)[:2]
+    return [correct[0], wrong[0]] if correct and wrong else list(samples[:2])
 
 
 def _advice(layout: RunLayout, seen: Job, failure: Failure | None) -> str:
