@@ -349,7 +349,6 @@ def registry_of(option: str | None) -> str | None:
 
 
 def required_registry(option: str | None, reference: str) -> str:
-    """Return the registry to push an image to."""
     registry = registry_of(option)
     if not registry:
         fix = (

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ftkit.evaluate.vllm import EngineName
     from ftkit.launch.render import SideJob
 
-_EXPORT_SECONDS = 6 * 3600
 _HELP = """/reset  clear the conversation
 /exit   end it, as Ctrl-D does
 \\       at the end of a line: the message continues on the next one"""
@@ -250,7 +249,7 @@ def _export(target: Target, terminal: Terminal, *, dry_run: bool) -> Path:
     if dry_run or not source.step:
         raise NotFoundError(f"there is no export of {source.label}", fix=f"export it: ftkit {' '.join(export)}")
     terminal.say(f"exporting {source.label}")
-    done = process.run_stoppable([sys.executable, "-m", "ftkit", *export], timeout_seconds=_EXPORT_SECONDS)
+    done = process.run_stoppable([sys.executable, "-m", "ftkit", *export], timeout_seconds=6 * 3600)
     made = find_target(source.label, Workspace(source.plan.workspace)).source
     if done.returncode or not isinstance(made, ModelFolder):
         raise TrainingError(f"{source.label} can't be exported: {done.stderr.strip()}", fix=f"ftkit {' '.join(export)}")

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from ftkit.evaluate.vllm import EngineName
 
 _HUB = "hf://"
-_VERIFICATION_SECONDS = 24 * 3600.0
 
 
 @forwarded_command(
@@ -147,9 +146,8 @@ def _use_hub_cache() -> None:
 
 
 def _verify_in_process(folder: Path) -> str:
-    """Verify an export in another process; return what it found."""
     command = [sys.executable, "-m", "ftkit", "verify", str(folder)]
-    done = process.run_stoppable(command, timeout_seconds=_VERIFICATION_SECONDS)
+    done = process.run_stoppable(command, timeout_seconds=24 * 3600.0)
     if done.returncode == -signal.SIGKILL:
         raise TrainingError(
             "the process that verified the export was killed, and the export was removed",

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 _OUTPUT_BYTES = 2**14
 _READ_SECONDS = 0.3
 _LOST_SECONDS = 60
-_REDRAWS_PER_SECOND = 4
 _SECONDS_BETWEEN_STEPS = 30
 _CURVE_WIDTH, _CURVE_HEIGHT = 100, 6
 _ROOM_FOR_CURVE = 16
@@ -222,7 +221,7 @@ class LiveView(PlainView):
             console=terminal.talk,
             expand=True,
             transient=True,
-            refresh_per_second=_REDRAWS_PER_SECOND,
+            refresh_per_second=4,
         )
         self._task = self._progress.add_task("submitted", total=None, numbers="")
         self._is_waiting = True
@@ -259,21 +258,18 @@ class LiveView(PlainView):
                 self._stage = record
                 self._show_waiting(record.stage)
             case StepRecord():
-                self._show_step(record)
+                seconds = (record.num_steps - record.step) * record.step_seconds
+                # Unknown from the first record of a start, which includes compiling.
+                left = "" if self._is_first_step else f" {duration(seconds)} left"
+                speed = f"{count(record.tokens_per_second)} tok/s in total"
+                numbers = f"{record.step}/{record.num_steps} loss {record.loss:.3f} {speed}{left}"
+                self._move_bar(record.step, record.num_steps, record.loss, numbers)
                 self._is_first_step = False
             case _:
                 self._is_first_step |= isinstance(record, StartRecord)
                 self.note(record_line(record))
                 if isinstance(record, EndRecord):
                     self._show_waiting(record.outcome)
-
-    def _show_step(self, record: StepRecord) -> None:
-        """Move the bar; the time left is unknown from the first record of a start, which includes compiling."""
-        seconds = (record.num_steps - record.step) * record.step_seconds
-        left = "" if self._is_first_step else f" {duration(seconds)} left"
-        speed = f"{count(record.tokens_per_second)} tok/s in total"
-        numbers = f"{record.step}/{record.num_steps} loss {record.loss:.3f} {speed}{left}"
-        self._move_bar(record.step, record.num_steps, record.loss, numbers)
 
     def _move_bar(self, step: int, num_steps: int, loss: float | None, numbers: str) -> None:
         if loss is not None:

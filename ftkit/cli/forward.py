@@ -46,7 +46,6 @@ _CODE_OPTIONS: Final = ("--script", "--with-code", "--dev", "--accelerate-config
 """Options of `ftkit run` with files of this machine."""
 _GIB: Final = 2**30
 _MIB: Final = 2**20
-_MAX_WAIT_SECONDS: Final = 30
 
 
 def forward(
@@ -107,7 +106,7 @@ class _Forwarded:
         while ssh.is_lost(code := attempt()):
             self.terminal.warn(f"no connection to {self.login.address}: retrying in {pause} s ({meanwhile})")
             time.sleep(pause)
-            pause = min(2 * pause, _MAX_WAIT_SECONDS)
+            pause = min(2 * pause, 30)
         return code
 
 
@@ -176,8 +175,7 @@ def _send_run(forwarded: _Forwarded, ctx: Context, typed: list[str], params: Map
     parcel = pack_run(recipe, trials, words, login, ctx)
     archive, code_options, code_files = _pack_code(params)
     code = _digest(archive)
-    files = {parcel.recipe_file: parcel.recipe_text} if parcel.recipe_file else {}
-    files |= code_files
+    files = parcel.files | code_files
     wanted = replace(forwarded.request, action="missing", files=files, local_files=parcel.local_files, code=code)
     answer = ssh.ask(login, wanted, forwarded.files)
     missing: list[str] = answer["missing"]

@@ -39,7 +39,6 @@ _MARK = "Written by 'ftkit init'."
 _HEAD = f"{_MARK} 'ftkit config' shows all settings; keys of a profile: docs/reference/cluster-profile.md"
 _IMAGE: Final = "olmo3:25.02"
 _MAX_SHOWN: Final = 3
-_COMMENT_COLUMN: Final = 32
 
 
 @command(
@@ -146,7 +145,7 @@ def _with_reasons(name: str, model: str, data: str, chosen: Mapping[str, list[Ch
                 value = CommentedMap(value)
                 value.fa.set_flow_style()
             document[section][each.key] = value
-            document[section].yaml_add_eol_comment(each.why, each.key, column=_COMMENT_COLUMN)
+            document[section].yaml_add_eol_comment(each.why, each.key, column=32)
     return to_yaml(document)
 
 
@@ -216,21 +215,16 @@ def _site_facts(site: Site, proposed: ProposedCluster) -> Facts:
 
 def _files(folder: Path, proposed: ProposedCluster) -> dict[Path, str]:
     """Return the files to write, with their content; an existing ftkit.yaml keeps its other keys and its comments."""
-    settings = folder / PROJECT_FILE
-    files = {settings: _edited(settings, {"cluster": proposed.name})}
-    if proposed.extends:
-        profile = {"name": proposed.name, "extends": proposed.extends, **proposed.values}
-        undetected = [f"Not detected: {each}" for each in proposed.unknown]
-        files[folder / "clusters" / f"{proposed.name}.yaml"] = _edited(None, profile, "\n".join([_HEAD, *undetected]))
-    return files
-
-
-def _edited(path: Path | None, values: Mapping[str, object], head: str = _HEAD) -> str:
-    document = CommentedMap()
-    if path is not None and path.is_file():
+    path, settings = folder / PROJECT_FILE, CommentedMap()
+    if path.is_file():
         read_yaml(path)  # raises ftkit's error for invalid YAML
-        document = YAML().load(path.read_text(encoding="utf-8")) or document
+        settings = YAML().load(path.read_text(encoding="utf-8")) or settings
     else:
-        document.yaml_set_start_comment(head)
-    document.update(values)
-    return to_yaml(document)
+        settings.yaml_set_start_comment(_HEAD)
+    settings["cluster"] = proposed.name
+    files = {path: to_yaml(settings)}
+    if proposed.extends:
+        profile = CommentedMap({"name": proposed.name, "extends": proposed.extends, **proposed.values})
+        profile.yaml_set_start_comment("\n".join([_HEAD, *(f"Not detected: {each}" for each in proposed.unknown)]))
+        files[folder / "clusters" / f"{proposed.name}.yaml"] = to_yaml(profile)
+    return files

@@ -29,13 +29,10 @@ from ftkit.remote.ssh import CODE_FOLDER, LOGIN_SIDE, NEEDS_PROJECT, OTHER_CODE,
 from ftkit.wheel import code_identity
 
 _CHILD: Final = "--child"
-_POLL_SECONDS: Final = 0.1
 _START_SECONDS: Final = 30
-_DIED: Final = 1
 
 
 def answer(arguments: Sequence[str]) -> int:
-    """Execute a request, and return the exit status."""
     if arguments[0] == _CHILD:
         return _run_submission(Path(arguments[1]))
     request = read_request(arguments[0], sys.stdin.buffer.read)
@@ -112,24 +109,20 @@ def _run_once(request: Request, folder: Path, environment: dict[str, str]) -> in
         command = [sys.executable, "-m", LOGIN_SIDE, _CHILD, str(folder)]
         pid = process.start_detached(command, log=folder / "stderr", cwd=Path.cwd(), environment=environment)
         write_file(folder / "process.json", json.dumps([socket.gethostname(), pid, process.start_time(pid)]).encode())
-    return _attach(folder)
-
-
-def _attach(folder: Path) -> int:
     offset, started = 0, time.monotonic()
     while True:
         is_over = (folder / "exit-code").is_file() or _has_died(folder, started)
         offset = copy_new(folder / "stderr", offset, sys.stderr.buffer)
         if is_over:
             break
-        time.sleep(_POLL_SECONDS)
+        time.sleep(0.1)
     copy_new(folder / "stdout", 0, sys.stdout.buffer)
     with suppress(FileNotFoundError):
         return int((folder / "exit-code").read_text(encoding="ascii"))
     sys.stderr.write(
         "error: the submission ended without an answer\n  check with 'ftkit runs' whether the run exists\n"
     )
-    return _DIED
+    return 1
 
 
 def _has_died(folder: Path, started: float) -> bool:

@@ -31,7 +31,6 @@ from ftkit.runs.records import EndRecord
 if TYPE_CHECKING:
     from ftkit.runs.find import RunFolder
 
-_REFRESH_SECONDS = 15
 _references_argument = click.argument(
     "references", metavar="RUN...", nargs=-1, required=True, shell_complete=arguments.complete_run
 )
@@ -54,7 +53,7 @@ def report_command(references: tuple[str, ...], *, output: Path | None, live: bo
     terminal, folders = Terminal(), arguments.get_runs(references)
     require_matplotlib()
     if live:
-        _serve(partial(_render, folders, _REFRESH_SECONDS), port, terminal)
+        _serve(partial(_render, folders, refresh_seconds=15), port, terminal)
         return
     for folder in folders:
         if problem := find_damage(folder.layout.metrics):

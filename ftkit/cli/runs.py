@@ -19,7 +19,6 @@ from ftkit.runs.find import RunFolder, list_runs
 from ftkit.runs.gpu_samples import read_last_samples
 from ftkit.runs.listing import read_entry
 
-_REFRESH_SECONDS: Final = 2.0
 _OLD_SECONDS: Final = 60.0
 
 
@@ -61,7 +60,7 @@ def top_command(reference: str, *, once: bool, as_json: bool) -> None:
             while True:
                 clear()
                 _show_gpus(folder, terminal)
-                time.sleep(_REFRESH_SECONDS)
+                time.sleep(2)
 
 
 def _show_gpus(folder: RunFolder, terminal: Terminal) -> None:

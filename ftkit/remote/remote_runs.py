@@ -40,8 +40,6 @@ class _Records:
 
 @dataclass(frozen=True)
 class Records:
-    """This machine's files about remote runs."""
-
     folder: Path
 
     @classmethod

@@ -16,17 +16,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
-
-from ruamel.yaml import YAML
 
 from ftkit import assets, process
 from ftkit.config.context import PROJECT_FILE, Context, list_names, search_folders
 from ftkit.config.data_sources import HubSource
 from ftkit.config.load import Loaded, read_cluster, read_recipe
-from ftkit.config.yaml_files import parse_override
+from ftkit.config.yaml_files import parse_override, to_yaml
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, one_line
 from ftkit.paths import absolute_path, fixed_folder, is_address, is_path
 from ftkit.remote.ssh import Login, SentFile
@@ -44,7 +41,6 @@ _WITH_PATHS: Final = ("data", "model", "image")
 
 
 def project_name(project: Path) -> str:
-    """Return the name of a project's folder on login nodes."""
     digest = hashlib.sha256(str(project).encode()).hexdigest()[:8]
     return f"{''.join(each if each.isalnum() else '-' for each in project.name) or 'project'}-{digest}"
 
@@ -63,25 +59,16 @@ def project_files(ctx: Context) -> dict[str, str]:
         if any((folder / f"{name}.yaml").is_file() for folder in search_folders("cluster", ctx)[:-1]):
             values = read_cluster(name, ctx).layers.values
             kept = {key: value for key, value in values.items() if key not in _OF_THIS_MACHINE}
-            files[f"clusters/{name}.yaml"] = _to_yaml(kept)
+            files[f"clusters/{name}.yaml"] = to_yaml(kept)
     return files
-
-
-def _to_yaml(values: object) -> str:
-    yaml, text = YAML(typ="safe", pure=True), StringIO()
-    yaml.default_flow_style = False
-    yaml.allow_unicode = True
-    yaml.dump(json.loads(json.dumps(values)), text)
-    return text.getvalue()
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """Arguments and files of a run on the login node; `recipe_file` is a path there, empty if ftkit ships it."""
+    """Arguments and files of a run on the login node; `files` has its recipe by path, unless ftkit ships it."""
 
     words: tuple[str, ...]
-    recipe_file: str
-    recipe_text: str
+    files: dict[str, str]
     local_files: tuple[SentFile, ...]
 
 
@@ -90,7 +77,7 @@ def pack_run(
 ) -> Parcel:
     """Find a run's local files, and rewrite its arguments, typed as `words`, with paths on the login node."""
     if recipe is None:
-        return Parcel(tuple(words), "", "", ())
+        return Parcel(tuple(words), {}, ())
     roots: dict[str, list[Path]] = {}
     for overrides in trials:
         for key, path in _paths(read_recipe(recipe, ctx, overrides)):
@@ -106,10 +93,11 @@ def pack_run(
     stats = {file: file.stat() for files in roots.values() for file in files}
     local_files = tuple(SentFile(str(file), stat.st_size, int(stat.st_mtime)) for file, stat in stats.items())
     if is_shipped:
-        return Parcel((recipe, *overrides), "", "", local_files)
-    text = _to_yaml(_replace_paths(plain.layers.values, (), plain.layers.folder, moved))
+        return Parcel((recipe, *overrides), {}, local_files)
+    values = plain.layers.values.items()
+    text = to_yaml({key: _replace_paths(value, (key,), plain.layers.folder, moved) for key, value in values})
     name = f"sent/{plain.spec.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
-    return Parcel((name, *overrides), name, text, local_files)
+    return Parcel((name, *overrides), {name: text}, local_files)
 
 
 def _paths(loaded: Loaded[RecipeSpec]) -> Iterator[tuple[str, str]]:

@@ -69,8 +69,6 @@ class SentFile:
 
 @dataclass(frozen=True)
 class Request:
-    """A request to the login node."""
-
     # Run a command; run it exactly once; store the project's files; list missing local files and code; unpack code.
     action: Literal["run", "once", "store", "missing", "unpack"]
     identity: str  # of the code here

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
+from ftkit.cli.terminal.curves import LOG_FROM
 from ftkit.cli.terminal.format import count, duration, gib
 from ftkit.errors import PrerequisiteError
 
@@ -32,8 +33,6 @@ _SMOOTH_FROM = 60
 _WIDE, _NARROW, _HEIGHT = 1040, 460, 250
 _DOTS = 72
 _MAX_TICKS = 6
-_LOG_FROM = 30
-"""Ratio of the highest to the lowest value from which a loss is drawn on a logarithmic axis."""
 SERIES = tuple(f"#0101{index:02x}" for index in range(1, 9))
 INK, MUTED, GRID, SURFACE = "#0102f1", "#0102f2", "#0102f3", "#0102f4"
 SPAN_COLORS = {
@@ -123,7 +122,7 @@ def draw_lines(  # noqa: PLR0913 - properties of a chart
         axes.margins(x=0.01, y=0.08)
         if from_zero:
             axes.set_ylim(0, limit)
-        elif min(values) > 0 and max(values) > _LOG_FROM * min(values):
+        elif min(values) > 0 and max(values) > LOG_FROM * min(values):
             axes.set_yscale("log")
         if is_over_time:
             _format_time(axes, max(line.x[-1] for line in lines))

@@ -11,7 +11,6 @@ from ftkit.config.data import AutoFormat, describe_format, describe_too_long
 from ftkit.config.data_sources import GeneratedSource
 from ftkit.errors import plural
 from ftkit.launch.inputs import available_formats, describe_detected
-from ftkit.launch.templates import find_overrides
 from ftkit.models.parameters import count_model
 from ftkit.planning.training_setup import GPUS
 
@@ -95,6 +94,8 @@ def show_findings(findings: Findings, terminal: Terminal) -> None:
 
 def say_overridden(terminal: Terminal, project: Path) -> None:
     """Name the parts of job scripts that the project overrides, before a script is printed or submitted."""
+    from ftkit.launch.templates import find_overrides  # jinja2: 'ftkit plan' does without it
+
     for name in find_overrides(project):
         terminal.say(f"sbatch/{name} of this project overrides the shipped part")
 

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from ftkit.images.events import ProgressEvent
 
 
-_ONE_LINE = Column(no_wrap=True, overflow="ellipsis")
-
-
 class _OfBytes(ProgressColumn):
     """A column that is empty for tasks that don't count bytes."""
 
@@ -40,19 +37,18 @@ class _OfBytes(ProgressColumn):
 
 
 class ProgressView(ExitStack):
-    """Shows progress events while it is open."""
-
     def __init__(self, terminal: Terminal) -> None:
         super().__init__()
         self._terminal = terminal
         self._stage = ""
         self._last_text = ""
         self._tasks: dict[str, TaskID] = {}
+        one_line = Column(no_wrap=True, overflow="ellipsis")
         self._bars = Progress(
             _OfBytes(BarColumn(bar_width=30)),
             _OfBytes(DownloadColumn(binary_units=True)),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[text]}", style="dim", markup=False, table_column=_ONE_LINE),
+            TextColumn("{task.fields[text]}", style="dim", markup=False, table_column=one_line),
             console=terminal.talk,
             transient=True,
             disable=not terminal.is_live,

@@ -57,7 +57,6 @@ def checks_text(record: records.VerificationRecord) -> str:
 
 
 def record_line(record: records.Record) -> str:  # noqa: C901, PLR0911, PLR0912 - one case for each kind of record
-    """Return a record as one line of text."""
     match record:
         case records.StageRecord():
             return record.stage

@@ -24,4 +24,5 @@ def test_the_file_of_a_task_is_sent_and_the_recipe_names_its_place_there(tmp_pat
     ctx = Context(tmp_path, tmp_path / "user", {})
     parcel = pack_run("mine", [()], ("mine",), Login("own", "node", (), "/ftkit"), ctx)
     assert [file.path for file in parcel.local_files] == [str(own)]
-    assert YAML(typ="safe").load(parcel.recipe_text)["data"]["task"] == f"/ftkit/files{own}"
+    (text,) = parcel.files.values()
+    assert YAML(typ="safe").load(text)["data"]["task"] == f"/ftkit/files{own}"
