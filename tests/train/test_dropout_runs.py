@@ -29,9 +29,9 @@ WORDS = (
 )
 PADDED = ("data.packing=off",)
 EXPERTS = (
-    "model.architecture.family=qwen3_moe",
+    "model.architecture.family=mixtral",  # of 8 small experts, where others have 128
     "model.architecture.intermediate_size=32",
-    "training.lora={rank: 2, dropout: 0.1, targets: [q_proj, gate_proj, up_proj, down_proj]}",
+    "training.lora={rank: 2, dropout: 0.1, targets: [q_proj, w1, w2, w3]}",
 )
 QUANTIZED = ("training.method=qlora", "training.lora={rank: 4, dropout: 0.1, use_dora: true}")
 
