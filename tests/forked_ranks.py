@@ -27,8 +27,8 @@ SLOW_RANK = "FTKIT_TEST_SLOW_RANK"
 """Variable with the rank that computes slowly."""
 _ANSWERS = 1
 _IMPORTED = ("ftkit.train.trainer", "peft")
-_GRACE_SECONDS = 30
-"""Seconds after which a rank that does not end is killed, as in torchrun."""
+_GRACE_SECONDS = 5
+"""Seconds after which a rank that does not end is killed, as by torchrun after 30."""
 
 
 @dataclass(frozen=True)
