@@ -67,7 +67,6 @@ class Nvml:
         return [str(self._ask("nvmlDeviceGetName", handle) or "") for handle in self._handles.values()]
 
     def faults(self) -> Iterator[Finding]:
-        """Yield the faults of all GPUs."""
         for index, handle in self._handles.items():
             for check, is_failure, value, fix in self._faults(handle):
                 yield Finding(check, "failed" if is_failure else "warning", value, fix, index)

@@ -34,8 +34,7 @@ with an empty one, and ends with exit status 0.
 
 _SUPERBLOCK = struct.Struct("<4sIIIIHHHHHHQQQQQQQQ")
 _MAGIC = b"hsqs"
-_PIPE_BUFFER = 1 << 20
-_F_SETPIPE_SZ = 1031
+_BUFFER = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -106,9 +105,6 @@ def check_squashfs(path: Path) -> None:
         )
 
 
-_WRITE_BUFFER = 1 << 20
-
-
 @dataclass(frozen=True)
 class MadeFile:
     """An image file: what made it, and its contents if they are known; it lacks `left_out`, devices and pipes."""
@@ -137,8 +133,8 @@ def build_squashfs(
     def feed(stdin: IO[bytes]) -> None:
         import fcntl  # noqa: PLC0415 - not on every system that can show a plan
 
-        fcntl.fcntl(stdin.fileno(), _F_SETPIPE_SZ, _PIPE_BUFFER)
-        with io.FileIO(stdin.fileno(), "w", closefd=False) as raw, io.BufferedWriter(raw, _WRITE_BUFFER) as sink:
+        fcntl.fcntl(stdin.fileno(), fcntl.F_SETPIPE_SZ, _BUFFER)
+        with io.FileIO(stdin.fileno(), "w", closefd=False) as raw, io.BufferedWriter(raw, _BUFFER) as sink:
             made.append(write_root(entries, config, sink, counter.advance))
 
     environment = os.environ | {"SOURCE_DATE_EPOCH": str(config.created)} if tool.clamps_times else None

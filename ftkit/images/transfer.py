@@ -74,28 +74,26 @@ def transfer(
 ) -> Digest | None:
     """Follow a pull or push of docker's SDK to its end; return the manifest's digest, None if the engine sent none."""
 
-    def follow() -> Digest | None:
-        digest: object = ""
-        for event in start(stream=True, decode=True):
-            if "error" in event:
-                raise explain_transfer(str(event["error"]), wanted, known)
-            status = str(event.get("status", ""))
-            if layer := str(event.get("id", "")):
-                detail = event.get("progressDetail")
-                done, total = (detail.get("current"), detail.get("total")) if isinstance(detail, dict) else (None, None)
-                is_over = status.startswith(_FINAL_STATUSES)
-                report(ProgressEvent(stage, layer, f"{layer} {status}", done, total, is_over))
-            aux = event.get("aux")
-            digest = aux.get("Digest", digest) if isinstance(aux, dict) else digest
-            if status.startswith("Digest: "):
-                digest = status.removeprefix("Digest: ")
-        return docker_engine.as_digest(digest)
-
     def attempt() -> Digest | None:
+        digest: object = ""
         try:
-            return follow()
+            for event in start(stream=True, decode=True):
+                if "error" in event:
+                    raise explain_transfer(str(event["error"]), wanted, known)
+                status = str(event.get("status", ""))
+                if layer := str(event.get("id", "")):
+                    detail = event.get("progressDetail")
+                    detail = detail if isinstance(detail, dict) else {}
+                    is_over = status.startswith(_FINAL_STATUSES)
+                    done, total = detail.get("current"), detail.get("total")
+                    report(ProgressEvent(stage, layer, f"{layer} {status}", done, total, is_over))
+                aux = event.get("aux")
+                digest = aux.get("Digest", digest) if isinstance(aux, dict) else digest
+                if status.startswith("Digest: "):
+                    digest = status.removeprefix("Digest: ")
         except docker_engine.docker_sdk().errors.APIError as error:
             raise explain_transfer(str(error.explanation or error), wanted, known) from error
+        return docker_engine.as_digest(digest)
 
     return retry(attempt, report, stage)
 
