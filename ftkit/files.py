@@ -12,6 +12,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
@@ -131,11 +132,11 @@ def file_lock(path: Path, on_wait: Callable[[], object] | None = None) -> Iterat
 
 
 @contextmanager
-def file_lock_if_supported(path: Path, on_wait: Callable[[], object] | None = None) -> Iterator[None]:
+def file_lock_if_supported(path: Path) -> Iterator[None]:
     """Hold the lock of a file like `file_lock`; without a lock where the file can't be created or locked."""
     with ExitStack() as stack:
         with suppress(OSError):
-            stack.enter_context(file_lock(path, on_wait))
+            stack.enter_context(file_lock(path))
         yield
 
 
@@ -204,16 +205,11 @@ class InvalidJsonError(ValueError):
         super().__init__(shown + (f"; and {more} more" if more else ""))
 
 
-_ADAPTERS: dict[object, TypeAdapter[Any]] = {}
-"""Pydantic's adapters by type: creating one takes milliseconds."""
-
-
+@cache  # creating one takes milliseconds
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     from pydantic import TypeAdapter  # noqa: PLC0415 - slow to import
 
-    if kind not in _ADAPTERS:
-        _ADAPTERS[kind] = TypeAdapter(kind)
-    return _ADAPTERS[kind]
+    return TypeAdapter(kind)
 
 
 def write_json(path: Path, value: object) -> None:

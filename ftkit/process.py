@@ -65,9 +65,8 @@ class ProgramTimeoutError(FtkitError, exit_code=NoAnswerError.exit_code):
     """A program did not end in time."""
 
     def __init__(self, program: str, timeout_seconds: float, stderr: bytes = b"") -> None:
-        last_line = (
-            stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        )  # why it waits, as sbatch at MaxJobCount
+        # The last line says why it waits, as sbatch at MaxJobCount.
+        last_line = stderr.decode(errors="replace").strip().rpartition("\n")[2]
         printed = f"; it printed: {last_line}" if last_line else ""
         super().__init__(
             f"'{program}' did not answer within {timeout_seconds:g} seconds{printed}",

@@ -122,13 +122,10 @@ def as_name(text: str, otherwise: str, most: int = 63) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:most] or otherwise
 
 
-_check_variable = _require(
-    "[A-Za-z_][A-Za-z0-9_]*",
-    "an environment variable's name has letters, digits and '_', and does not start with a digit",
-)
-VariableName = Annotated[str, AfterValidator(_check_variable)]
-_check_line = _require(r"[^\x00-\x1f\x7f]*", "an #SBATCH line can't contain control characters or line breaks")
-OneLine = Annotated[str, AfterValidator(_check_line)]
+_VARIABLE_RULE = "an environment variable's name has letters, digits and '_', and does not start with a digit"
+VariableName = Annotated[str, AfterValidator(_require("[A-Za-z_][A-Za-z0-9_]*", _VARIABLE_RULE))]
+_LINE_RULE = "an #SBATCH line can't contain control characters or line breaks"
+OneLine = Annotated[str, AfterValidator(_require(r"[^\x00-\x1f\x7f]*", _LINE_RULE))]
 DataPath = Annotated[str, AfterValidator(_check_data_path)]
 """A path, a pattern of paths, or an address."""
 HubIdOrFolder = Annotated[str, AfterValidator(_check_hub_id_or_folder)]
@@ -154,17 +151,14 @@ PositiveInt = Annotated[int, Field(gt=0, le=LARGEST_COUNT), WHOLE_NUMBER]
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_COUNT), WHOLE_NUMBER]
 """Counts, bounded so that arithmetic does not overflow and loops end."""
 
-_TIME_LIMIT = r"^(\d+-)?\d+(:\d{1,2}){0,2}$"
-
-
-def _minutes_as_text(value: object) -> object:
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
+_TIME_LIMIT = Field(pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
 TimeLimit = Annotated[
     OneLine,
-    Field(pattern=_TIME_LIMIT),
-    BeforeValidator(_minutes_as_text, json_schema_input_type=Annotated[str, Field(pattern=_TIME_LIMIT)] | int),
+    _TIME_LIMIT,
+    BeforeValidator(
+        lambda value: str(value) if type(value) is int else value,
+        json_schema_input_type=Annotated[str, _TIME_LIMIT] | int,
+    ),
 ]
 """A time limit in Slurm's format. YAML reads one of minutes alone as a number."""
 

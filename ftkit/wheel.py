@@ -54,7 +54,6 @@ def code_identity() -> str:
 
 
 def make_wheel() -> bytes:
-    """Return the wheel."""
     members = {name: path.read_bytes() for name, path in shipped_files().items()}
     members[f"{_INFO}/METADATA"] = _metadata()
     members[f"{_INFO}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: ftkit\nRoot-Is-Purelib: true\nTag: {_TAG}\n".encode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -208,15 +208,7 @@ def _set_schedule(it: Conversion) -> None:
 
 
 def _set_data(it: Conversion) -> None:
-    found = read_datasets({fact: it.take(fact) for fact in list(it.facts) if fact.startswith(DATASET)})
-    if found.source is not None:
-        it.put("data.source", found.source, *found.rows, note=found.note, is_changed=bool(found.note))
-    for row in [row for row in found.rows if not row.became]:
-        row.note = row.note or "data.source is not in the input; this belongs to it"
-    if found.form is not None:
-        it.put("data.format", found.form, *found.form_rows)
-    if found.train_on:
-        it.put("data.train_on", found.train_on)
+    _set_datasets(it)
     for row in it.take("validation", "no validation split"):
         if isinstance(row.value, int | float) and row.value > 0:
             it.put("data.validation", {"fraction": row.value} if row.value < 1 else {"count": int(row.value)}, row)
@@ -244,48 +236,40 @@ def _set_trackers(it: Conversion) -> None:
 # --- Data sets --------------------------------------------------------------------------------------
 
 
-@dataclass
-class Datasets:
-    """All datasets as one source, their format if it is known and the same, and the rows that these are from."""
-
-    source: Any = None
-    form: Any = None
-    train_on: str = ""
-    note: str = ""
-    rows: list[Row] = field(default_factory=list)
-    form_rows: list[Row] = field(default_factory=list)
-
-
-def read_datasets(facts: Mapping[str, list[Row]]) -> Datasets:
-    """Convert the rows of datasets, by fact."""
-    found = Datasets()
+def _set_datasets(it: Conversion) -> None:
+    """Set all datasets as one source, and their format if it is known and the same."""
     entries: dict[int, dict[str, Any]] = {}
-    for fact, rows in facts.items():
+    rows: list[Row] = []
+    form_rows: list[Row] = []
+    for fact in [fact for fact in it.facts if fact.startswith(DATASET)]:
         name = fact.removeprefix(DATASET)
-        for row in rows:
-            row.note = row.note if isinstance(row.value, Code) else "another key sets this"
+        for row in it.take(fact):
             if not isinstance(row.value, Code) and name not in entries.setdefault(row.index, {}):
                 entries[row.index][name] = row.value
                 row.note = "" if name in _OF_SOURCE else _DETECTED
-                (found.rows if name in _OF_SOURCE else found.form_rows).append(row)
+                (rows if name in _OF_SOURCE else form_rows).append(row)
     number = next((entry.pop("num") for entry in entries.values() if "num" in entry), None)
     sources: list[Any] = []
     forms: list[Any] = []
     notes = ["examples are sampled, not the first ones"] * (number is not None)
+    train_on = ""
     for entry in (entries[index] for index in sorted(entries) if entries[index]):
         kind = str(entry.get("type", "")).partition(":")[0]
         known = read_values()["datasets"]
         meaning = known.get(kind) or known.get(kind.rpartition(".")[2]) or known.get(kind.partition(".")[0], {})
         sources += _sources({"path": meaning.get("path"), **entry}, number)
         forms.append(_format(entry, meaning.get("format")))
-        found.train_on = found.train_on or meaning.get("train_on", "")
+        train_on = train_on or meaning.get("train_on", "")
         notes += [meaning["note"]] if "note" in meaning else []
     if sources:
-        found.source = sources[0] if len(sources) == 1 else sources
-        found.note = "; ".join(dict.fromkeys(notes))
-    if forms and all(form == forms[0] for form in forms):
-        found.form = forms[0]
-    return found
+        note = "; ".join(dict.fromkeys(notes))
+        it.put("data.source", sources[0] if len(sources) == 1 else sources, *rows, note=note, is_changed=bool(note))
+    for row in [row for row in rows if not row.became]:
+        row.note = row.note or "data.source is not in the input; this belongs to it"
+    if forms and forms[0] is not None and all(form == forms[0] for form in forms):
+        it.put("data.format", forms[0], *form_rows)
+    if train_on:
+        it.put("data.train_on", train_on)
 
 
 def _sources(entry: Mapping[str, Any], number: object) -> Iterator[Any]:

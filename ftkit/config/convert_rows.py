@@ -204,14 +204,13 @@ def _translate(value: Any, table: Mapping[str, Any]) -> tuple[Any, str]:
     return table.get("else"), table.get("note", "").format(value=value)
 
 
-def _fields_of(annotation: object) -> list[str]:
-    return list(annotation.model_fields) if isinstance(annotation, type) and issubclass(annotation, Spec) else []
-
-
 def _nested(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recipe as a tree, in the order of RecipeSpec."""
-    fields = RecipeSpec.model_fields
-    order = [name for top in fields for name in (top, *(f"{top}.{key}" for key in _fields_of(fields[top].annotation)))]
+    order: list[str] = []
+    for top, field_info in RecipeSpec.model_fields.items():
+        kind = field_info.annotation
+        keys = kind.model_fields if isinstance(kind, type) and issubclass(kind, Spec) else ()
+        order += [top, *(f"{top}.{key}" for key in keys)]
     tree: dict[str, Any] = {}
     is_mapping = any(key.startswith("model.") for key in recipe)
     for key in sorted(recipe, key=lambda key: order.index(".".join(key.split(".")[:2]))):

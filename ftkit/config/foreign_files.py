@@ -47,11 +47,11 @@ def read_foreign(path: Path, calls: Mapping[str, Sequence[str]]) -> Settings:
             case ".json":
                 return dict(_flat(json.loads(text)))
             case ".ipynb":
-                return read_python(_notebook_code(json.loads(text)), str(path), calls)
+                return _read_python(_notebook_code(json.loads(text)), str(path), calls)
             case ".py":
-                return read_python(text, str(path), calls)
+                return _read_python(text, str(path), calls)
             case _:
-                return read_commands(text)
+                return _read_commands(text)
     except (UnicodeDecodeError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         problem = Problem(
             str(path), "", f"can't be read: {one_line(error)}.", "Is it complete, and is its suffix right?"
@@ -87,7 +87,7 @@ def _resolved(settings: Settings) -> Settings:
 # --- Shell -----------------------------------------------------------------------------------------
 
 
-def read_commands(text: str) -> Settings:
+def _read_commands(text: str) -> Settings:
     """Read the options of all commands that start a training; `$NAME` is replaced if the script sets it.
 
     Raises ValueError: a quote is not closed.
@@ -163,7 +163,7 @@ def _notebook_code(notebook: Any) -> str:
     return re.sub(r"(?m)^([ \t]*)[%!].*", r"\1pass", "\n".join(python))
 
 
-def read_python(text: str, where: str, calls: Mapping[str, Sequence[str]]) -> Settings:
+def _read_python(text: str, where: str, calls: Mapping[str, Sequence[str]]) -> Settings:
     """Read the arguments of calls in a program: `LoraConfig.r`; a second call of a function is `LoraConfig[1]`.
 
     Literals are read, also of variables that are assigned before; any other value is `Code`.

@@ -44,7 +44,6 @@ class Digest(str):
 
     @property
     def file_name(self) -> str:
-        """The digest as a file name."""
         return f"sha256-{self.hex}"
 
     @classmethod
@@ -89,7 +88,6 @@ class NamedImage:
 
     @property
     def tag(self) -> str:
-        """The second half of `NAME:TAG`."""
         return self.reference.partition(":")[2]
 
     def file_name(self, image_format: ImageFormat) -> str:
@@ -187,8 +185,9 @@ ImportableImage = NamedImage | RegistryImage | DockerdImage
 """Images that can be imported into a file."""
 
 
-def parse_importable(text: str, folder: Path, key: str = "NAME:TAG|URI") -> ImportableImage:
+def parse_importable(text: str, folder: Path) -> ImportableImage:
     """Parse the image of an import: like `parse_image`, but `dockerd://NAME:TAG` instead of a file."""
+    key = "NAME:TAG|URI"
     if text.startswith(_DOCKERD):
         parse_reference(text.removeprefix(_DOCKERD), key=key)
         return DockerdImage(text.removeprefix(_DOCKERD))

@@ -46,7 +46,6 @@ class Layers:
         return value
 
     def without(self, path: KeyPath) -> Layers:
-        """Remove one key."""
         origins = {key: place for key, place in self.origins.items() if key[: len(path)] != path}
         return Layers(_without(self.values, path), origins)
 

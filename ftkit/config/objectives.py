@@ -17,11 +17,7 @@ PREFERENCE_METRICS = (
 how much; then rewards, log-probabilities, and tokens of both completions."""
 
 
-class PreferenceSpec(Spec):
-    """Options of an objective on preferences."""
-
-
-class DpoSpec(PreferenceSpec):
+class DpoSpec(Spec):
     """Direct preference optimization (Rafailov et al. 2023)."""
 
     beta: PositiveFloat = 0.1
@@ -32,21 +28,21 @@ class DpoSpec(PreferenceSpec):
     """Weight of the chosen completion's own loss, its mean over tokens, which is added (Pang et al. 2024)."""
 
 
-class IpoSpec(PreferenceSpec):
+class IpoSpec(Spec):
     """Identity preference optimization (Azar et al. 2023), on mean log-probabilities per token."""
 
     beta: PositiveFloat = 0.1
     """Regularization, τ in the paper: the margin of the log-probabilities is drawn to 1 / (2 beta)."""
 
 
-class OrpoSpec(PreferenceSpec):
+class OrpoSpec(Spec):
     """Odds ratio preference optimization (Hong et al. 2024), without a reference."""
 
     beta: PositiveFloat = 0.1
     """Weight of the odds ratio, λ in the paper, beside the chosen completion's own loss."""
 
 
-class SimpoSpec(PreferenceSpec):
+class SimpoSpec(Spec):
     """Simple preference optimization (Meng et al. 2024), without a reference."""
 
     beta: PositiveFloat = 2.0
@@ -55,6 +51,7 @@ class SimpoSpec(PreferenceSpec):
     """Margin by which the chosen completion's reward should exceed that of the rejected one."""
 
 
+PreferenceSpec = DpoSpec | IpoSpec | OrpoSpec | SimpoSpec
 _OPTIONS: dict[str, type[PreferenceSpec]] = {"dpo": DpoSpec, "ipo": IpoSpec, "orpo": OrpoSpec, "simpo": SimpoSpec}
 
 

@@ -46,7 +46,6 @@ class BestSpec(Spec):
 
     @property
     def is_lower_better(self) -> bool:
-        """Whether lower values are better."""
         return self.mode == "min" or (self.mode == "auto" and self.metric.partition("/")[0] in _LOWER_IS_BETTER)
 
 

@@ -9,44 +9,36 @@ from pydantic import AfterValidator
 from ftkit.spec import OneLine
 
 _SET_BY_FTKIT: Final = {
-    "account": "'account' in the profile",
-    "array": "ftkit run with several values, a sweep",
-    "chdir": "the workspace in the settings",
-    "clusters": "a profile for each cluster, whose login node submits to it",
-    "container": "'runtime' in the profile, and --image",
-    "cpus-per-gpu": "'cpus_per_node' in the profile",
-    "cpus-per-task": "'cpus_per_node' in the profile",
-    "dependency": "'scontrol update' after submitting",
-    "error": "the logs in the run's folder",
-    "exclusive": "'exclusive' in the profile",
-    "export": "'environment' in the profile",
-    "export-file": "'environment' in the profile",
-    "gpus": "resources.gpus_per_node",
-    "gpus-per-node": "resources.gpus_per_node",
-    "gpus-per-socket": "resources.gpus_per_node",
-    "gpus-per-task": "resources.gpus_per_node",
-    "input": "the logs in the run's folder",
-    "job-name": "--name",
-    "kill-on-invalid-dep": "'scontrol update' after submitting",
-    "no-kill": "resources.spare_nodes",
-    "no-requeue": "resources.max_restarts",
-    "nodes": "resources.num_nodes",
-    "ntasks": "resources.gpus_per_node",
-    "ntasks-per-core": "resources.gpus_per_node",
-    "ntasks-per-gpu": "resources.gpus_per_node",
-    "ntasks-per-node": "resources.gpus_per_node",
-    "ntasks-per-socket": "resources.gpus_per_node",
-    "open-mode": "the logs in the run's folder",
-    "output": "the logs in the run's folder",
-    "parsable": "ftkit run --no-follow, which prints the run's id",
-    "partition": "'partition' in the profile",
-    "qos": "'qos' in the profile",
-    "requeue": "resources.max_restarts",
-    "signal": "'stop_signal_seconds' in the profile",
-    "test-only": "ftkit run --dry-run",
-    "time": "resources.time_limit",
-    "wait": "ftkit run, which follows the run",
-    "wrap": "ftkit run --script",
+    name: instead
+    for instead, names in {
+        "'account' in the profile": "account",
+        "ftkit run with several values, a sweep": "array",
+        "the workspace in the settings": "chdir",
+        "a profile for each cluster, whose login node submits to it": "clusters",
+        "'runtime' in the profile, and --image": "container",
+        "'cpus_per_node' in the profile": "cpus-per-gpu cpus-per-task",
+        "'scontrol update' after submitting": "dependency kill-on-invalid-dep",
+        "the logs in the run's folder": "error input open-mode output",
+        "'exclusive' in the profile": "exclusive",
+        "'environment' in the profile": "export export-file",
+        "resources.gpus_per_node": (
+            "gpus gpus-per-node gpus-per-socket gpus-per-task "
+            "ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket"
+        ),
+        "--name": "job-name",
+        "resources.spare_nodes": "no-kill",
+        "resources.max_restarts": "no-requeue requeue",
+        "resources.num_nodes": "nodes",
+        "ftkit run --no-follow, which prints the run's id": "parsable",
+        "'partition' in the profile": "partition",
+        "'qos' in the profile": "qos",
+        "'stop_signal_seconds' in the profile": "signal",
+        "ftkit run --dry-run": "test-only",
+        "resources.time_limit": "time",
+        "ftkit run, which follows the run": "wait",
+        "ftkit run --script": "wrap",
+    }.items()
+    for name in names.split()
 }
 """Options that job scripts have or depend on, with what to use in their place."""
 _SHORT: Final = {
@@ -72,7 +64,7 @@ def _spell(text: str) -> str:
         if not name or (value is None) != (letter in _SHORT_FLAGS):
             raise ValueError(f"{text!r} is not understood: write sbatch's long name of it, as in 'constraint=h200'")
     own = [each for each in _SET_BY_FTKIT if each == name] or [
-        each for each in _SET_BY_FTKIT if each.startswith(name) and name not in _MEMORY
+        each for each in sorted(_SET_BY_FTKIT) if each.startswith(name) and name not in _MEMORY
     ]  # getopt takes beginnings of names too
     own += ["container"] if name.startswith("container-") else []
     if own:

@@ -38,14 +38,14 @@ LARGEST_GROUP, LONGEST_SEQUENCE = 2**16, 2**24
 """Bounds beyond what fits in memory. They limit the search for settings that fit: all divisors, all halvings."""
 
 
-def _number_or_auto(least: int, most: int, what: str) -> BeforeValidator:
-    """Accept a whole number within bounds, or `auto`."""
+def _number_or_auto(least: int, what: str) -> BeforeValidator:
+    """Accept a whole number of `least` to `LARGEST_GROUP`, or `auto`."""
 
     def check(value: object) -> object:
-        is_number = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+        is_number = isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST_GROUP
         if is_number or value == "auto":
             return value
-        raise ValueError(f"{what.format(most)}, or 'auto'")
+        raise ValueError(f"{what.format(LARGEST_GROUP)}, or 'auto'")
 
     return BeforeValidator(check)
 
@@ -54,17 +54,13 @@ def _as_int_if_whole(number: float) -> float:
     return int(number) if number.is_integer() else number
 
 
-_MICRO_BATCH = _number_or_auto(1, LARGEST_GROUP, "a micro-batch is 1 to {:,} packs")
-_SHARD_DEGREE = _number_or_auto(2, LARGEST_GROUP, "a copy of the model is sharded over 2 to {:,} GPUs")
+_MICRO_BATCH = _number_or_auto(1, "a micro-batch is 1 to {:,} packs")
+_SHARD_DEGREE = _number_or_auto(2, "a copy of the model is sharded over 2 to {:,} GPUs")
 
 
 FULL_LEARNING_RATE, ADAPTER_LEARNING_RATE = 2e-5, 2e-4
 """Of 7B to 13B models: Ivison et al. 2023 (Tulu 2), appendix, and Dettmers et al. 2023 (QLoRA), table 9. Both papers
 halve them for 65B and 70B."""
-
-
-def _usual_learning_rate(fields: dict[str, object]) -> float:
-    return FULL_LEARNING_RATE if fields.get("method") == "full" else ADAPTER_LEARNING_RATE
 
 
 class TrainingSpec(ObjectiveSpec):
@@ -108,7 +104,9 @@ class TrainingSpec(ObjectiveSpec):
     is given, 1."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit`: states of 8 bits instead of 32, with engine fsdp2 and without offload; needs bitsandbytes."""
-    learning_rate: PositiveFloat = Field(default_factory=_usual_learning_rate)
+    learning_rate: PositiveFloat = Field(
+        default_factory=lambda fields: FULL_LEARNING_RATE if fields.get("method") == "full" else ADAPTER_LEARNING_RATE
+    )
     """Highest learning rate, reached after the warm-up. If not given, 2e-5 for method full, else 2e-4."""
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     """How the learning rate changes after the warm-up."""
@@ -182,7 +180,6 @@ class TrainingSpec(ObjectiveSpec):
 
     @property
     def order_seed(self) -> int:
-        """The seed of the order of the data."""
         return self.seed if self.data_seed is None else self.data_seed
 
     @property

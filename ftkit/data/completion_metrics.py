@@ -18,7 +18,7 @@ from ftkit.data.tasks import score_row
 from ftkit.errors import DataError, NotFoundError, one_line
 
 if TYPE_CHECKING:
-    from ftkit.config.data import TaskFile
+    from ftkit.config.data_sources import TaskFile
 
 Call = tuple[str, object]
 """A tool's name, and its arguments."""

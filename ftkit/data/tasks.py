@@ -15,7 +15,8 @@ from ftkit.config.data_sources import GeneratedSource
 from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
-    from ftkit.config.data import DataSpec, TaskFile
+    from ftkit.config.data import DataSpec
+    from ftkit.config.data_sources import TaskFile
     from ftkit.data.rows import Columns
 
 

@@ -89,11 +89,11 @@ def read_experts(config: Mapping[str, Any]) -> Experts | None:
     width = _first(config, _WIDTH) or 0
     shared = _first(config, _SHARED_WIDTH) or (_first(config, _NUM_SHARED) or 0) * width
     layers = _first(config, ("num_hidden_layers",)) or 0
-    dense = sum(not has_routed_experts(config, index) for index in range(layers))
+    dense = sum(not _has_routed_experts(config, index) for index in range(layers))
     return Experts(num, _first(config, _PER_TOKEN) or num, width, shared, dense)
 
 
-def has_routed_experts(config: Mapping[str, Any], index: int) -> bool:
+def _has_routed_experts(config: Mapping[str, Any], index: int) -> bool:
     """Return whether a decoder layer of a mixture has routed experts, by its index."""
     first = _first(config, ("first_k_dense_replace",)) or 0
     every, dense = _first(config, _EVERY) or 1, config.get("mlp_only_layers") or ()
@@ -165,7 +165,7 @@ def _layer(config: Mapping[str, Any], family: Family, experts: Experts | None, i
     hidden, kind = config["hidden_size"], _layer_type(config, index)
     layer = _Layer(vectors=family.num_norms * hidden)
     layer += _gated_delta_net(config) if kind == LINEAR else _attention(config, family, index, kind)
-    is_sparse = experts is not None and has_routed_experts(config, index)
+    is_sparse = experts is not None and _has_routed_experts(config, index)
     if not is_sparse or "enable_moe_block" in config:  # Gemma 4 has experts in addition to a dense feed-forward layer
         layer += _feed_forward(config, index)
     if experts is not None and is_sparse:

@@ -96,19 +96,22 @@ class Activations:
 
     @cached_property
     def _saved_in_layer(self) -> dict[ActivationCheckpointing, float]:
-        """What a layer with each mode saves for its backward pass."""
-        return {mode: self._saved_with(mode) for mode in set(self.modes)}
+        """What a layer with each mode saves for its backward pass.
 
-    def _saved_with(self, mode: ActivationCheckpointing) -> float:
-        shape = self._shape
-        if mode == "none":
-            return self.layer
-        if mode == "selective":
-            return self._bytes_per_number * _count_selective(shape, self._training.adapters)
-        if mode == "full":
-            return self.hidden
-        output_and_log_sum_exp = shape.head_dim * self._training.compute_bytes + FP32
-        return self.hidden + self._setup.tokens * shape.num_attention_heads * output_and_log_sum_exp
+        With `selective`, these are its input and the outputs of its matmuls and of its attention. An output that is
+        added to the residual stream is saved only if a norm follows it; otherwise the stream between attention and
+        feed-forward is.
+        """
+        shape, training = self._shape, self._training
+        outputs = SavedTensors(3 if self._savings.norms_follow else 2, 2, 2, 2)
+        of_experts = self._counts.experts_per_token * shape.hidden_size + _rank_of_experts(shape, training.adapters)
+        output_and_log_sum_exp = shape.head_dim * training.compute_bytes + FP32
+        return {
+            "none": self.layer,
+            "selective": self._bytes_per_number * (of_experts + _count_numbers(outputs, shape)),
+            "except_attention": self.hidden + self._setup.tokens * shape.num_attention_heads * output_and_log_sum_exp,
+            "full": self.hidden,
+        }
 
     @cached_property
     def _offloaded_by_layer(self) -> list[float]:
@@ -126,17 +129,6 @@ def layer_bytes(shape: ArchitectureSpec, width: int, *, compiled: bool, adapters
     if not compiled:
         size += FP32 * _count_numbers(savings.eager_fp32, shape)
     return size + width * _count_of_experts(shape, adapters)
-
-
-def _count_selective(shape: ArchitectureSpec, adapters: LoraSpec | None) -> int:
-    """Count the elements that a layer saves per token with selective checkpointing.
-
-    These are its input and the outputs of its matmuls and of its attention. An output that is added to the residual
-    stream is saved only if a norm follows it; otherwise the stream between attention and feed-forward is.
-    """
-    saved = SavedTensors(3 if family_of(shape.family).savings.norms_follow else 2, 2, 2, 2)
-    of_experts = count_model(shape).experts_per_token * shape.hidden_size + _rank_of_experts(shape, adapters)
-    return of_experts + _count_numbers(saved, shape)
 
 
 def _rank_of_experts(shape: ArchitectureSpec, adapters: LoraSpec | None) -> int:

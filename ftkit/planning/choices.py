@@ -232,7 +232,7 @@ def possible_options(
             if room_gib is None:
                 yield predict_option(sized, gpu)
                 continue
-            whole, numbers = sized.with_training(checkpointed_layers=None), numbers_of_offloaded_layers(sized, gpu)
+            whole, numbers = sized.with_training(checkpointed_layers=None), _numbers_of_offloaded_layers(sized, gpu)
             most = whole.with_training(offloaded_layers=numbers[-1]) if mode == "selective" else whole
             option = predict_option(most, gpu)
             yield option
@@ -242,7 +242,7 @@ def possible_options(
             if option.total_gib <= room_gib and mode != "none" and not fits_on_gpu[lighter]:
                 previous = math.inf
                 for num in numbers:
-                    fewest = with_fewest_layers(whole.with_training(offloaded_layers=num), room_gib)
+                    fewest = _with_fewest_layers(whole.with_training(offloaded_layers=num), room_gib)
                     option = predict_option(fewest, gpu)
                     yield option
                     if option.step_seconds > previous:  # copies take longer than the GPU
@@ -250,7 +250,7 @@ def possible_options(
                     previous = option.step_seconds
 
 
-def numbers_of_offloaded_layers(setup: Setup, gpu: Gpu) -> Sequence[int | None]:
+def _numbers_of_offloaded_layers(setup: Setup, gpu: Gpu) -> Sequence[int | None]:
     """Return numbers of `selective` layers that host memory has room for, from 0 in steps; or the recipe's only."""
     training, num_layers = setup.training, setup.shape.num_hidden_layers
     if training.offloaded_layers is not None or not training.activation_offload or setup.engine != "fsdp2":
@@ -277,7 +277,7 @@ def _is_possible(setup: Setup, mode: ActivationCheckpointing) -> bool:
     return is_offloaded or not training.activation_offload
 
 
-def with_fewest_layers(setup: Setup, room_gib: float) -> Setup:
+def _with_fewest_layers(setup: Setup, room_gib: float) -> Setup:
     """Return the setup with its mode of checkpointing in as few layers as fit, or in all."""
     resharded = replace(setup, gpu=None)  # without spare memory, layers are resharded
 

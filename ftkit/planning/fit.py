@@ -62,9 +62,8 @@ class MemoryPlan:
         return sum(self.parts.values())
 
 
-def tensors_of(setup: Setup) -> Tensors:
-    """Return the tensors of a process with the setup's engine."""
-    return Tensors(setup) if setup.engine == "fsdp2" else Zero3Tensors(setup)
+def _tensors_of(setup: Setup) -> Tensors:
+    return Tensors(setup) if setup.engine == "fsdp2" else _Zero3Tensors(setup)
 
 
 class Tensors:
@@ -207,30 +206,27 @@ class Tensors:
     # The points of a step
 
     def moments(self) -> list[MemoryPlan]:
-        # Activations are largest after the last layer's gradients are reduced, gradients at the first layer.
-        at_its_start = self._in_backward(max(0, self.shape.num_hidden_layers - 2))
-        optimizer = self._plan("optimizer", gradients=self.gradients, communication=self.reduced_last)
-        return [self._in_loading(), self._in_loss(), at_its_start, self._in_backward(0), optimizer]
-
-    def _in_loading(self) -> MemoryPlan:
-        """Return the memory while weights are loaded: with FSDP2, a tied table exists twice before it is tied."""
-        parameters = self.weights
-        is_tied = self.shape.tie_word_embeddings and self.setup.engine == "fsdp2"
-        if is_tied and self.training.offload != "all":
-            width = FP32 if self.training.adapters is None else self.width
-            parameters += width * self.table / self.num_shards
-        return MemoryPlan("loading", parameters=parameters / GIB)
-
-    def _in_loss(self) -> MemoryPlan:
         layers = self.shape.num_hidden_layers
+        loaded = self.weights
+        is_tied = self.shape.tie_word_embeddings and self.setup.engine == "fsdp2"
+        if is_tied and self.training.offload != "all":  # a tied table exists twice before it is tied
+            width = FP32 if self.training.adapters is None else self.width
+            loaded += width * self.table / self.num_shards
         norm_and_loss = (8 + 2 * self.width) * self.tokens * self.shape.hidden_size
-        return self._plan(
-            "loss",
-            gradients=self.accumulated_gradients or 0,
-            activations=self.activations.saved(layers) + norm_and_loss + self.activations.mask,
-            logits=self.loss_logits,
-            communication=self.unsharded_weights(layers),
-        )
+        return [
+            MemoryPlan("loading", parameters=loaded / GIB),
+            self._plan(
+                "loss",
+                gradients=self.accumulated_gradients or 0,
+                activations=self.activations.saved(layers) + norm_and_loss + self.activations.mask,
+                logits=self.loss_logits,
+                communication=self.unsharded_weights(layers),
+            ),
+            # Activations are largest after the last layer's gradients are reduced, gradients at the first layer.
+            self._in_backward(max(0, layers - 2)),
+            self._in_backward(0),
+            self._plan("optimizer", gradients=self.gradients, communication=self.reduced_last),
+        ]
 
     def _in_backward(self, layers: int) -> MemoryPlan:
         """Return the memory in the backward pass of a layer, while `layers` other layers wait for theirs."""
@@ -252,7 +248,7 @@ class Tensors:
         return MemoryPlan(moment, **{name: size / GIB for name, size in parts.items()})
 
 
-class Zero3Tensors(Tensors):
+class _Zero3Tensors(Tensors):
     """The tensors with DeepSpeed's ZeRO-3, which gathers up to a number of weights, in the order of their use."""
 
     @property
@@ -321,7 +317,7 @@ class Fit:
     @cached_property
     def memory(self) -> MemoryPlan:
         """Peak memory of a process: the maximum over loading and four points of a step."""
-        highest = max(tensors_of(self.setup).moments(), key=lambda moment: moment.total)
+        highest = max(_tensors_of(self.setup).moments(), key=lambda moment: moment.total)
         return replace(highest, libraries=CPU_LIBRARIES_GIB) if self.setup.device == "cpu" else highest
 
     @cached_property
@@ -333,7 +329,7 @@ class Fit:
         setup, training = self.setup, self.setup.training
         if setup.device == "cpu" or (training.offload == "none" and not training.activation_offload):
             return None
-        local, whole = tensors_of(setup), tensors_of(setup.with_training(offload="none"))
+        local, whole = _tensors_of(setup), _tensors_of(setup.with_training(offload="none"))
         per_node = setup.num_processes // setup.num_nodes
         rounding = _pinned_rounding(setup) if training.offload == "all" and setup.engine == "fsdp2" else 1.0
         return HostMemoryPlan(

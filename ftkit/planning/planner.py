@@ -287,7 +287,7 @@ def _notes_on_fit(run: RunInputs, predicted: Fit) -> Iterator[str]:
             f"predicted peak of {predicted.memory.total:.0f} GiB is more than this GPU's {gpu.memory_gib:g} GiB can "
             "hold: expect an out-of-memory error"
         )
-        can_divide = run.recipe.data.packing != "off" and not why_undivided(run.training, cluster, run.image)
+        can_divide = run.recipe.data.packing != "off" and not why_undivided(run)
         for suggestion in suggest_changes(setup, cluster, gpu.usable_gib, can_divide_packs=can_divide):
             yield f"predicted to fit: {suggestion}"
 

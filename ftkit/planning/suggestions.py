@@ -157,7 +157,11 @@ class _Run(NamedTuple):
         while lengths[-1] % 2 == 0 and lengths[-1] // 2 >= SHORTEST:
             lengths.append(lengths[-1] // 2)
         yield [{"sequence_length": length} for length in lengths[1:]]
-        yield self._more_nodes()
+        # Twice the nodes, if the cluster has them and they can divide the global batch.
+        twice, cluster = 2 * self.setup.num_nodes, self.cluster
+        has_nodes = cluster.scheduler != "local" and (cluster.max_nodes is None or twice <= cluster.max_nodes)
+        if has_nodes and training.global_batch_size % (micro * 2 * self.setup.num_data_ranks) == 0:
+            yield [{"num_nodes": twice}]
         lighter = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[training.method]
         yield [{"method": value} for value in lighter if value == "lora" or training.tensor_parallel == 1]
 
@@ -204,13 +208,6 @@ class _Run(NamedTuple):
         offloads = [whole | {"offload": value} for value in stronger]
         first: list[Change] = [{"optimizer": "adamw8bit"}] if has_8_bits else []
         return first + [change for change in offloads if self._fits_host(change)]
-
-    def _more_nodes(self) -> list[Change]:
-        """Return the change to twice the nodes, if the cluster has them and they can divide the global batch."""
-        twice, training, cluster = 2 * self.setup.num_nodes, self.setup.training, self.cluster
-        at_once = training.micro_batch_size * 2 * self.setup.num_data_ranks
-        enough = cluster.scheduler != "local" and (cluster.max_nodes is None or twice <= cluster.max_nodes)
-        return [{"num_nodes": twice}] if enough and training.global_batch_size % at_once == 0 else []
 
 
 def _format_override(change: Mapping[str, object]) -> str:

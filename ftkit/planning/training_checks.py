@@ -222,8 +222,9 @@ def _kernels_of_packs(training: TrainingSpec) -> list[str]:
     ]
 
 
-def why_undivided(training: TrainingSpec, cluster: ClusterProfile, image: ImageSpec | None) -> str:
+def why_undivided(run: RunInputs) -> str:
     """Return why no attention kernel can divide packs among GPUs; empty if none is known to be missing."""
+    training, cluster, image = run.training, run.cluster, run.image
     gpu = GPUS[cluster.gpu] if cluster.gpu else None
     if training.attention == "sdpa" or cluster.device == "cpu":
         return ""
@@ -240,7 +241,7 @@ def _context_parallel(run: RunInputs) -> Iterator[Problem]:
     if run.training.context_parallel == 1:
         return
     yield from _groups(run, key, size)
-    if reason := why_undivided(run.training, run.cluster, run.image):
+    if reason := why_undivided(run):
         fix = "Use an image with it ('ftkit images') on Hopper or newer, in bf16; or training.attention=sdpa."
         yield problem(key, f"needs {' or '.join(_kernels_of_packs(run.training))}, {reason}.", fix)
     if heads % size:

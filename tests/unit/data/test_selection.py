@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import pytest
 from pydantic import ValidationError
 
-from ftkit.config.data import DataSpec, MessagesFormat, TaskFile
-from ftkit.config.data_sources import FilesSource, GeneratedSource, ValidationSpec
+from ftkit.config.data import DataSpec, MessagesFormat
+from ftkit.config.data_sources import FilesSource, GeneratedSource, TaskFile, ValidationSpec
 from ftkit.data.selection import peek_rows, read_rows, split_of
 from ftkit.errors import DataError
 
