@@ -12,7 +12,6 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
@@ -205,11 +204,16 @@ class InvalidJsonError(ValueError):
         super().__init__(shown + (f"; and {more} more" if more else ""))
 
 
-@cache  # creating one takes milliseconds
+_ADAPTERS: dict[object, TypeAdapter[Any]] = {}
+"""Pydantic's adapters by type: creating one takes milliseconds."""
+
+
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     from pydantic import TypeAdapter  # noqa: PLC0415 - slow to import
 
-    return TypeAdapter(kind)
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
 
 
 def write_json(path: Path, value: object) -> None:
