@@ -56,7 +56,11 @@ def copy_code(
     contents: dict[str, bytes] = {}
     num_bytes = 0
     try:
-        for path in _list_files(folder, needs):
+        listed = [Path(name) for name in list_files(folder) or ()]  # git's index still has deleted files
+        paths = [path for path in listed if _NEVER_COPIED.isdisjoint(path.parts) and (folder / path).is_file()]
+        if not (Path(needs) in paths if needs else paths):  # no checkout, or one that ignores this folder
+            paths = _walk(folder)
+        for path in paths:
             if any((folder / path).is_relative_to(each) for each in excluded):
                 continue
             num_bytes += (folder / path).stat().st_size
@@ -73,22 +77,27 @@ def copy_code(
     return CodeCopy(plan, contents)
 
 
-def copy_own_package() -> CodeCopy:
-    """Copy the package of the running ftkit, to replace the image's. Raises as `copy_code` does."""
-    return copy_code(Path(ftkit.__file__).parent, DEV_CODE, "--dev", is_package=True)
+def copy_selected(with_code: Sequence[Path], *, is_dev: bool, sent: Path | None = None) -> list[CodeCopy]:
+    """Copy the code that the options select: packages or modules, and the running ftkit, to replace the image's.
 
-
-def copy_packages(folders: Sequence[Path]) -> list[CodeCopy]:
-    """Copy the folders of --with-code, packages or modules. ConfigError if two have one name; or as `copy_code`."""
-    absolute = [Path(os.path.abspath(folder)) for folder in folders]  # noqa: PTH100 - '..' must be resolved
-    for first, second in pairwise(sorted(absolute, key=lambda folder: folder.name)):
+    `sent` is a folder of copies that another machine sent, which are read instead. Raises `ConfigError` if two packages
+    have the same name, or the sent copies were changed; or as `copy_code` does.
+    """
+    if sent is not None:
+        plans = json.loads((sent / _PLANS).read_bytes())
+        return copies_of_run({"code": plans}, sent, allows_changes=False)
+    folders = [Path(os.path.abspath(folder)) for folder in with_code]  # noqa: PTH100 - '..' must be resolved
+    for first, second in pairwise(sorted(folders, key=lambda folder: folder.name)):
         if first.name == second.name:
             what = f"{first} and {second} have the same name."
             raise ConfigError([Problem("command line", "--with-code", what, "Rename one.")])
-    return [
+    copies = [
         copy_code(folder, f"with-{folder.name}", "--with-code", is_package=(folder / "__init__.py").is_file())
-        for folder in absolute
+        for folder in folders
     ]
+    if is_dev:
+        copies.append(copy_code(Path(ftkit.__file__).parent, DEV_CODE, "--dev", is_package=True))
+    return copies
 
 
 def copies_of_run(manifest: Mapping[str, Any], folder: Path, *, allows_changes: bool) -> list[CodeCopy]:
@@ -96,7 +105,11 @@ def copies_of_run(manifest: Mapping[str, Any], folder: Path, *, allows_changes: 
     copies, problems = [], []
     for name, values in manifest.get("code", {}).items():
         plan = CodePlan(**values)
-        files = read_copy(folder / name)
+        files = {
+            str(path.relative_to(folder / name)): path.read_bytes()
+            for path in sorted((folder / name).rglob("*"))
+            if path.is_file() and "__pycache__" not in path.parts
+        }
         found = digest_of(files) if files else ""
         if found != plan.sha256 and not allows_changes:
             what = f"was changed: sha256 {found[:12]}, was {plan.sha256[:12]}" if found else "is not here"
@@ -126,12 +139,6 @@ def unpack_copies(packed: bytes, folder: Path) -> None:
         archive.extractall(new)
 
 
-def read_unpacked(folder: Path) -> list[CodeCopy]:
-    """Read the copies that another machine sent. Raises ConfigError if they were changed."""
-    plans = json.loads((folder / _PLANS).read_bytes())
-    return copies_of_run({"code": plans}, folder, allows_changes=False)
-
-
 def files_of(copies: Iterable[CodeCopy]) -> dict[str, str | bytes]:
     """Return the files of copies by their paths in the run's folder."""
     return {f"code/{copy.plan.name}/{path}": data for copy in copies for path, data in copy.files.items()}
@@ -146,23 +153,6 @@ def digest_of(contents: Mapping[str, bytes]) -> str:
     return digest.hexdigest()
 
 
-def read_copy(folder: Path) -> dict[str, bytes]:
-    """Read a copy back from a run's folder, without Python's bytecode."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-
-
-def _list_files(folder: Path, needs: str) -> list[Path]:
-    # The index still lists deleted files.
-    paths = [Path(name) for name in list_files(folder) or ()]
-    found = [path for path in paths if _NEVER_COPIED.isdisjoint(path.parts) and (folder / path).is_file()]
-    is_listed = Path(needs) in found if needs else found
-    return found if is_listed else _walk(folder)  # no checkout, or one that ignores this folder
-
-
 def _walk(folder: Path) -> list[Path]:
     found: list[Path] = []
     for place, folders, names in os.walk(folder):
@@ -171,10 +161,3 @@ def _walk(folder: Path) -> list[Path]:
         if len(found) > _MAX_FILES:
             break
     return found
-
-
-def copy_selected(with_code: Sequence[Path], *, is_dev: bool, sent: Path | None = None) -> list[CodeCopy]:
-    """Copy the code that the options select. Raises as `copy_code` does."""
-    if sent is not None:
-        return read_unpacked(sent)
-    return [*copy_packages(with_code), *([copy_own_package()] if is_dev else [])]

@@ -199,9 +199,16 @@ def _read_lengths(plan: RunPlan, environment: Mapping[str, str]) -> list[tuple[s
     from ftkit.data.tokenizers import load_listed_tokenizer  # noqa: PLC0415
 
     lengths: list[tuple[str, int]] = []
+    rows: list[tuple[Row, Format]] = []
+    left = MAX_CHARACTERS
     try:
+        for row, form in read_available(recipe.data):
+            if left < 0:
+                break
+            left -= sum(len(str(value)) for value in row.columns.values())
+            rows.append((row, form))
         ends = read_end_tokens(folder) if (folder / CONFIG_FILE).is_file() else []
-        for form, pairs in groupby(_limited(read_available(recipe.data)), itemgetter(1)):
+        for form, pairs in groupby(rows, itemgetter(1)):
             template = None if form.kind == "text" else recipe.data.chat_template
             tokenizer = load_listed_tokenizer(folder, recipe.model, template)
             encoder = RowEncoder.of(tokenizer, recipe.data, form, recipe.model.architecture.vocab_size, ends)
@@ -212,12 +219,3 @@ def _read_lengths(plan: RunPlan, environment: Mapping[str, str]) -> list[tuple[s
     except Exception:  # noqa: BLE001 - damaged files raise anything; the checks report them
         return []
     return lengths
-
-
-def _limited(rows: Iterator[tuple[Row, Format]]) -> Iterator[tuple[Row, Format]]:
-    left = MAX_CHARACTERS
-    for row, form in rows:
-        if left < 0:
-            return
-        left -= sum(len(str(value)) for value in row.columns.values())
-        yield row, form

@@ -19,7 +19,7 @@ from ftkit.errors import EXIT_CODES, DiskFullError, FtkitError
 from ftkit.files import read_json_if_valid, read_small, write_json
 from ftkit.launch.scheduler import scheduler_for
 from ftkit.runs.ends import find_slurms_words, find_wait
-from ftkit.runs.job import STATES, Cause, Job, RunState, SchedulerName, SubmittedRun
+from ftkit.runs.job import STATES, Cause, Job, RunState, SubmittedRun
 from ftkit.runs.lease import current_holder, last_touch
 from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.records import EndRecord
@@ -63,24 +63,21 @@ def observe_all(runs: Sequence[SubmittedRun]) -> Overview:
             states[run.id] = known
     for name in ("local", "slurm"):
         open_runs = [run for run in runs if run.submission.scheduler == name and run.id not in states]
-        warnings += _ask(name, open_runs, states) if open_runs else []
+        if not open_runs:
+            continue
+        try:
+            seen = scheduler_for(name).observe(open_runs)
+        except FtkitError as error:
+            warnings.append(error.what)
+            for run in open_runs:
+                states[run.id] = _read_final(run, even_if_old=True) or _judge_alone(run, error)
+            continue
+        for run in open_runs:
+            reported = seen.get(run.id)
+            states[run.id] = _conclude(run, reported)
+            if states[run.id].is_final and (reported is None or reported.is_final):
+                _write_final(run, states[run.id])
     return Overview(states, tuple(warnings))
-
-
-def _ask(name: SchedulerName, runs: Sequence[SubmittedRun], states: dict[str, Job]) -> list[str]:
-    """Add the states of `runs` to `states`; return warnings."""
-    try:
-        seen = scheduler_for(name).observe(runs)
-    except FtkitError as error:
-        for run in runs:
-            states[run.id] = _read_final(run, even_if_old=True) or _judge_alone(run, error)
-        return [error.what]
-    for run in runs:
-        known = seen.get(run.id)
-        states[run.id] = _conclude(run, known)
-        if states[run.id].is_final and (known is None or known.is_final):
-            _write_final(run, states[run.id])
-    return []
 
 
 def _judge_alone(run: SubmittedRun, error: FtkitError) -> Job:

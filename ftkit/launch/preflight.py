@@ -73,21 +73,17 @@ def run_checks(plan: RunPlan | ScriptPlan, environment: Mapping[str, str], *, is
     """
     errors: list[FtkitError] = []
     warnings: list[str] = []
-    for check in _checks(plan, environment, is_preview=is_preview):
+    checks: list[Check] = [partial(_check_packages, plan)]
+    if isinstance(plan, RunPlan):
+        checks = [*_training_checks(plan, environment, is_preview=is_preview)]
+    if plan.cluster.scheduler == "slurm":
+        checks.append(partial(warn_of_variables, environment))
+    for check in checks:
         try:
             warnings += check()
         except FtkitError as error:
             errors.append(error)
     return Findings(tuple(errors), tuple(warnings))
-
-
-def _checks(plan: RunPlan | ScriptPlan, environment: Mapping[str, str], *, is_preview: bool) -> Iterator[Check]:
-    if isinstance(plan, RunPlan):
-        yield from _training_checks(plan, environment, is_preview=is_preview)
-    else:
-        yield partial(_check_packages, plan)
-    if plan.cluster.scheduler == "slurm":
-        yield partial(warn_of_variables, environment)
 
 
 def _training_checks(plan: RunPlan, environment: Mapping[str, str], *, is_preview: bool) -> Iterator[Check]:

@@ -241,26 +241,9 @@ def check_nodes(
     script = checks.folder / "checks.sh"
     script.write_text(render_checks(checks, project), encoding="utf-8")
     (checks.folder / "marker").touch()
-    done = process.run_stoppable(
-        [*salloc_command(checks, hosts), "bash", str(script)],
-        timeout_seconds=_QUEUE_SECONDS,
-        environment=process.slurm_environment(environment),
-    )
-    verdicts = checks.folder / "bad-nodes"
-    if not verdicts.is_file():
-        if "Granted job allocation" not in done.stderr:
-            raise explain_refusal(done.stderr)
-        raise UnfitMachineError(f"the checks did not run: {one_line(clean_stderr(done.stderr)[-200:])}")
-    problems = dict(line.split("\t", 1) for line in verdicts.read_text(encoding="utf-8").splitlines())
-    outputs = sorted(checks.folder.glob("*.out"))
-    return [NodeResult(path.stem, _report(path), problems.get(path.stem, "")) for path in outputs]
-
-
-def salloc_command(checks: NodeChecks, hosts: Sequence[str]) -> list[str]:
-    """Return the command that allocates nodes as the profile's jobs do."""
     cluster, place = checks.cluster, checks.placement
     gpus = {"gpus-per-node": "", "gres": "gpu:"}.get(cluster.gpu_request)
-    options = {
+    options = {  # as of the profile's jobs
         "job-name": "ftkit-doctor",
         "nodes": place.num_nodes,
         "ntasks-per-node": 1,
@@ -276,7 +259,19 @@ def salloc_command(checks: NodeChecks, hosts: Sequence[str]) -> list[str]:
     }
     exclusive = ["--exclusive"] if cluster.exclusive else []
     given = [*(f"--{option}={value}" for option, value in options.items() if value), *exclusive]
-    return ["salloc", *given, *(f"--{option}" for option in cluster.sbatch_options)]
+    done = process.run_stoppable(
+        ["salloc", *given, *(f"--{option}" for option in cluster.sbatch_options), "bash", str(script)],
+        timeout_seconds=_QUEUE_SECONDS,
+        environment=process.slurm_environment(environment),
+    )
+    verdicts = checks.folder / "bad-nodes"
+    if not verdicts.is_file():
+        if "Granted job allocation" not in done.stderr:
+            raise explain_refusal(done.stderr)
+        raise UnfitMachineError(f"the checks did not run: {one_line(clean_stderr(done.stderr)[-200:])}")
+    problems = dict(line.split("\t", 1) for line in verdicts.read_text(encoding="utf-8").splitlines())
+    outputs = sorted(checks.folder.glob("*.out"))
+    return [NodeResult(path.stem, _report(path), problems.get(path.stem, "")) for path in outputs]
 
 
 def idle_nodes(cluster: ClusterProfile) -> tuple[list[str], int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from statistics import fmean
@@ -17,7 +17,7 @@ from ftkit.runs.find import RunFolder, find_run
 from ftkit.runs.gpu_samples import read_samples, summarize_samples
 from ftkit.runs.history import read_history
 from ftkit.runs.listing import find_sweep
-from ftkit.runs.manifest import DOCUMENT_NUMBERS, describe_data, mapping, mappings
+from ftkit.runs.manifest import DOCUMENT_NUMBERS, describe_data, flat, mapping, mappings
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout, Workspace
@@ -164,11 +164,11 @@ def describe_inputs(
     cluster = {**mapping(plan.get("cluster")), **mapping(plan.get("placement"))}
     return {
         "recipe": {
-            **dict(_flat({key: value for key, value in recipe.items() if key not in ("data", "image")})),
+            **dict(flat({key: value for key, value in recipe.items() if key not in ("data", "image")})),
             **({"training.engine": engine} if engine else {}),
         },
         "data": {
-            **dict(_flat(mapping(recipe.get("data")))),
+            **dict(flat(mapping(recipe.get("data")))),
             "fingerprint": plan.get("fingerprint"),
             **{f"{name} sha256": digest for name, digest in mapping(data.get("data")).items()},
             **mapping(data.get("documents")),
@@ -181,18 +181,10 @@ def describe_inputs(
             **(start.versions if start else {}),
         },
         "cluster": {
-            **{key: value for key, value in _flat(cluster) if key != "description"},
+            **{key: value for key, value in flat(cluster) if key != "description"},
             "device": start.device if start else None,
         },
     }
-
-
-def _flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def find_differences(runs: Sequence[ComparedRun]) -> list[Difference]:

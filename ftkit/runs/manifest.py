@@ -8,7 +8,7 @@ import platform
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -49,6 +49,15 @@ def mapping(value: object) -> Values:
 def mappings(value: object) -> list[Values]:
     """Return the objects of a list in a manifest, which may be damaged."""
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the values of nested objects by their dotted keys; empty objects have none."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 # --- Before a run is submitted -------------------------------------------------------------------

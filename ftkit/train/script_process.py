@@ -153,16 +153,8 @@ class ScriptRank:
         script, place = self.plan.script, self.plan.placement
         found = find_sharding(modules, place.world_size)
         warning = found.explain_missing(was_asked=script.asks_for_sharding, device=place.device)
-        record = ShardingRecord(
-            time.time(),
-            found.sharding,
-            found.num_units,
-            found.num_parameters,
-            found.num_held,
-            place.world_size,
-            warning,
-        )
-        self.record(record)
+        sizes = found.num_units, found.num_parameters, found.num_held
+        self.record(ShardingRecord(time.time(), found.sharding, *sizes, place.world_size, warning))
         if warning and self.rank == 0:
             say(f"warning: {warning}")
         if found.sharding in {"ddp", "none"} and script.asks_for_sharding and warning and place.device == "cuda":

@@ -12,7 +12,7 @@ import re
 import textwrap
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from ftkit.config.recipe import SinkName, check_access, check_packages
 from ftkit.errors import one_line
+from ftkit.runs.manifest import flat
 from ftkit.runs.metrics_file import RecordTail, append_record, read_job_evaluations
 from ftkit.runs.records import EndRecord, EvaluationRecord, Record, StartRecord, StepRecord
 
@@ -181,7 +182,7 @@ class MlflowTracker:
         self._run_id = str(created.info.run_id)
         parameters = [
             mlflow.entities.Param(key, str(value)[: self._MAX_PARAMETER_LENGTH])
-            for key, value in _flat(_configuration(plan, start)).items()
+            for key, value in flat(_configuration(plan, start))
         ]
         for first in range(0, len(parameters), self._PARAMETERS_PER_REQUEST):
             client.log_batch(self._run_id, params=parameters[first : first + self._PARAMETERS_PER_REQUEST])
@@ -277,10 +278,3 @@ def scalars_of(record: StepRecord | EvaluationRecord) -> dict[str, float]:
 
 def _numbers(record: object) -> list[tuple[str, float]]:
     return [(name, value) for name, value in getattr(record, "__dict__", {}).items() if isinstance(value, int | float)]
-
-
-def _flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    found: dict[str, object] = {}
-    for key, value in values.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found

@@ -13,12 +13,10 @@ from ftkit.launch import code
 from ftkit.launch.code import (
     copies_of_run,
     copy_code,
-    copy_own_package,
-    copy_packages,
+    copy_selected,
     digest_of,
     files_of,
     pack_copies,
-    read_unpacked,
     unpack_copies,
 )
 
@@ -59,15 +57,18 @@ def test_a_plain_folder_is_copied_without_hidden_files_and_ftkits_output(tmp_pat
 
 def test_copies_reach_another_machine_unchanged_or_not_at_all(tmp_path: Path) -> None:
     write(tmp_path, "a/train.py", "mine/__init__.py")
-    copies = [copy_code(tmp_path / "a", "script", "--script"), *copy_packages([tmp_path / "a" / ".." / "mine"])]
+    copies = [
+        copy_code(tmp_path / "a", "script", "--script"),
+        *copy_selected([tmp_path / "a" / ".." / "mine"], is_dev=False),
+    ]
     packed = pack_copies(copies)
     assert pack_copies(copies) == packed
     unpack_copies(packed, tmp_path / "there")
-    assert read_unpacked(tmp_path / "there") == copies
+    assert copy_selected([], is_dev=False, sent=tmp_path / "there") == copies
     assert copies[1].plan.source == str(tmp_path / "mine")
     write(tmp_path, "there/script/more.py")
     with pytest.raises(ConfigError, match="was changed"):
-        read_unpacked(tmp_path / "there")
+        copy_selected([], is_dev=False, sent=tmp_path / "there")
 
 
 def test_the_digest_distinguishes_names_from_contents() -> None:
@@ -83,14 +84,14 @@ def test_a_folder_larger_than_the_code_limit_is_rejected(tmp_path: Path, monkeyp
 
 def test_a_package_keeps_its_name_and_a_folder_of_modules_does_not(tmp_path: Path) -> None:
     write(tmp_path, "mylib/__init__.py", "modules/loose.py", "other/mylib/__init__.py")
-    package, modules = copy_packages([tmp_path / "mylib", tmp_path / "modules"])
+    package, modules = copy_selected([tmp_path / "mylib", tmp_path / "modules"], is_dev=False)
     assert (list(package.files), list(modules.files)) == (["mylib/__init__.py"], ["loose.py"])
     with pytest.raises(ConfigError, match="same name"):
-        copy_packages([tmp_path / "mylib", tmp_path / "other" / "mylib"])
+        copy_selected([tmp_path / "mylib", tmp_path / "other" / "mylib"], is_dev=False)
 
 
 def test_the_copy_of_ftkit_itself_is_a_package_with_its_data() -> None:
-    copy = copy_own_package()
+    (copy,) = copy_selected([], is_dev=True)
     assert {
         "ftkit/__init__.py",
         "ftkit/train/script_process.py",
@@ -100,7 +101,7 @@ def test_the_copy_of_ftkit_itself_is_a_package_with_its_data() -> None:
 
 def test_a_rerun_uses_the_same_code_or_reports_what_is_missing_or_changed(tmp_path: Path) -> None:
     write(tmp_path, "mylib/__init__.py")
-    (copy,) = copy_packages([tmp_path / "mylib"])
+    (copy,) = copy_selected([tmp_path / "mylib"], is_dev=False)
     run = tmp_path / "run"
     manifest = {"code": {copy.plan.name: asdict(copy.plan)}}
     with pytest.raises(ConfigError, match="is not here"):
