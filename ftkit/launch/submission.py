@@ -127,7 +127,13 @@ def resume(
     not ended, or there is nothing left to do; or as `submit` does. Then the run keeps its plan and script.
     """
     layout, new = plan.layout, changed.plan if changed else plan
-    submission, end = _find_submission(plan), None
+    submission, end = read_submission(layout), None
+    if submission is None and (holder := current_holder(layout)):
+        raise SubmitError(
+            f"{plan.id} is already being trained by {holder}: two jobs must not train in one folder",
+            fix="cancel that job first (squeue --me lists your jobs), or wait until it ends",
+        )
+    submission = submission or adopt_job(layout)
     if submission:
         end = End.of_run(_check_it_ended(SubmittedRun(layout, submission), new))
         end = End(Cause.DISK_FULL) if layout.disk_full.exists() else end
@@ -156,17 +162,6 @@ def resume(
             write_file(path, content if isinstance(content, bytes) else content.encode())
         add_submission(new, command, changes, facts)
         return _submit(new, environment, has_preparation=has_preparation, earlier=submission)
-
-
-def _find_submission(plan: RunPlan | ScriptPlan) -> Submission | None:
-    """Return the newest submission of a run, also if Slurm accepted its job although the answer was unclear."""
-    submission = read_submission(plan.layout)
-    if submission is None and (holder := current_holder(plan.layout)):
-        raise SubmitError(
-            f"{plan.id} is already being trained by {holder}: two jobs must not train in one folder",
-            fix="cancel that job first (squeue --me lists your jobs), or wait until it ends",
-        )
-    return submission or adopt_job(plan.layout)
 
 
 def _forget_job(layout: RunLayout, submission: Submission | None) -> None:

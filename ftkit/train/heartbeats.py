@@ -45,7 +45,6 @@ class Heartbeats:
         self, words: Sequence[str], rank: int, port: int, on_silence: Callable[[dict[str, float], bool], None]
     ) -> None:
         self._start, *self.nodes = words
-        self.rank = rank
         self._on_silence = on_silence
         self._packet = f"ftkit {self._start} {rank}".encode()
         self._heard: dict[int, float] = {}
