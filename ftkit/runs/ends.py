@@ -99,11 +99,13 @@ _LOG_BYTES = 2**20
 _TRAINING = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ) ftkit: training\b")
 """What the job script logs before each start of training."""
 _WORDS: Final = re.compile(
-    r"slurmstepd\S*: error: \*\*\* (?P<unit>JOB|STEP) (?P<job>\d+)\S* ON (?P<node>\S+) CANCELLED AT \S+"
+    r"error: \*\*\* (?P<unit>JOB|STEP) (?P<job>\d+)\S* ON (?P<node>\S+) CANCELLED AT \S+"
     r"(?: DUE TO (?P<why>PREEMPTION|TIME LIMIT|NODE FAILURE|JOB REQUEUE))?"
     r"|Detected \d+ oom[_-]kill event|: (?:task|tasks) \S+: Out Of Memory|exceeded memory limit"
 )
-"""Messages of slurmstepd (req.c, task/cgroup) and srun when a job or a step ends before its programs do."""
+"""Messages of slurmstepd (req.c, task/cgroup) and srun when a job or a step ends before its programs do.
+
+Before `error` is slurmstepd's name; in Slurm 26.05, a time in brackets instead."""
 _CAUSES_IN_WORDS: Final = {
     "PREEMPTION": Cause.PREEMPTED,
     "TIME LIMIT": Cause.TIME_LIMIT,

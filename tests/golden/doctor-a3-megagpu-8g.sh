@@ -168,10 +168,10 @@ check_nodes() { # FOLDER OPTION...
 # after them enroot's log; the last ones only say that a plug-in failed.
 find_cause() { # FILE
     local cause
-    cause=$(sed -nE 's/^(srun|slurmstepd[^:]*): error: pyxis: +//p' "$1" |
+    cause=$(sed -nE 's/^(srun:|slurmstepd[^:]*:|\[[0-9T:.-]+\]) error: pyxis: +//p' "$1" |
         sed -E '/^$|^\[INFO\]|^child [0-9]+ failed|^failed to create container|^printing enroot log/d' | sed -n 1p)
     if [[ -z $cause ]]; then
-        cause=$( (grep -Ev '^ *$|^(srun|slurmstepd[^:]*): ' "$1" || cat -- "$1") | tail -n 1)
+        cause=$( (grep -Ev '^ *$|^(srun|slurmstepd[^:]*): |^\[[0-9T:.-]+\] error: ' "$1" || cat -- "$1") | tail -n 1)
     fi
     printf '%s' "$cause"
 }

@@ -23,6 +23,7 @@ START = """2026-11-23T22:{0}9:49Z ftkit: job 2 on n[1-2], restart {0}
 """
 JOB = "slurmstepd-n1: error: *** JOB 2 ON n1 CANCELLED AT 2026-11-23T22:58:16{} ***\n"
 STEP = "slurmstepd-n1: error: *** STEP 2.0 ON n1 CANCELLED AT 2026-11-23T22:58:16{} ***\n"
+NEW = "[2026-11-26T21:09:23.012] error: *** JOB 2 ON n1 CANCELLED AT 2026-11-26T21:09:23{} ***\n"  # Slurm 26.05
 LOST = "srun: error: Node failure on n2\n" + JOB.format(" DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS")
 
 
@@ -39,6 +40,8 @@ def layout(tmp_path: Path) -> RunLayout:
     [
         (JOB.format(" DUE TO PREEMPTION"), End(Cause.PREEMPTED)),
         (STEP.format(" DUE TO PREEMPTION"), End(Cause.PREEMPTED)),
+        (NEW.format(" DUE TO PREEMPTION"), End(Cause.PREEMPTED)),
+        (NEW.format(" DUE TO TIME LIMIT"), End(Cause.TIME_LIMIT)),
         (JOB.format(" DUE TO TIME LIMIT"), End(Cause.TIME_LIMIT)),
         (LOST, End(Cause.NODE_FAILURE, "n2")),
         (JOB.format(" DUE TO JOB REQUEUE"), End(Cause.REQUEUED)),

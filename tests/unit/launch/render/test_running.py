@@ -709,6 +709,10 @@ def _check(verdicts: dict[str, str], stderr: str = APPTAINER_ERROR) -> str:
     [
         (APPTAINER_ERROR, "FATAL: no loop device"),
         (ENROOT_ERROR, "Write on output file failed because No space left on device"),
+        (
+            ENROOT_ERROR.replace("slurmstepd-n2:", "[2026-11-26T21:09:23.012]"),  # Slurm 26.05
+            "Write on output file failed because No space left on device",
+        ),
     ],
 )
 def test_a_node_that_fails_its_check_is_excluded_with_the_reason(
