@@ -17,7 +17,16 @@ PREFERENCE_METRICS = (
 how much; then rewards, log-probabilities, and tokens of both completions."""
 
 
-class DpoSpec(Spec):
+class ReferencedSpec(Spec):
+    """Options of an objective that compares the model with a reference."""
+
+    reference: Literal["auto", "adapters_off", "stored"] = "auto"
+    """What the model is compared with. `adapters_off`: the model without adapters, in each step. `stored`: the model
+    before training, which computes the log-probabilities of all completions once, before step 1; they are stored with
+    the prepared data, for all runs with the same weights. `auto`: `stored` with method full, else `adapters_off`."""
+
+
+class DpoSpec(ReferencedSpec):
     """Direct preference optimization (Rafailov et al. 2023)."""
 
     beta: PositiveFloat = 0.1
@@ -28,7 +37,7 @@ class DpoSpec(Spec):
     """Weight of the chosen completion's own loss, its mean over tokens, which is added (Pang et al. 2024)."""
 
 
-class IpoSpec(Spec):
+class IpoSpec(ReferencedSpec):
     """Identity preference optimization (Azar et al. 2023), on mean log-probabilities per token."""
 
     beta: PositiveFloat = 0.1
@@ -60,8 +69,8 @@ class ObjectiveSpec(Spec):
 
     objective: Objective = "next_token"
     """What is minimized: the loss of the next token, or an objective on preferences, pairs of a chosen and a rejected
-    completion, with its options under its own key. `dpo` and `ipo` compare the model with a reference, the model
-    without adapters, so they need method lora or qlora; `orpo` and `simpo` need none."""
+    completion, with its options under its own key. `dpo` and `ipo` compare the model with a reference; `orpo` and
+    `simpo` need none."""
     dpo: DpoSpec | None = None
     """Options of objective dpo. Default if null."""
     ipo: IpoSpec | None = None
@@ -81,7 +90,7 @@ class ObjectiveSpec(Spec):
     @property
     def has_reference(self) -> bool:
         """Whether the objective compares the model with a reference."""
-        return self.objective in {"dpo", "ipo"}
+        return isinstance(self.preferences, ReferencedSpec)
 
     @property
     def metric_names(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from ftkit.config.objectives import ObjectiveSpec
+from ftkit.config.objectives import ObjectiveSpec, ReferencedSpec
 from ftkit.errors import plural
 from ftkit.models.adapters import ALL_PROJECTIONS, LoraSpec
 from ftkit.spec import (
@@ -278,12 +278,17 @@ class TrainingSpec(ObjectiveSpec):
             raise ValueError(conflict)
         return self
 
+    @property
+    def stores_reference(self) -> bool:
+        """Whether the reference's log-probabilities are computed before step 1 and stored."""
+        options = self.preferences
+        if not isinstance(options, ReferencedSpec):
+            return False
+        return options.reference == "stored" or (options.reference == "auto" and self.method == "full")
+
     def _conflicts_of_method(self) -> Iterator[str]:
-        if self.method == "full" and self.has_reference:
-            yield (
-                f"objective '{self.objective}' compares with the model without adapters, and method 'full' has none: "
-                "set method to 'lora' or 'qlora', or objective to 'orpo' or 'simpo'"
-            )
+        if self.method == "full" and self.has_reference and not self.stores_reference:
+            yield f"{self.objective}.reference 'adapters_off' is for adapters, and method 'full' has none: set 'stored'"
         if self.method == "full" and self.lora is not None:
             yield "lora has no effect with method 'full': set method to 'lora' or 'qlora', or remove it"
         if self.trains_in_fp8 and self.method != "full":

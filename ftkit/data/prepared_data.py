@@ -157,12 +157,26 @@ class PackStore:
     def __len__(self) -> int:
         return len(self._pack_ends)
 
-    def document_lengths(self, packs: Sequence[int]) -> NDArray[np.int64]:
-        """Return the tokens of each document in packs; padding is no document."""
+    @property
+    def num_documents(self) -> int:
+        return len(self._document_ends)
+
+    def documents(self, packs: Sequence[int]) -> NDArray[np.int64]:
+        """Return the number of each document in packs."""
         last = np.asarray(self._pack_ends[packs])
         first = np.where(np.asarray(packs) > 0, self._pack_ends[np.asarray(packs) - 1], 0)
         counts = last - first
-        documents = np.arange(counts.sum()) + np.repeat(last - np.cumsum(counts), counts)
+        numbers: NDArray[np.int64] = np.arange(counts.sum()) + np.repeat(last - np.cumsum(counts), counts)
+        return numbers
+
+    def whole_packs(self, num_documents: int) -> tuple[int, int]:
+        """Return how many packs are whole among the first documents, and how many documents these packs have."""
+        num_packs = int(np.searchsorted(self._pack_ends, num_documents, side="right"))
+        return num_packs, int(self._pack_ends[num_packs - 1]) if num_packs else 0
+
+    def document_lengths(self, packs: Sequence[int]) -> NDArray[np.int64]:
+        """Return the tokens of each document in packs; padding is no document."""
+        documents = self.documents(packs)
         begins = np.where(documents > 0, self._document_ends[documents - 1], 0)
         lengths: NDArray[np.int64] = self._document_ends[documents] - begins
         return lengths

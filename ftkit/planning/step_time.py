@@ -146,8 +146,9 @@ def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound
         "host": setup.shape.num_hidden_layers * (HOST_SECONDS_PER_LAYER[setup.engine] + fp8_seconds),
         "main memory": _offload_seconds(setup, gpu_seconds),
     }
-    # The reference is one more forward pass.
-    passes = 1 + FORWARD_SHARE[True] if setup.training.has_reference else 1
+    training = setup.training
+    is_computed = training.has_reference and not training.stores_reference  # with one more forward pass
+    passes = 1 + FORWARD_SHARE[True] if is_computed else 1
     return {resource: passes * seconds for resource, seconds in busy.items()}
 
 

@@ -204,9 +204,9 @@ def _preferences(run: RunInputs) -> Iterator[Problem]:
     if training.router_aux_loss_coef:
         what = f"the load-balancing loss is a mean over tokens, and that of objective '{objective}' one over pairs."
         yield problem("training.router_aux_loss_coef", what, "Leave it out.")
-    if training.has_reference and run.model.adapter is not None:
+    if training.has_reference and not training.stores_reference and run.model.adapter is not None:
         what = f"{run.model.source} has adapters that continue: without them, the reference would be their base model."
-        yield problem("model.weights", what, "Merge them first: ftkit export RUN --merge, and give its folder.")
+        yield problem("model.weights", what, f"Set training.{objective}.reference=stored.")
 
 
 # --- Parallelism -----------------------------------------------------------------------------------

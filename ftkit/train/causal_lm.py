@@ -18,7 +18,7 @@ from ftkit.train.model.attention import packed_masks
 from ftkit.train.model.hf_model import accepted_inputs, find_decoder, has_recurrent_layers
 from ftkit.train.model.lora import adapters_off
 from ftkit.train.model.routers import Routers
-from ftkit.train.objectives import Pairs, Preferences
+from ftkit.train.objectives import Pairs, Preferences, completion_sums
 from ftkit.train.private_apis.torch import TORCH, Ctx, mark_dynamic
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ class MicroBatch:
     attention_mask: torch.Tensor | None = None  # int64 [B, T], 0 for the padding on the right; None for packs
     label_sources: torch.Tensor | None = None  # int64 [N], indices in `data.source`, or [S]; None for a single source
     completion_lengths: torch.Tensor | None = None  # int64 [2 S], labels of S pairs' documents; None for next tokens
+    # int32 [2 S], the bits of the stored reference's log-probabilities, which FSDP2 would cast if they were fp32.
+    reference_bits: torch.Tensor | None = None
     token_keys: torch.Tensor | None = None  # int64 [B, T], random bits for dropout; * with tensor parallelism
 
     def pinned(self) -> MicroBatch:
@@ -322,10 +324,22 @@ class CausalLM(nn.Module):
         weight = self.hf_model.get_output_embeddings().weight
         return linear_log_probs(states, weight, batch.labels, self.logit_transform)
 
-    def reference_log_probs(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the log-probabilities by the model without adapters and without dropout. Within `forward` only."""
+    def completion_log_probs(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the log-probability of each completion, fp32 [2 S]. Within `forward` only."""
+        if batch.completion_lengths is None:
+            raise TypeError("the batch has no pairs")
+        return completion_sums(self.log_probs(batch), batch.completion_lengths)
+
+    def reference_log_probs(self, batch: MicroBatch, objective: Preferences) -> torch.Tensor | None:
+        """Return those by the reference, without dropout; None without a reference. Within `forward` only."""
+        if batch.reference_bits is not None:
+            return batch.reference_bits.view(torch.float32)
+        if objective.stores_reference:
+            raise TypeError("the batch has no log-probabilities of the reference")
+        if not objective.has_reference:
+            return None
         with torch.no_grad(), adapters_off(self.hf_model):
-            return self.log_probs(batch)
+            return self.completion_log_probs(batch)
 
     def _preference_loss(
         self, objective: Preferences, batch: MicroBatch, sums: SourceLosses | None
@@ -333,7 +347,7 @@ class CausalLM(nn.Module):
         """Return the loss summed over the pairs, and that of each pair, fp32 [S]."""
         if batch.completion_lengths is None:
             raise TypeError("the batch has no pairs")
-        reference = self.reference_log_probs(batch) if objective.has_reference else None
+        reference = self.reference_log_probs(batch, objective)
         pairs = Pairs.of(self.log_probs(batch), reference, batch.completion_lengths)
         losses, rewards = objective.losses(pairs)
         if sums is not None:

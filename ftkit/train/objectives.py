@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 from ftkit.config.objectives import DpoSpec, IpoSpec, OrpoSpec, PreferenceSpec, SimpoSpec
 
 if TYPE_CHECKING:
-    from ftkit.config.objectives import ObjectiveSpec
+    from ftkit.config.training import TrainingPlan
 
 
 @dataclass(frozen=True)
@@ -19,20 +19,18 @@ class Pairs:
     """S pairs; each tensor is fp32 [2, S], of the chosen and of the rejected completions."""
 
     log_probs: torch.Tensor  # sums over the tokens of a completion, in the graph
-    reference: torch.Tensor  # the same by the reference; zeros without one
+    reference: torch.Tensor  # the same by the reference, without a graph; zeros without one
     lengths: torch.Tensor  # tokens of a completion, with the end of its turn
 
     @classmethod
     def of(cls, log_probs: torch.Tensor, reference: torch.Tensor | None, lengths: torch.Tensor) -> Self:
-        """Sum the log-probabilities of labels, fp32 [N], over completions of these lengths, int64 [2 S], one by one."""
+        """Return pairs by the log-probabilities of labels, fp32 [N], and the reference's `completion_sums`.
 
-        def by_pair(values: torch.Tensor) -> torch.Tensor:
-            # In a fixed order, unlike `index_add`; the checks of lengths would wait for the device.
-            return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True).view(-1, 2).T
-
-        sums = by_pair(log_probs)
-        counts = lengths.to(sums.dtype).view(-1, 2).T
-        return cls(sums, torch.zeros_like(sums) if reference is None else by_pair(reference), counts)
+        `lengths`, int64 [2 S], are those of the completions, chosen and rejected ones in turn.
+        """
+        sums = completion_sums(log_probs, lengths).view(-1, 2).T
+        expected = torch.zeros_like(sums) if reference is None else reference.view(-1, 2).T
+        return cls(sums, expected, lengths.to(sums.dtype).view(-1, 2).T)
 
     @property
     def log_ratios(self) -> torch.Tensor:
@@ -51,6 +49,12 @@ class Pairs:
         return torch.stack([value.sum() for value in values])
 
 
+def completion_sums(log_probs: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Sum the log-probabilities of labels, fp32 [N], over completions of these lengths, int64 [2 S]: fp32 [2 S]."""
+    # In a fixed order, unlike `index_add`; the checks of lengths would wait for the device.
+    return torch.segment_reduce(log_probs, "sum", lengths=lengths, unsafe=True)
+
+
 @dataclass(frozen=True)
 class Preferences:
     """An objective on preferences with its options.
@@ -61,11 +65,14 @@ class Preferences:
 
     options: PreferenceSpec
     has_reference: bool
+    stores_reference: bool = False
 
     @classmethod
-    def of(cls, training: ObjectiveSpec) -> Self | None:
+    def of(cls, training: TrainingPlan) -> Self | None:
         """Return the objective of these settings; None for next tokens."""
-        return None if training.preferences is None else cls(training.preferences, training.has_reference)
+        if training.preferences is None:
+            return None
+        return cls(training.preferences, training.has_reference, training.stores_reference)
 
     @property
     def initial_loss(self) -> float | None:

@@ -31,6 +31,7 @@ from ftkit.train.components.evaluate import Evaluator
 from ftkit.train.components.exporter import ExportedParts, export
 from ftkit.train.components.generation import Generation
 from ftkit.train.components.recorder import Recorder, open_trackers
+from ftkit.train.components.references import References, compute_references
 from ftkit.train.distributed import verification
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.pack_parallel import check_context_parallel, check_tensor_parallel, whole_pack_attention
@@ -112,8 +113,8 @@ class Trainer:
             self._stage("building the model")
             engine, parts, expected, num_parameters = self._build_engine()
         with out_of_memory_explained(self.plan, self.world, self.trace, engine.tensors):
-            is_packed = self._verify(engine, expected, store)
-            progress = self._train(engine, parts, store, num_parameters, is_packed=is_packed)
+            is_packed, references = self._verify(engine, expected, store, parts.pretrained)
+            progress = self._train(engine, parts, store, num_parameters, references, is_packed=is_packed)
         log.info("%s after %d steps, %.0f s in total", progress.outcome, progress.step, time.time() - began)
 
     def _build_engine(self) -> tuple[Engine, ExportedParts, ParameterCounts, int]:
@@ -171,8 +172,10 @@ class Trainer:
         is_divided = exchange.size > 1 or tensor_parallel > 1
         return whole_pack_attention(kernel, exchange) if is_divided else register_kernel(kernel)
 
-    def _verify(self, engine: Engine, expected: ParameterCounts, store: PackStore) -> bool:
-        """Run the checks before step 1; return whether documents are trained in packs."""
+    def _verify(
+        self, engine: Engine, expected: ParameterCounts, store: PackStore, weights: Path | None
+    ) -> tuple[bool, References | None]:
+        """Run the checks before step 1; return whether documents are trained in packs, and the stored reference."""
         self._stage("verifying sharding and document isolation")
         recipe, training = self.plan.recipe, self.plan.recipe.training
         checks = verification.verify_sharding(engine.sharding_stats(), training, expected, self.plan.engine.name)
@@ -185,17 +188,24 @@ class Trainer:
         checks |= {"documents are": "packed" if reason is None else "padded rows"}
         checks |= verification.verify_causality(probe) | verification.verify_logits(probe)
         checks |= verification.verify_isolation(probe, shares_scales=training.precision == "fp8")
+        references = None
+        if training.stores_reference:
+            self._stage("computing the log-probabilities of the reference")
+            references = compute_references(engine, self.plan, self.data, self.world, weights)
         if training.documents_per_sample > 1:
-            packs = store.read(range(min(len(store), training.micro_batch_size)))
-            checks |= verification.verify_pairs(engine, with_pairs(to_micro_batch(packs, self.world.device), packs))
+            chosen = range(min(len(store), training.micro_batch_size))
+            packs, known = store.read(chosen), references and references.train[store.documents(chosen)]
+            batch = with_pairs(to_micro_batch(packs, self.world.device), packs, known)
+            checks |= verification.verify_pairs(engine, batch)
         record = VerificationRecord(time.time(), checks)
         self.recorder.write(record)
         log.info("verified: %s", ", ".join(f"{name} {value}" for name, value in record.texts.items()))
-        return reason is None
+        return reason is None, references
 
     def _train(
-        self, engine: Engine, parts: ExportedParts, store: PackStore, num_parameters: int, *, is_packed: bool
-    ) -> Progress:
+        self, engine: Engine, parts: ExportedParts, store: PackStore, num_parameters: int,
+        references: References | None, *, is_packed: bool,
+    ) -> Progress:  # fmt: skip
         plan, world = self.plan, self.world
         manifest = self.data.read_manifest()
         self.trace.begin("loading the newest checkpoint")
@@ -212,12 +222,13 @@ class Trainer:
             is_mixed=bool(sources),
             marks_padding=engine.model.routers.exist,
             documents_per_sample=plan.recipe.training.documents_per_sample,
+            reference=references and references.train,
             context=world.context,
             state=state,
         )
         progress = Progress.resume(plan, batches, state)
         self._record_start(progress, num_parameters)
-        evaluator = Evaluator(plan, self.data, self.tokenizer, parts.generation, world, is_packed)
+        evaluator = Evaluator(plan, self.data, self.tokenizer, parts.generation, world, is_packed, references)
         if state.step == 0:
             check_is_measured(self._evaluate(evaluator, engine, 0, "before"), plan.recipe.evaluation.selection)
         training_began = time.time()

@@ -72,6 +72,11 @@ class Cluster:
         """The user's cluster profiles."""
         return STATE / "home" / ".config" / "ftkit" / "clusters"
 
+    @property
+    def slurm_version(self) -> tuple[int, ...]:
+        """The version's first two numbers."""
+        return tuple(int(part) for part in re.findall(r"\d+", self.execute("sinfo", "--version").stdout)[:2])
+
     def nodes(self, job: str) -> list[str]:
         """Return the nodes of a job."""
         listed = self.execute("squeue", "--noheader", "--jobs", job, "--format=%N").stdout.strip()

@@ -71,9 +71,10 @@ def _document(prompt: list[int], completion: list[int]) -> Document:
     return Document(tokens, labels)
 
 
-def batch_of(packs: list[list[Pair]], world: World) -> MicroBatch:
+def batch_of(packs: list[list[Pair]], world: World, reference: torch.Tensor | None = None) -> MicroBatch:
     read = pack_pairs(packs)
-    return with_pairs(to_micro_batch(read, world.device), read)
+    stored = None if reference is None else reference.flatten().float().numpy()
+    return with_pairs(to_micro_batch(read, world.device), read, stored)
 
 
 def engine_of(objective: str, options: dict[str, Any], method: str, world: World, precision: str = "fp32") -> Any:
@@ -100,6 +101,12 @@ def change_adapters(engine: Any, scale: float = 0.2) -> None:
     for name, parameter in engine.model.hf_model.named_parameters():
         if ".lora_B" in name:
             parameter.data.copy_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+def change_weights(engine: Any) -> None:
+    generator = torch.Generator().manual_seed(9)
+    for parameter in engine.model.hf_model.parameters():
+        parameter.data.add_(0.02 * torch.randn(parameter.shape, generator=generator))
 
 
 # --- The papers, on one padded row for each completion, in float64 -----------------------------------
@@ -148,27 +155,30 @@ def test_loss_and_gradient_are_those_of_the_paper_on_unpacked_rows(
     objective: str, options: dict[str, Any], method: str, world: World
 ) -> None:
     has_reference = objective in {"dpo", "ipo"}
-    if method == "full" and has_reference:
-        with pytest.raises(ValueError, match="method 'full' has none"):
-            engine_of(objective, options, method, world)
-        return
     packs = draw_pairs()
     pairs = [pair for pack in packs for pair in pack]
     engine, base = engine_of(objective, options, method, world)
     change_adapters(engine)
+    if method == "full":
+        change_weights(engine)
     exact = deepcopy(engine.model.hf_model).double()
     policy, lengths = plain_log_probs(exact, pairs)
     with torch.no_grad():
         reference, _ = plain_log_probs(base, pairs)
+    of_packs = torch.split(reference, [len(pack) for pack in packs])
+    batches = [
+        batch_of([pack], world, stored if has_reference and method == "full" else None)
+        for pack, stored in zip(packs, of_packs, strict=True)
+    ]
     expected = plain_loss(objective, options, policy, reference, lengths)
     expected.backward()
     gradients = {name: each.grad for name, each in exact.named_parameters() if each.grad is not None}
 
     sums = SourceLosses(0, world.device, 8)
     losses = []
-    for number, pack in enumerate(packs, start=1):  # two micro-batches
-        loss = engine.forward(batch_of([pack], world), sums)
-        engine.backward(loss, len(pairs), is_last=number == len(packs))
+    for number, batch in enumerate(batches, start=1):  # two micro-batches
+        loss = engine.forward(batch, sums)
+        engine.backward(loss, len(pairs), is_last=number == len(batches))
         losses.append(float(loss.detach()))
     assert sum(losses) / len(pairs) == pytest.approx(float(expected.detach()), rel=1e-5)
     norm = torch.stack([each.norm() for each in gradients.values()]).norm()
@@ -187,7 +197,7 @@ def test_loss_and_gradient_are_those_of_the_paper_on_unpacked_rows(
     assert others == pytest.approx([*policy.detach().mean(0).tolist(), *lengths.mean(0).tolist()], abs=1e-3)
     with engine.inference() as model:
         raised = SourceLosses(0, world.device, 8)
-        after = sum(float(model(batch=batch_of([pack], world), source_losses=raised)) for pack in packs)
+        after = sum(float(model(batch=batch, source_losses=raised)) for batch in batches)
     assert after < sum(losses)
     assert float(raised.metrics[1]) > float(sums.metrics[1])
 
@@ -253,13 +263,15 @@ def train_on_pairs(
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize(("objective", "method"), [("dpo", "lora"), ("orpo", "full")])
+@pytest.mark.parametrize(("objective", "method"), [("dpo", "lora"), ("dpo", "full"), ("orpo", "full")])
 def test_one_and_two_processes_train_the_same_on_pairs(
     train_on_pairs: Callable[..., Any], objective: str, method: str
 ) -> None:
     settings = (f"training.objective={objective}", f"training.method={method}", "training.learning_rate=1e-3")
     one, two = (
-        train_on_pairs(f"{objective}-{size}", *settings, f"training.micro_batch_size={3 - size}", processes=size)
+        train_on_pairs(
+            f"{objective}-{method}-{size}", *settings, f"training.micro_batch_size={3 - size}", processes=size
+        )
         for size in (1, 2)
     )
     losses, others = one.losses(), two.losses()
@@ -275,6 +287,30 @@ def test_one_and_two_processes_train_the_same_on_pairs(
         assert losses[1][0] == pytest.approx(np.log(2), rel=1e-5)
         assert float(proof.checks["first loss of pairs"]) == pytest.approx(np.log(2), rel=1e-5)
         assert before.scores["reward_chosen"] == pytest.approx(0, abs=1e-5)
+
+
+def test_a_stored_reference_is_computed_once_continued_and_compared(train_on_pairs: Callable[..., Any]) -> None:
+    settings = ("training.objective=ipo", "training.method=full", "training.micro_batch_size=2")
+    first = train_on_pairs("stored", *settings, processes=1)
+    (folder,) = (first.plan.data_directory / "references").iterdir()
+    path = folder / "train.f32"
+    stored, began = np.fromfile(path, "<f4"), path.stat().st_mtime_ns
+    train_on_pairs("reused", *settings, "training.ipo={beta: 0.5}", processes=2)
+    assert path.stat().st_mtime_ns == began
+    path.unlink()
+    (stored[:31] + 1).tofile(path.with_suffix(".part"))  # a killed computation: what it wrote is not computed again
+    with pytest.raises(AssertionError, match="is not this model"):
+        train_on_pairs("continued", *settings, processes=1)
+    continued = np.fromfile(path, "<f4")
+    num_kept = int((continued > stored + 0.5).sum())
+    assert 0 < num_kept <= 31
+    assert continued[num_kept:] == pytest.approx(stored[num_kept:], rel=1e-5)
+
+
+def test_a_batch_without_its_stored_reference_is_refused(world: World) -> None:
+    engine, _ = engine_of("dpo", OBJECTIVES["dpo"], "full", world)
+    with pytest.raises(TypeError, match="no log-probabilities of the reference"):
+        engine.forward(batch_of(draw_pairs(), world))
 
 
 def test_an_evaluation_of_pairs_measures_the_chosen_completions() -> None:

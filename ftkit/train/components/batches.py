@@ -74,6 +74,7 @@ class BatchSchedule:
     is_mixed: bool = False
     marks_padding: bool = True
     documents_per_sample: int = 1
+    reference: NDArray[np.float32] | None = None  # [documents], stored log-probabilities of the completions of pairs
     context: ContextGroup = ALONE
     state: TrainState = START  # of the checkpoint that the run resumes from
 
@@ -122,7 +123,11 @@ class BatchSchedule:
                 marks_padding=self.marks_padding,
                 context=self.context,
             )
-            micro_batches.append(with_pairs(batch, read) if self.documents_per_sample > 1 else batch)
+            if self.documents_per_sample > 1:
+                batch = with_pairs(
+                    batch, read, None if self.reference is None else self.reference[self.store.documents(chosen)]
+                )
+            micro_batches.append(batch)
         return StepBatch(micro_batches, num_targets, lengths, num_pairs)
 
 
@@ -164,17 +169,19 @@ def to_micro_batch(
     return batch.on(device)
 
 
-def with_pairs(batch: MicroBatch, packs: NDArray[np.int32]) -> MicroBatch:
+def with_pairs(batch: MicroBatch, packs: NDArray[np.int32], reference: NDArray[np.float32] | None = None) -> MicroBatch:
     """Return the micro-batch of whole packs of pairs, int32 [packs, 4, length], with the labels of each document.
 
-    Of several sources, it has that of each pair.
+    Of several sources, it has that of each pair; and the reference's log-probability of each completion, [2 S].
     """
     begins = np.flatnonzero(packs[:, 2] == 0)
     index = np.flatnonzero(packs[:, 1] != IGNORED)
     documents, counts = np.unique(np.searchsorted(begins, index, side="right") - 1, return_counts=True)
     sources = packs[:, 3].reshape(-1)[begins[documents[::2]]].astype(np.int64)
     lengths, of_pairs = (torch.from_numpy(each).to(batch.labels.device) for each in (counts, sources))
-    return replace(batch, completion_lengths=lengths, label_sources=None if batch.label_sources is None else of_pairs)
+    bits = None if reference is None else torch.from_numpy(reference.view(np.int32)).to(batch.labels.device)
+    label_sources = None if batch.label_sources is None else of_pairs
+    return replace(batch, completion_lengths=lengths, label_sources=label_sources, reference_bits=bits)
 
 
 def to_padded_micro_batch(

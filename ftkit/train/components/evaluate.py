@@ -21,6 +21,7 @@ from ftkit.runs.records import EvaluationRecord, Sample, SourceLoss
 from ftkit.train.causal_lm import CausalLM, SourceLosses
 from ftkit.train.components.batches import pad_documents, to_micro_batch, to_padded_micro_batch, with_pairs
 from ftkit.train.components.generation import Generation
+from ftkit.train.components.references import References
 from ftkit.train.model.attention import generation_attention
 from ftkit.train.world import World
 
@@ -45,6 +46,7 @@ class Evaluator:
     generation: Generation
     world: World
     is_packed: bool = True
+    references: References | None = None
 
     def evaluate(self, engine: Engine, step: int, when: When) -> EvaluationRecord:
         with engine.inference() as model:
@@ -88,7 +90,9 @@ class Evaluator:
             chosen = range(begin, min(begin + micro, num_packs)) if counts else range(num_packs - 1, num_packs)
             packs = store.read(chosen)
             batch = to_micro_batch(packs, self.world.device, is_mixed=bool(names), context=self.world.context)
-            batch = with_pairs(batch, packs) if per_sample > 1 else batch
+            if per_sample > 1:
+                reference = self.references and self.references.validation[store.documents(chosen)]
+                batch = with_pairs(batch, packs, reference)
             loss = model(batch=batch, source_losses=source_losses if counts else None)
             total += loss if counts else 0
         own_sums = torch.cat([total.reshape(1), source_losses.flatten()])

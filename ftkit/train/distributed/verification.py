@@ -227,7 +227,7 @@ def _step_on_pairs(model: CausalLM, batch: MicroBatch) -> tuple[torch.Tensor, to
     objective = model.objective
     if objective is None or batch.completion_lengths is None:
         raise TypeError("there are no pairs")
-    reference = model.reference_log_probs(batch) if objective.has_reference else None
+    reference = model.reference_log_probs(batch, objective)
     states = model.label_states(batch).detach()
     with torch.enable_grad():
         pairs = Pairs.of(model.log_probs(batch, states.requires_grad_()), reference, batch.completion_lengths)

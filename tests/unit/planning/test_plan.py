@@ -15,6 +15,7 @@ from ftkit.config.context import Context, list_images
 from ftkit.config.execution import FP8_MULTIPLE
 from ftkit.config.image import BaseImageSpec, ImageSpec
 from ftkit.config.image_reference import ImageFile, NamedImage, parse_reference
+from ftkit.config.objectives import DpoSpec
 from ftkit.config.load import load_cluster, load_image, load_recipe, read_cluster, read_recipe, shipped_config
 from ftkit.config.request import Origins, RunRequest
 from ftkit.config.training import TrainingPlan
@@ -96,6 +97,9 @@ def print_of(recipe: RecipeSpec, stamp: str) -> str:
 DPO = ("training.objective=dpo", "training.method=lora", "evaluation.generation=null")
 
 
+STORED = DpoSpec(reference="stored")
+
+
 @pytest.mark.parametrize(
     ("override", "found"),
     [
@@ -105,7 +109,6 @@ DPO = ("training.objective=dpo", "training.method=lora", "evaluation.generation=
         ("data.packing=off", "'off' would separate the pairs"),
         ("data.format=alpaca", "'alpaca' has no pairs"),
         ("evaluation.generation={}", "no single reference"),
-        ("training.method=full", "method 'full' has none"),
         ("training.simpo={beta: 1}", "simpo has no effect with objective 'dpo'"),
         ("training.dpo={label_smoothing: 0.5}", "label_smoothing"),
     ],
@@ -116,16 +119,25 @@ def test_what_can_not_be_combined_with_pairs_is_refused_by_the_plan(override: st
     assert any(found in str(problem) for problem in caught.value.problems)
 
 
-def test_a_reference_adds_a_forward_pass_to_a_planned_step() -> None:
+def test_a_reference_without_adapters_to_turn_off_is_stored() -> None:
+    assert plan(demo(*DPO, "data.format=preferences", "training.method=full")).recipe.training.stores_reference
+    with pytest.raises(ConfigError) as caught:
+        demo(*DPO, "data.format=preferences", "training.method=full", "training.dpo={reference: adapters_off}")
+    assert "set 'stored'" in str(caught.value)
+
+
+def test_a_reference_adds_a_forward_pass_to_a_planned_step_unless_it_is_stored() -> None:
     settings = ("training.method=lora", "training.micro_batch_size=1", "training.activation_checkpointing=full")
     lora = load_recipe("olmo3-7b-full", HERE, [*settings, "evaluation.generation=null", "data.format=preferences"])
     recipes = [
         lora.model_copy(update={"training": lora.training.model_copy(update={"objective": objective})})
         for objective in ("simpo", "dpo")
     ]
+    recipes.append(lora.model_copy(update={"training": recipes[1].training.model_copy(update={"dpo": STORED})}))
     found = [plan(recipe, A4, IMAGE, replace(REQUEST, image=OLMO3)) for recipe in recipes]
-    without, dpo = (each.speed.step_seconds for each in found if each.speed)
+    without, dpo, stored = (each.speed.step_seconds for each in found if each.speed)
     assert 1.3 < dpo / without < 1.5
+    assert stored == without
 
 
 def test_a_plan_round_trips_through_plan_json() -> None:
