@@ -15,8 +15,8 @@ from ftkit.config.context import Context, list_images
 from ftkit.config.execution import FP8_MULTIPLE
 from ftkit.config.image import BaseImageSpec, ImageSpec
 from ftkit.config.image_reference import ImageFile, NamedImage, parse_reference
-from ftkit.config.objectives import DpoSpec
 from ftkit.config.load import load_cluster, load_image, load_recipe, read_cluster, read_recipe, shipped_config
+from ftkit.config.objectives import DpoSpec
 from ftkit.config.request import Origins, RunRequest
 from ftkit.config.training import TrainingPlan
 from ftkit.errors import ConfigError, FtkitError
