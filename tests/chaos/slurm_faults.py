@@ -72,7 +72,7 @@ def kill_stepd(run: SlurmRun, chance: Random) -> None:
 def controller_is(how: str, run: SlurmRun) -> Iterator[None]:
     """Kill or stop slurmctld, or have something else answer on its port, within the context."""
     state = run.cluster.state
-    pattern = f"^slurmctld -D -f {state}/etc/slurm.conf$"
+    pattern = f"^slurmctld -D (-i )?-f {state}/etc/slurm.conf$"
     if how == "stopped":
         subprocess.run(["pkill", "-STOP", "-f", pattern], check=True)
         try:

@@ -298,7 +298,7 @@ def test_a_stored_reference_is_computed_once_continued_and_compared(train_on_pai
     train_on_pairs("reused", *settings, "training.ipo={beta: 0.5}", processes=2)
     assert path.stat().st_mtime_ns == began
     path.unlink()
-    (stored[:31] + 1).tofile(path.with_suffix(".part"))  # a killed computation: what it wrote is not computed again
+    (stored[:31] + 1).tofile(folder / "train.continued.part")  # what a killed computation wrote is kept
     with pytest.raises(AssertionError, match="is not this model"):
         train_on_pairs("continued", *settings, processes=1)
     continued = np.fromfile(path, "<f4")

@@ -57,10 +57,12 @@ def compute_references(
     Raises TrainingError: the stored numbers are those of another model.
     """
     folder = data.root / "references" / _key(plan, data, weights)
+    if not os.access(data.root, os.W_OK) and not (folder / "train.f32").exists():  # another user's data
+        folder = plan.layout.root / "references"
     found = []
     for name, store in (("train", data.read_train()), ("validation", data.read_validation())):
         path = folder / f"{name}.f32"
-        found.append(_split(engine, plan.recipe.training.micro_batch_size, store, world, path))
+        found.append(_split(engine, plan, store, world, path))
         _compare(engine, plan, store, world, path, found[-1])
     return References(*found)
 
@@ -78,9 +80,11 @@ def _key(plan: RunPlan, data: PreparedData, weights: Path | None) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _split(engine: Engine, micro: int, store: PackStore, world: World, path: Path) -> NDArray[np.float32]:
-    part = path.with_suffix(".part")
+def _split(engine: Engine, plan: RunPlan, store: PackStore, world: World, path: Path) -> NDArray[np.float32]:
+    part = path.with_name(f"{path.stem}.{plan.id}.part")  # the runs of a sweep may compute them at the same time
     stored = np.empty(0, np.float32)
+    if not len(store):
+        return stored
     if world.is_first:
         path.parent.mkdir(parents=True, exist_ok=True)
         source = path if path.exists() else part
@@ -93,20 +97,21 @@ def _split(engine: Engine, micro: int, store: PackStore, world: World, path: Pat
     done = [stored[:num_kept]]
     for first in range(begin, len(store), _PACKS_PER_WRITE):
         last = min(first + _PACKS_PER_WRITE, len(store))
-        done.append(_log_probs(engine, micro, store, world, range(first, last)))
+        done.append(_log_probs(engine, plan, store, world, range(first, last)))
         if world.is_first:
             with part.open("wb" if first == begin else "ab") as file:
                 file.write((np.concatenate(done) if first == begin else done[-1]).astype("<f4").tobytes())
                 file.flush()
                 os.fsync(file.fileno())
         log.info("reference of %s: %d of %d packs", path.stem, last, len(store))
-    if world.is_first and len(store):
+    if world.is_first:
         publish(part, path)
     return np.concatenate(done)
 
 
-def _log_probs(engine: Engine, micro: int, store: PackStore, world: World, packs: range) -> NDArray[np.float32]:
-    """Return the log-probabilities of the documents of packs, fp32; each rank computes a part of each micro-batch."""
+def _log_probs(engine: Engine, plan: RunPlan, store: PackStore, world: World, packs: range) -> NDArray[np.float32]:
+    """Return the log-probabilities of the documents of packs, fp32; each rank computes micro-batches of its own."""
+    micro = plan.recipe.training.micro_batch_size
     own: list[tuple[int, NDArray[np.float32]]] = []
     with engine.inference() as model:
         for first in range(packs.start, packs.stop, micro * world.data_size):
@@ -128,7 +133,7 @@ def _compare(
     packs = range(min(len(store), _PACKS_COMPARED))
     if not packs:
         return
-    again = _log_probs(engine, plan.recipe.training.micro_batch_size, store, world, packs)
+    again = _log_probs(engine, plan, store, world, packs)
     expected = stored[: len(again)]
     difference = float(np.max(np.abs(again - expected) / np.abs(expected)))
     if not difference <= TOLERANCE[engine.model.hf_model.dtype]:
