@@ -348,6 +348,9 @@ def test_a_misspelled_model_in_an_existing_folder_is_rejected(plan: RunPlan, tmp
         (["wandb"], {"WANDB_API_KEY": "any"}, None),
         (["wandb"], {"WANDB_MODE": "offline"}, None),
         (["mlflow"], {"MLFLOW_TRACKING_URI": "http://mlflow"}, None),
+        (["mlflow"], {"MLFLOW_TRACKING_URI": "databricks"}, None),
+        (["mlflow"], {"MLFLOW_TRACKING_URI": "file:///shared/mlruns"}, "MLFLOW_ALLOW_FILE_STORE"),
+        (["mlflow"], {"MLFLOW_TRACKING_URI": "./mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"}, None),
         (["tensorboard"], {}, None),
     ],
 )
