@@ -90,6 +90,8 @@ def describe_best(best: BestRun | None, names: Mapping[str, str]) -> str:
     if best is None or (len(best.means) == 1 and not best.seed_std):
         return ""
     metric = "validation loss" if best.metric == "validation_loss" else "training loss"
+    if len(set(best.means)) == 1 and not best.seed_std:
+        return f"the runs are equally good: {metric} {best.loss:.4f}"
     text = f"{names[best.run]} is best: {metric} {best.loss:.4f}"
     sets = [", ".join(names[run] for run in runs) for runs in best.settings[:2]]
     if len(sets) > 1:

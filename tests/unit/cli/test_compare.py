@@ -255,6 +255,19 @@ def test_the_best_run_of_a_sweep_comes_first_and_commands_take_it(
     assert (wrong.code, "is a step of" in wrong.err) == (2, True)
 
 
+def test_no_run_is_best_among_equal_ones(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:
+    for number in (1, 2):
+        run = make_run(f"same-{number}")
+        plan = json.loads(run.layout.plan.read_text())
+        plan["recipe"]["training"]["checkpoint_every_steps"] = number
+        run.layout.plan.write_text(json.dumps(plan))
+        records.write(run, records.step(1, 2.0))
+        complete(run, records)
+    out = ftkit("compare", "same-1", "same-2").out
+    assert "is best" not in out
+    assert "the runs are equally good: training loss 2.0000" in out
+
+
 def test_a_sweep_is_canceled_and_its_logs_are_printed_by_its_name(
     ftkit: Callable[..., Result], make_run: RunMaker, records: Any, programs: FakePrograms
 ) -> None:
