@@ -174,7 +174,9 @@ image_argument = click.argument("reference", metavar="NAME:TAG", shell_complete=
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 yes_option = click.option("--yes", is_flag=True, help="Ask nothing: answer every question with yes.")
 output_option = file_option("--output", "-o", about="File to write.", exists=False)
-import_option = click.option("--import", "does_import", is_flag=True, help="Import the image first if it is missing.")
+import_option = click.option(
+    "--import", "import_missing", is_flag=True, help="Import the image first if it is missing."
+)
 cluster_option = click.option(
     "--cluster", metavar="NAME", shell_complete=complete_cluster,
     help="Cluster profile ('ftkit cluster list' lists them). [env var: FTKIT_CLUSTER]",
@@ -379,7 +381,7 @@ class SubmitRequest(NamedTuple):
     environment: Mapping[str, str]
     copies: Sequence[CodeCopy]
     where: str = "job"  # data is prepared: in a job, here, or with-training
-    does_import: bool = False
+    import_missing: bool = False
 
 
 def split_script_args(words: tuple[str, ...], typed: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -47,8 +47,8 @@ def missing_image(plan: JobPlan) -> NotFoundError | None:
     )
 
 
-def check_image(plan: JobPlan, terminal: Terminal, *, does_import: bool = False) -> dict[str, str]:
-    """Check a run's image and return its entries for the run's manifest; with `does_import`, import it first."""
+def check_image(plan: JobPlan, terminal: Terminal, *, import_missing: bool = False) -> dict[str, str]:
+    """Check a run's image and return its entries for the run's manifest; with `import_missing`, import it first."""
     if plan.container_image is None or plan.image is None:
         return {}
     if plan.cluster.runtime == "docker":
@@ -59,7 +59,7 @@ def check_image(plan: JobPlan, terminal: Terminal, *, does_import: bool = False)
     if plan.image_file is None:
         return {}  # a registry address: the nodes pull it
     image = parse_image(plan.image, plan.workspace)
-    if does_import and missing_image(plan) and isinstance(image, NamedImage):
+    if import_missing and missing_image(plan) and isinstance(image, NamedImage):
         run_import(ImportRequest(image, registry_of(None), plan.cluster, plan.cluster.image_format), terminal)
     if missing := missing_image(plan):
         raise missing

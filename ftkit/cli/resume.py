@@ -93,7 +93,7 @@ def resume_command(  # noqa: PLR0913 - one for each option
             terminal.warn(warning)
     image_facts = require_same_image(changed.plan if changed else plan, terminal)
     run = resume(plan, environment, ["ftkit", *typed], changed, image_facts, project)
-    report_submission(run, terminal, does_follow=follow, tail=tail)
+    report_submission(run, terminal, is_followed=follow, tail=tail)
 
 
 def _change_script(plan: ScriptPlan, args: ResumeArgs) -> ResumedPlan[ScriptPlan] | None:
@@ -134,7 +134,7 @@ def _change(plan: RunPlan, args: ResumeArgs, terminal: Terminal) -> ResumedPlan[
 @click.pass_obj
 def rerun_command(  # noqa: PLR0913 - one for each option
     typed: list[str], /, reference: str, *, num_nodes: int | None, gpus_per_node: int | None, cluster: str | None,
-    name: str | None, allowed: tuple[str, ...], public_key: Path | None, does_import: bool, dry_run: bool,
+    name: str | None, allowed: tuple[str, ...], public_key: Path | None, import_missing: bool, dry_run: bool,
     hf_token_file: Path | None, follow: bool,
 ) -> None:  # fmt: skip
     """Repeat a run with the same recipe, data, image and global batch, and compare the losses.
@@ -167,7 +167,7 @@ def rerun_command(  # noqa: PLR0913 - one for each option
         return
     environment = arguments.job_environment(hf_token_file)
     ready = make_ready(
-        plan, arguments.SubmitRequest(["ftkit", *typed], environment, copies, does_import=does_import), terminal
+        plan, arguments.SubmitRequest(["ftkit", *typed], environment, copies, import_missing=import_missing), terminal
     )
     _list_changes(original, ready.plan, ready.manifest, allowed, terminal)
     ready = replace(
@@ -176,7 +176,7 @@ def rerun_command(  # noqa: PLR0913 - one for each option
         files={**ready.files, ready.plan.layout.original.name: original_to_json(original)},
     )
     run = submit(ready)
-    report_submission(run, terminal, does_follow=follow)
+    report_submission(run, terminal, is_followed=follow)
     verdict = judge(run.layout) if follow else None
     if verdict:
         terminal.text(Styled(str(verdict), "green" if verdict.is_repeated else "yellow"))

@@ -83,7 +83,7 @@ _code_options = arguments.together(
 @arguments.follow_option
 @click.pass_obj
 def run_command(  # noqa: PLR0913 - one for each option
-    typed: list[str], /, words: tuple[str, ...], *, dry_run: bool, does_import: bool, where: str,
+    typed: list[str], /, words: tuple[str, ...], *, dry_run: bool, import_missing: bool, where: str,
     max_parallel: int | None,
     hf_token_file: Path | None, follow: bool, is_dev: bool, with_code: tuple[Path, ...], sent_code: Path | None,
     script: Path | None, accelerate_config: Path | None, stop_signal: StopSignal, can_restart: bool,
@@ -110,19 +110,19 @@ def run_command(  # noqa: PLR0913 - one for each option
 
         copies = copy_selected(with_code, is_dev=is_dev, sent=sent_code)
     request = arguments.SubmitRequest(
-        ["ftkit", *typed], arguments.job_environment(hf_token_file), copies, where, does_import=does_import
+        ["ftkit", *typed], arguments.job_environment(hf_token_file), copies, where, import_missing=import_missing
     )
     if script is None:
         args = arguments.run_args(words, **options, code=tuple(copy.plan for copy in copies))
         plans = _plan_all(args, request.environment)
         if len(plans) > 1:
-            _run_sweep(plans, request, terminal, max_parallel, dry_run=dry_run, does_follow=follow)
+            _run_sweep(plans, request, terminal, max_parallel, dry_run=dry_run, is_followed=follow)
             return
     if max_parallel:
         fix = "Give a key several values (training.learning_rate=1e-5,3e-5), or omit it."
         raise ConfigError([Problem("", "--max-parallel", "has no effect: this is one run.", fix)])
     if script is None:
-        _run_one(plans[0], plan_facts(plans[0]), request, terminal, dry_run=dry_run, does_follow=follow)
+        _run_one(plans[0], plan_facts(plans[0]), request, terminal, dry_run=dry_run, is_followed=follow)
         return
     from ftkit.launch.user_script import ScriptArgs, resolve_script
 
@@ -130,12 +130,12 @@ def run_command(  # noqa: PLR0913 - one for each option
     about = ScriptArgs(script, script_args, accelerate_config, stop_signal, can_restart)
     plan, copies = resolve_script(about, arguments.run_args(words, **options), copies, current_context())
     request = request._replace(copies=copies)
-    _run_one(plan, script_facts(plan), request, terminal, dry_run=dry_run, does_follow=follow)
+    _run_one(plan, script_facts(plan), request, terminal, dry_run=dry_run, is_followed=follow)
 
 
 def _run_one(
     plan: PlanT, facts: Facts, request: arguments.SubmitRequest, terminal: Terminal, *, dry_run: bool,
-    does_follow: bool,
+    is_followed: bool,
 ) -> None:  # fmt: skip
     from ftkit.cli.terminal.plan_view import say_overridden
     from ftkit.launch.render import render_job
@@ -150,7 +150,7 @@ def _run_one(
     from ftkit.cli.submit import make_ready, report_submission
     from ftkit.launch.submission import submit
 
-    report_submission(submit(make_ready(plan, request, terminal)), terminal, does_follow=does_follow)
+    report_submission(submit(make_ready(plan, request, terminal)), terminal, is_followed=is_followed)
 
 
 def _plan_all(args: RunArgs, environment: Mapping[str, str]) -> list[RunPlan]:
@@ -238,7 +238,7 @@ def _show_plans(plans: Sequence[RunPlan], terminal: Terminal, *, is_data: bool) 
 
 def _run_sweep(
     plans: Sequence[RunPlan], request: arguments.SubmitRequest, terminal: Terminal, max_parallel: int | None, *,
-    dry_run: bool, does_follow: bool,
+    dry_run: bool, is_followed: bool,
 ) -> None:  # fmt: skip
     """Submit the runs of a sweep, and follow those on this machine, one after another.
 
@@ -250,7 +250,7 @@ def _run_sweep(
     project = current_context().project
     scripts = [render_job(plan, project, prepares=request.where == "with-training") for plan in plans]
     _show_plans(plans, terminal, is_data=False)
-    if not does_follow and not dry_run and any(plan.cluster.scheduler == "local" for plan in plans):
+    if not is_followed and not dry_run and any(plan.cluster.scheduler == "local" for plan in plans):
         fix = "A sweep on one machine trains one run after another: omit --no-follow."
         raise ConfigError([Problem("", "--no-follow", "would leave no process to start the next run.", fix)])
     say_overridden(terminal, project)

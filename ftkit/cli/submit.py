@@ -35,7 +35,7 @@ def make_ready(plan: PlanT, request: SubmitRequest, terminal: Terminal) -> NewJo
     show_findings(run_checks(plan, environment), terminal)
     if not isinstance(plan, ScriptPlan):
         plan = pin_revision(plan, environment)
-    image_facts = check_image(plan, terminal, does_import=request.does_import)
+    image_facts = check_image(plan, terminal, import_missing=request.import_missing)
     plan = resolve_image_link(plan)  # again, for an image that was just imported
     manifest = build_manifest(plan, request.command, project) | image_facts
     texts, preparation = {plan.layout.code_changes.name: uncommitted_changes()}, None
@@ -51,7 +51,7 @@ def make_ready(plan: PlanT, request: SubmitRequest, terminal: Terminal) -> NewJo
 
 
 def report_submission(
-    run: SubmittedRun, terminal: Terminal, *, does_follow: bool, tail: RecordTail | None = None
+    run: SubmittedRun, terminal: Terminal, *, is_followed: bool, tail: RecordTail | None = None
 ) -> None:
     """Report the submitted job; then follow it, or print the run's id for a script to use."""
     job = "process" if run.submission.scheduler == "local" else "job"
@@ -60,7 +60,7 @@ def report_submission(
         terminal.say(f"It starts after job {run.submission.preparation_job_id}, which prepares its data and weights.")
     if run.submission.messages:
         terminal.say(run.submission.messages)
-    if does_follow:
+    if is_followed:
         follow(run, terminal, tail)
     else:
         terminal.data(f"{run.id}\n")

@@ -25,6 +25,10 @@ class ReferencedSpec(Spec):
     before training, which computes the log-probabilities of all completions once, before step 1; they are stored with
     the prepared data, for all runs with the same weights. `auto`: `stored` with method full, else `adapters_off`."""
 
+    def is_stored(self, method: str) -> bool:
+        """Whether the reference's log-probabilities are computed before step 1 and stored."""
+        return self.reference == "stored" or (self.reference == "auto" and method == "full")
+
 
 class DpoSpec(ReferencedSpec):
     """Direct preference optimization (Rafailov et al. 2023)."""

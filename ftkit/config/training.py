@@ -57,7 +57,6 @@ def _as_int_if_whole(number: float) -> float:
 _MICRO_BATCH = _number_or_auto(1, "a micro-batch is 1 to {:,} packs")
 _SHARD_DEGREE = _number_or_auto(2, "a copy of the model is sharded over 2 to {:,} GPUs")
 
-
 FULL_LEARNING_RATE, ADAPTER_LEARNING_RATE = 2e-5, 2e-4
 """Of 7B to 13B models: Ivison et al. 2023 (Tulu 2), appendix, and Dettmers et al. 2023 (QLoRA), table 9. Both papers
 halve them for 65B and 70B."""
@@ -280,11 +279,7 @@ class TrainingSpec(ObjectiveSpec):
 
     @property
     def stores_reference(self) -> bool:
-        """Whether the reference's log-probabilities are computed before step 1 and stored."""
-        options = self.preferences
-        if not isinstance(options, ReferencedSpec):
-            return False
-        return options.reference == "stored" or (options.reference == "auto" and self.method == "full")
+        return isinstance(self.preferences, ReferencedSpec) and self.preferences.is_stored(self.method)
 
     def _conflicts_of_method(self) -> Iterator[str]:
         if self.method == "full" and self.has_reference and not self.stores_reference:

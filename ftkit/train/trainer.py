@@ -256,14 +256,17 @@ class Trainer:
             self._evaluate(evaluator, engine, step, "after")
             self._export(engine, parts, step)
         self.trace.begin("")
-        best, patience = progress.state.best, plan.recipe.evaluation.early_stopping_patience
-        exported = str(plan.layout.export) if progress.is_complete else None
+        self._record_end(progress, training_seconds)
+        return progress
+
+    def _record_end(self, progress: Progress, training_seconds: float) -> None:
+        best, patience = progress.state.best, self.plan.recipe.evaluation.early_stopping_patience
+        exported = str(self.plan.layout.export) if progress.is_complete else None
         record = EndRecord(
             time.time(), progress.outcome, progress.step, training_seconds, exported, best.step if best else None,
             patience if progress.is_stopped_early else None,
         )  # fmt: skip
         self.recorder.write(record)
-        return progress
 
     def _export(self, engine: Engine, parts: ExportedParts, step: int) -> None:
         self._stage("exporting the model")

@@ -57,11 +57,12 @@ def compute_references(
     Raises TrainingError: the stored numbers are those of another model.
     """
     folder = data.root / "references" / _key(plan, data, weights)
-    if not os.access(data.root, os.W_OK) and not (folder / "train.f32").exists():  # another user's data
-        folder = plan.layout.root / "references"
+    existing = next(each for each in (folder, folder.parent, data.root) if each.exists())
     found = []
     for name, store in (("train", data.read_train()), ("validation", data.read_validation())):
         path = folder / f"{name}.f32"
+        if not os.access(existing, os.W_OK) and not path.exists():  # another user's
+            path = plan.layout.root / "references" / path.name
         found.append(_split(engine, plan, store, world, path))
         _compare(engine, plan, store, world, path, found[-1])
     return References(*found)
