@@ -164,7 +164,7 @@ def make_plan(folder: Path, source: Path, name: str) -> RunPlan:
         "evaluation.every_steps=null", "evaluation.generation=null",
     ]  # fmt: skip
     recipe = load_recipe("demo", ctx, overrides)
-    cluster = load_cluster("local", ctx).model_copy(update={"device": "cpu", "gpus_per_node": 1})
+    cluster = load_cluster("local", ctx).model_copy(update={"device": "cpu", "processes_per_node": 1})
     workspace = Path(tempfile.mkdtemp(dir=folder))
     request = RunRequest(name, None, None, None, False, workspace, sys.executable, datetime.now(UTC), "benchmark")  # noqa: FBT003
     return replace(plan_run(recipe, cluster, None, request), id=name)

@@ -38,7 +38,8 @@ PACKAGES = (
 class Training:
     """What a training row ran, enough to plan it again: shape, recipe overrides, and GPUs.
 
-    `documents` are the fractions of a pack that its documents take, `gpu` is a name that a cluster profile takes.
+    `documents` are the fractions of a pack that its documents take, `gpu` is a name that a cluster profile takes. The
+    documents of a pair share `prompt_share` of them.
     """
 
     architecture: str
@@ -47,6 +48,7 @@ class Training:
     gpus: int = 1
     context_parallel: int = 1
     documents: tuple[float, ...] = (1.0,)
+    prompt_share: float = 0.0
 
 
 @with_config(ConfigDict(extra="forbid"))

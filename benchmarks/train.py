@@ -38,7 +38,7 @@ from recording import MEASURED, Row, Training, nvidia_smi, record_of, write_reco
 from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
-from ftkit.data.packing import TRAINED, DocumentBatch
+from ftkit.data.packing import REJECTED, TRAINED, DocumentBatch
 from ftkit.data.prepared_data import DataManifest, PackWriter, new_prepared_data
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import FtkitError
@@ -137,6 +137,7 @@ PEERS = {
     "trl-flex": Peer("trl_sft.py", ("--attention=flex_attention",)),
     "trl-compiled": Peer("trl_sft.py", ("--compile",)),
     "unsloth": Peer("unsloth_sft.py"),
+    "trl-preferences": Peer("trl_preferences.py"),
     "trl-sdpa-compiled": Peer("trl_sft.py", ("--attention=sdpa", "--compile")),
 }
 
@@ -151,6 +152,7 @@ class Step:
     memory_gib: float
     data_wait_ratio: float | None = None
     time: float | None = None
+    grad_norm: float | None = None
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,8 @@ class Result:
     memory_gib: float = 0.0
     first_loss: float = 0.0
     last_loss: float = 0.0
+    first_grad_norm: float | None = None
+    last_grad_norm: float | None = None
     attention: str = ""
     data_wait_ratio: float | None = None
     start_seconds: float | None = None
@@ -186,7 +190,13 @@ def training_of(text: str, options: argparse.Namespace) -> Training:
     name, *own = shlex.split(text)
     case = CASES.get(name) or Case(name, ())
     overrides = (*case.overrides, *own, *options.overrides)
-    return Training(case.architecture, overrides, options.gpu, options.gpus, case.context_parallel, case.documents)
+    documents, share = options.documents or case.documents, options.prompt_share
+    return Training(case.architecture, overrides, options.gpu, options.gpus, case.context_parallel, documents, share)
+
+
+def shares(text: str) -> tuple[float, ...]:
+    """Return the fractions of a pack that its documents take: those given, or equal ones."""
+    return tuple(map(float, text.split(","))) if "," in text else (1 / int(text),) * int(text)
 
 
 def profile_overrides(options: argparse.Namespace) -> tuple[str, ...]:
@@ -229,8 +239,8 @@ def make_plan(
     ]
     recipe = load_recipe("demo", ctx, settings)
     local = load_cluster("local", ctx)
-    machine = {"device": device, "gpus_per_node": num, "cpus_per_node": 8 * num}
-    cluster = local.model_copy(update=machine | ({"gpu": training.gpu} if device == "cuda" else {}))
+    size = {"gpus_per_node": num, "gpu": training.gpu} if device == "cuda" else {"processes_per_node": num}
+    cluster = local.model_copy(update={"device": device, "cpus_per_node": 8 * num, **size})
     request = RunRequest(name, None, None, None, False, workspace, sys.executable, datetime.now(UTC), "benchmark")  # noqa: FBT003
     return replace(plan_run(recipe, cluster, None, request), id=name)
 
@@ -242,8 +252,12 @@ def document_lengths(documents: tuple[float, ...], plan: RunPlan) -> list[int]:
     return [*first, length - sum(first)]
 
 
-def write_data(plan: RunPlan, lengths: list[int]) -> None:
-    """Write packs of random tokens to the folder of the prepared data."""
+def write_data(plan: RunPlan, lengths: list[int], prompt_share: float) -> int:
+    """Write packs of random tokens to the folder of the prepared data; return the tokens of each that are trained.
+
+    For an objective on preferences, documents are pairs, which share a prompt of `prompt_share` of the shortest one;
+    for kto, completions with a label.
+    """
     length = plan.recipe.training.sequence_length
     vocabulary = plan.recipe.model.architecture.vocab_size
     num_packs = 4 * plan.batch.global_batch_size
@@ -251,18 +265,26 @@ def write_data(plan: RunPlan, lengths: list[int]) -> None:
     tokens = np.random.default_rng(0).integers(0, vocabulary, (num_packs, length), dtype=np.uint32)
     is_first = np.zeros(length, dtype=bool)
     is_first[np.cumsum([0, *lengths[:-1]])] = True
+    sources = np.zeros(num_documents, np.uint16)
+    if plan.recipe.training.preferences is not None:
+        sources[1::2] = REJECTED
+        for chosen, rejected in zip(np.flatnonzero(is_first)[::2], np.flatnonzero(is_first)[1::2], strict=True):
+            size = max(1, int(prompt_share * min(lengths)))
+            tokens[:, rejected : rejected + size] = tokens[:, chosen : chosen + size]
+            is_first[chosen : chosen + size] = is_first[rejected : rejected + size] = True  # not trained
     tokens[:, ~is_first] |= TRAINED
-    documents = DocumentBatch(
-        tokens.reshape(-1), np.tile(np.array(lengths, np.int64), num_packs), np.zeros(num_documents, np.uint16)
-    )
+    tiled, starts = np.tile(np.array(lengths, np.int64), num_packs), np.zeros(num_documents, np.int64)
+    documents = DocumentBatch(tokens.reshape(-1), tiled, sources, starts)
     with new_prepared_data(plan.data_directory) as folder:
         learn_tokenizer(["random"], 300, "chatml").save_pretrained(folder.tokenizer)
         with PackWriter(folder.train) as writer, PackWriter(folder.validation):
             writer.write(documents, [len(lengths)] * num_packs)
         folder.validation_rows.write_text("")
         folder.validation_sources.write_text("")
-        sizes = (num_documents, num_packs, tokens.size, tokens.size - num_documents)
+        num_targets = int((~is_first).sum())
+        sizes = (num_documents, num_packs, tokens.size, num_packs * num_targets)
         folder.write_manifest(DataManifest(plan.fingerprint, length, *sizes, 0, 0, 0, max(lengths)))
+    return num_targets
 
 
 def measure_ftkit(plan: RunPlan, options: argparse.Namespace) -> Result:
@@ -279,6 +301,7 @@ def measure_ftkit(plan: RunPlan, options: argparse.Namespace) -> Result:
                 record.memory_gib or 0.0,
                 record.data_wait_ratio,
                 record.time,
+                record.grad_norm,
             )
             for record in records
         ]
@@ -354,6 +377,8 @@ def measure(
         memory_gib=max(step.memory_gib for step in steady),
         first_loss=steps[0].loss,
         last_loss=steps[-1].loss,
+        first_grad_norm=steps[0].grad_norm,
+        last_grad_norm=steps[-1].grad_norm,
         attention=(attention.group(1) if attention else "") + ("" if is_whole else ", in parts"),
         data_wait_ratio=statistics.median(waits) if waits else None,
         start_seconds=None if steps[0].time is None else steps[0].time - began,
@@ -378,6 +403,8 @@ def record(training: Training, plan: RunPlan, trainer: str, result: Result, opti
         "device_gib": result.device_gib,
         "first_loss": result.first_loss,
         "last_loss": result.last_loss,
+        "first_grad_norm": result.first_grad_norm,
+        "last_grad_norm": result.last_grad_norm,
         "data_wait_ratio": result.data_wait_ratio,
         "start_seconds": result.start_seconds,
         **{f"start: {phase}": seconds for phase, seconds in result.phases.items()},
@@ -429,12 +456,11 @@ def measure_case(text: str, options: argparse.Namespace, workspace: Path) -> boo
     name, also = shlex.split(text)[0], profile_overrides(options)
     plan = make_plan(training, workspace, name=name, device=options.device, overrides=also)
     lengths = document_lengths(training.documents, plan)
-    write_data(plan, lengths)
+    num_targets = write_data(plan, lengths, training.prompt_share)
     plan.layout.root.mkdir(parents=True)
     plan.layout.plan.write_text(plan_to_json(plan))
     shape, settings = plan.recipe.model.architecture, plan.recipe.training
     peak = GPUS[options.gpu].peak_flops(settings.compute_precision)
-    num_targets = sum(lengths) - len(lengths)  # all but the first token of each document
     mfu_of_one_token = count_flops(shape, settings, np.array(lengths), num_targets) / sum(lengths) / peak
     ours = measure_ftkit(plan, options)
     print(row(plan, "ftkit", ours, ours, mfu_of_one_token))
@@ -465,6 +491,10 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpus", type=int, default=1, help="processes, with --device cpu")
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="model of the GPU, which is not detected")
+    parser.add_argument(
+        "--documents", type=shares, metavar="N|SHARE,…", help="documents of a pack (default: the case's)"
+    )
+    parser.add_argument("--prompt-share", type=float, default=0.5, help="of each document of a pair")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--warm-up-steps", type=int, default=4, help="number of warm-up steps, which are not counted")
     parser.add_argument(

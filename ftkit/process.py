@@ -164,6 +164,17 @@ def _end_group(leader: subprocess.Popen[bytes], stop: Callable[[], object] | Non
 
 
 @contextmanager
+def running(args: Sequence[str], *, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program, with its output in `log`, until the block ends; then end its process group."""
+    with log.open("wb") as output:
+        started = _start(args, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
+    try:
+        yield started
+    finally:
+        _end_group(started, None)
+
+
+@contextmanager
 def exit_on_termination() -> Iterator[None]:
     """Raise `SystemExit` on SIGTERM and SIGHUP, so that this process cleans up; ignored signals stay ignored."""
 
@@ -321,11 +332,11 @@ _SLURM_CLIENT_VARIABLES: Final = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "
 """SLURM_* variables that configure Slurm's programs, rather than describe an enclosing job."""
 _CHANGING_SLURM: Final = ("SLURM_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_")
 IGNORED_SBATCH_VARIABLES: Final = frozenset([
-    "SBATCH_ARRAY_INX", "SBATCH_ERROR", "SBATCH_INPUT", "SBATCH_NO_KILL", "SBATCH_NO_REQUEUE", "SBATCH_OPEN_MODE",
-    "SBATCH_OUTPUT", "SBATCH_REQUEUE", "SBATCH_SIGNAL", "SBATCH_WAIT",
+    "SBATCH_ARRAY_INX", "SBATCH_CLUSTERS", "SBATCH_ERROR", "SBATCH_INPUT", "SBATCH_NO_KILL", "SBATCH_NO_REQUEUE",
+    "SBATCH_OPEN_MODE", "SBATCH_OUTPUT", "SBATCH_REQUEUE", "SBATCH_SIGNAL", "SBATCH_WAIT",
 ])  # fmt: skip
-"""Variables that contradict how ftkit submits and follows a job: one job, with its log in the run's folder, that is
-told to stop and requeued."""
+"""Variables that contradict how ftkit submits and follows a job: one job, with its log in the run's folder, on the
+cluster that squeue asks, that is told to stop and requeued."""
 
 
 SLURM_NO_ANSWER = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from xdist.scheduler import LoadFileScheduling
 
-UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+UNTIMED = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("here", UNTIMED)
 settings.register_profile("repeatable", UNTIMED, derandomize=True)
 settings.load_profile("repeatable" if os.environ.get("CI") else "here")
@@ -31,7 +32,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HERE = Path(__file__).parent
-SEALED = (HERE / "unit", HERE / "commands", HERE / "train" / "test_data_commands.py")
+SEALED = (HERE / "unit", HERE / "commands", HERE / "jobs", HERE / "train" / "test_data_commands.py")
 """Tests that see only `Machine`. The others need Slurm, a docker engine, sshd, GPUs, compilers, or the network."""
 MACHINE = pytest.StashKey[Machine]()
 
@@ -39,6 +40,10 @@ MACHINE = pytest.StashKey[Machine]()
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[MACHINE] = machine = Machine()
     config.add_cleanup(machine.remove)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # else each full search for garbage visits all modules and tests
 
 
 def _sealed(node: pytest.Item | pytest.Collector) -> Any:
@@ -62,7 +67,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
     """Run a file in one worker, so that its runs are shared; all files of Slurm too, whose first to end would stop it.
 
-    Commands share nothing, and take minutes: each of their tests may run anywhere.
+    Commands and jobs share nothing, and take minutes: each of their tests may run anywhere.
     """
     if config.getvalue("dist") != "loadfile":
         return None
@@ -70,7 +75,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
     class SharedRuns(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            if nodeid.startswith("tests/commands/"):
+            if nodeid.startswith(("tests/commands/", "tests/jobs/")):
                 return nodeid
             return "tests/slurm" if nodeid.startswith("tests/slurm/") else str(super()._split_scope(nodeid))
 

@@ -26,7 +26,6 @@ from ftkit.errors import FtkitError, one_line
 from ftkit.models.adapters import LoraSpec
 from ftkit.planning.choices import least_memory
 from ftkit.planning.layout import RunLayout
-from ftkit.planning.plan import BatchPlan
 from ftkit.planning.planner import plan_model
 from ftkit.train.components.batches import pad_documents, to_micro_batch, to_padded_micro_batch
 from ftkit.train.components.exporter import ExportedParts, Exporter, build_export_model, export
@@ -59,9 +58,13 @@ LENGTH, VOCABULARY, STEPS = 128, 320, 3
 MAX_PARAMETERS = 5_000_000
 LAYERS = 4
 TRAINING = TrainingPlan(
-    sequence_length=LENGTH, global_batch_size=2, max_steps=STEPS, learning_rate=3e-3, precision="fp32"
+    sequence_length=LENGTH,
+    micro_batch_size=2,
+    global_batch_size=2,
+    max_steps=STEPS,
+    learning_rate=3e-3,
+    precision="fp32",
 )
-BATCH = BatchPlan(micro_batch_size=2, accumulation_steps=1, global_batch_size=2)
 COLUMNS = ("packed", "unpacked", "adapters", "4 bits", "exported")
 
 SIZES: dict[tuple[str, ...], int] = {
@@ -226,7 +229,7 @@ class _Family:
         engine, training = self._engine(method)
         if method == "full":
             wanted: Packing = "auto" if is_packed else "off"
-            probe, reason = choose_packing(engine, self.world, wanted, VOCABULARY, BATCH, TRAINING)
+            probe, reason = choose_packing(engine, self.world, wanted, VOCABULARY, TRAINING)
             if is_packed and reason is not None:
                 return reason
             verify_causality(probe)

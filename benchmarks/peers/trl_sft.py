@@ -154,6 +154,7 @@ class StepWriter(TrainerCallback):
         now = time.perf_counter()
         peak = torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else 0.0
         step = {"number": state.global_step, "seconds": now - self.last, "loss": logs["loss"], "memory_gib": peak}
+        step["grad_norm"] = logs.get("grad_norm")
         with self.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(step) + "\n")
         if state.global_step == self.num_warm_up_steps and torch.cuda.is_available():

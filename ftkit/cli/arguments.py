@@ -15,7 +15,7 @@ import click
 
 from ftkit.cli.commands import current_context
 from ftkit.config.context import Context, list_images, list_names, read_settings_layers, workspace_folder
-from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
+from ftkit.errors import ConfigError, FtkitError, NotFoundError, PrerequisiteError, Problem
 from ftkit.planning.layout import Workspace
 from ftkit.runs.find import RunFolder, find_run, list_runs
 from ftkit.runs.signing import require_signing_key
@@ -196,6 +196,7 @@ follow_option = click.option(
 placement_options = together(
     number_option("--nodes", "num_nodes", about="Number of nodes."),
     number_option("--gpus-per-node", about="GPUs per node, one process each."),
+    number_option("--processes-per-node", about="Processes per node, without GPUs."),
     cluster_option,
 )
 run_options = together(
@@ -216,6 +217,7 @@ class RunOptions(TypedDict):
     image: str | None
     num_nodes: int | None
     gpus_per_node: int | None
+    processes_per_node: int | None
     cluster: str | None
     name: str | None
 
@@ -309,6 +311,7 @@ def get_runs(references: Sequence[str]) -> list[RunFolder]:
 
 
 def get_submission(folder: RunFolder) -> SubmittedRun:
+    """Return a run with its job; NoAnswerError if Slurm can't tell whether it accepted one."""
     from ftkit.launch.submission import adopt_job
     from ftkit.runs.job import SubmittedRun, read_submitted
 
@@ -317,7 +320,7 @@ def get_submission(folder: RunFolder) -> SubmittedRun:
     submission, unasked = None, ""
     try:
         submission = adopt_job(folder.layout)
-    except FtkitError as error:
+    except PrerequisiteError as error:
         unasked = f"; Slurm can't be asked if it has a job of it: {error.what}"
     if submission is None:
         raise NotFoundError(

@@ -27,7 +27,7 @@ from ftkit.config.image_reference import parse_image
 from ftkit.config.load import load_cluster
 from ftkit.data.conversations import read_tools
 from ftkit.errors import NotFoundError, TrainingError
-from ftkit.evaluate.source import ModelFolder, Target, find_target
+from ftkit.evaluate.source import ModelFolder, Target, find_target, weights_digests
 from ftkit.launch.side_jobs import ServeArgs, plan_serving, submit, tunnel, wait_for_server
 from ftkit.planning.layout import Workspace
 
@@ -149,36 +149,39 @@ def _turns(terminal: Terminal) -> Iterator[str]:
 @model_argument
 @click.option("--input", "given", metavar="FILE|TEXT", required=True, help="A JSON Lines file, or one prompt.")
 @arguments.file_option("--output", "-o", about="Output file; default: stdout.", exists=False)
+@arguments.file_option("--as-data", about="Also write a chat data set to train on, and a card.", exists=False)
 @arguments.number_option("--batch-size", default=8, about="Prompts per batch (default 8).")
 @_decoding_options
 def generate_command(
-    reference: str, *, given: str, output: Path | None, batch_size: int, engine: EngineName,
+    reference: str, *, given: str, output: Path | None, as_data: Path | None, batch_size: int, engine: EngineName,
     **decoding: Unpack[_DecodingOptions],
 ) -> None:  # fmt: skip
     """Generate a completion for each prompt, and write them as JSON Lines.
 
     Each input line has the columns that the run was trained on, or turns ("messages"), or a "prompt". The output
     adds "completion", "finish_reason" (stop or length) and "model" to the columns. An existing output file is
-    continued.
+    continued. --as-data also writes prompts with their completions as turns, without those that reached
+    --max-new-tokens; the card has model, digests, settings and date. Its completions are in FILE.completions, unless
+    --output says another file.
 
     {MODEL}
     """
     terminal, target = Terminal(), find_model(reference)
-    from ftkit.evaluate.generate import Decoding, count_done, generate_rows, read_inputs
+    from ftkit.evaluate.generate import Decoding, count_done, generate_rows, read_inputs, write_data
 
+    output = output or (as_data and as_data.with_name(f"{as_data.name}.completions"))
     rows = read_inputs(given)
     num_done = count_done(output, rows, target.source.label) if output else 0
     if num_done:
         terminal.say(f"{num_done:,} of {len(rows):,} prompts already completed")
     left = rows[num_done:]
-    if not left:
-        return
-    model = load_into_engine(target.source, engine, terminal)
     data = target.plan.recipe.data if target.plan else None
     form, options = (data.format, data.template_options) if data else (None, {})
     file: IO[str] | None = None
     with ExitStack() as stack:
-        for batch in generate_rows(model, left, form, options, Decoding(**decoding), batch_size):
+        model = load_into_engine(target.source, engine, terminal) if left else None
+        batches = model and generate_rows(model, left, form, options, Decoding(**decoding), batch_size)
+        for batch in batches or ():
             lines = "".join(json.dumps(each, ensure_ascii=False, default=str) + "\n" for each in batch)
             num_done += len(batch)
             if output is None:
@@ -189,6 +192,11 @@ def generate_command(
             file.write(lines)
             file.flush()
             terminal.say(f"{num_done:,} of {len(rows):,} prompts")
+    if as_data and output:
+        files = weights_digests(target.source)
+        card = {"model": target.source.label, "weights_sha256": files, "prompts": given, "engine": engine, **decoding}
+        num_rows = write_data(as_data, output, rows, form, card)
+        terminal.say(f"{num_rows:,} of {len(rows):,} completions have an end: data.source={short_path(as_data)}")
 
 
 @forwarded_command(

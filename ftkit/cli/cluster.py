@@ -51,7 +51,7 @@ def list_command(*, as_json: bool) -> None:
         (
             Styled(f"{name} (default)", "bold") if name == chosen else name,
             profile.scheduler,
-            "auto" if profile.device == "auto" else str(profile.gpus_per_node),
+            {"auto": "auto", "cpu": "0"}.get(profile.device, str(profile.gpus_per_node)),
             profile.description,
         )
         for name, profile in profiles

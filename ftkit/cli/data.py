@@ -253,7 +253,7 @@ def check_command(
     terminal = Terminal()
     inspector = _open_data(terminal, arguments.run_args(words, **options))
     allowed = inspector.recipe.data.skip_bad if skip_bad is None else skip_bad
-    num_rows = num_bad = num_refused = num_fit = 0
+    num_rows = num_bad = num_refused = num_fit = num_rejected = num_train = num_dropped = 0
     too_long: Counter[str] = Counter()
     listed: list[dict[str, str]] = []
     kinds: dict[tuple[str, str], _ProblemKind] = {}
@@ -262,6 +262,8 @@ def check_command(
         encoded.refused += encoded.contradictions
         num_bad, num_refused = num_bad + len(encoded.bad), num_refused + len(encoded.refused)
         num_fit += len(encoded.train.lengths) + len(encoded.validation.lengths)
+        num_rejected, num_train = num_rejected + encoded.train.num_rejected, num_train + len(encoded.train.lengths)
+        num_dropped += encoded.num_dropped
         too_long += inspector.encoder.outcomes(encoded)
         for error in (*encoded.bad, *encoded.refused):
             where, _, reason = error.what.partition(": ")
@@ -286,7 +288,9 @@ def check_command(
     if too_long.total() and not num_fit:
         raise DataError(f"no document can be trained on: {long}", fix="raise training.sequence_length")
     used = f"{num_bad:,} of {num_rows:,} are skipped" if num_bad else f"{plural(num_rows, 'row')}: all can be used"
-    terminal.say(f"{used}; {long}" if too_long.total() else used)
+    dropped = f"{num_dropped:,} equal or contradicting ones are dropped" if num_dropped else ""
+    warning = inspector.recipe.training.warn_of_balance(num_train - num_rejected, num_rejected)
+    terminal.say("; ".join(filter(None, [used, dropped, long if too_long.total() else "", warning])))
 
 
 def _fix(num_rows: int, num_bad: int, num_refused: int, fixes: set[str]) -> str:

@@ -107,12 +107,12 @@ def _check_nodes(nodes: str, place: Place, ctx: Context, terminal: Terminal) -> 
             raise PrerequisiteError("no node is idle", fix="wait until jobs end, or queue for some nodes: --nodes 1")
     num_nodes = len(hosts) or int(nodes)
     terminal.say(f"checking {plural(num_nodes, 'node')} in a job, which takes about a minute once Slurm starts it")
-    threads = max(1, (cluster.cpus_per_node or cluster.gpus_per_node) // cluster.gpus_per_node)
+    threads = max(1, (cluster.cpus_per_node or cluster.max_processes) // cluster.max_processes)
     workspace = place.settings.workspace_folder(ctx)
     with checks_folder(workspace) as folder:
         checks = NodeChecks(
             cluster,
-            PlacementPlan(num_nodes, cluster.gpus_per_node, cluster.device, threads),
+            PlacementPlan(num_nodes, cluster.max_processes, cluster.device, threads),
             workspace,
             sys.executable if cluster.runtime == "none" else "python3",
             container_image(cluster, place.image, workspace),

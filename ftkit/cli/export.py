@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,22 +21,32 @@ from ftkit.cli.terminal.format import gib, short_path
 from ftkit.cli.terminal.progress_view import ProgressView
 from ftkit.config.image_reference import ImageFile, RegistryImage, parse_image, parse_name
 from ftkit.data.imports import import_transformers
-from ftkit.errors import EXIT_CODES, FtkitError, TrainingError
-from ftkit.evaluate.export_formats import Format, check_format, read_precision, verify_vllm_lora, write_gguf
+from ftkit.errors import EXIT_CODES, FtkitError, NotFoundError, PrerequisiteError, TrainingError
+from ftkit.evaluate.export_formats import Format, check_format, read_precision, write_gguf
 from ftkit.evaluate.source import ModelFolder
+from ftkit.files import write_json
 from ftkit.hub.push import check_hub_access, push_to_hub
 from ftkit.images.signatures import require_beside
 from ftkit.images.verify import verify, verify_inside
-from ftkit.models.folder import EXPORT_RECORD
+from ftkit.models.folder import EXPORT_RECORD, max_lora_rank
 from ftkit.paths import is_path
 from ftkit.planning.plan import read_plan
+from ftkit.runs.certificate import (
+    CERTIFICATE,
+    EngineResult,
+    make_certificate,
+    require_certificate,
+    settle_certificate,
+)
+from ftkit.runs.find import list_runs
+from ftkit.runs.signing import sign, signature_file
 from ftkit.runs.storage import Store, push
 
 if TYPE_CHECKING:
     from ftkit.config.training import Precision
-    from ftkit.evaluate.vllm import EngineName
 
 _HUB = "hf://"
+_ENGINES = ("auto", "transformers", "vllm", "sglang", "llama.cpp")
 
 
 @forwarded_command(
@@ -57,8 +68,8 @@ _HUB = "hf://"
 )
 @click.option(
     "--format", "form", type=click.Choice(["hf", "gguf", "vllm-lora"]), default="hf", show_default=True,
-    help="gguf: also write a GGUF file, with llama.cpp's own converter. vllm-lora: adapters; fails if vLLM would "
-    "ignore any of them.",
+    help="gguf: also write a GGUF file, with llama.cpp's own converter. vllm-lora: adapters; fails if vLLM does "
+    "not load their kind.",
 )  # fmt: skip
 @click.option(
     "--to", "folder", metavar="DIR", type=click.Path(file_okay=False, resolve_path=True, path_type=Path),
@@ -103,12 +114,12 @@ def export_command(  # noqa: PLR0913 - one for each option
     request = ExportRequest(step or typed, merges, precision, folder)
     exported = export_run(layout, request, verify_and_report if verifies else None, terminal.say)
     if form == "vllm-lora":
-        rank = verify_vllm_lora(exported)
-        terminal.say(f"vLLM loads all of the adapters: vllm serve BASE --enable-lora --max-lora-rank {rank}")
+        terminal.say(f"serve them with: vllm serve BASE --enable-lora --max-lora-rank {max_lora_rank(exported)}")
     elif form == "gguf":
         found = read_precision(exported)
         for warning in write_gguf(exported, exported / f"{layout.root.name}-{found}.gguf", found, terminal.say):
             terminal.warn(warning)
+    settle_certificate(exported)
     terminal.data(f"{exported}\n")
     if destination is not None:
         terminal.data(f"{_push(exported, destination, terminal)}\n")
@@ -163,31 +174,71 @@ def _verify_in_process(folder: Path) -> str:
     return done.stdout.rstrip()
 
 
+def _engines_of(context: click.Context, _: click.Parameter, value: str) -> list[str]:
+    names = value.split(",")
+    if wrong := [name for name in names if name not in _ENGINES]:
+        raise click.BadParameter(f"expected some of {', '.join(_ENGINES)}, got {wrong[0]!r}", context)
+    return names
+
+
 @command(
     "verify",
     "ftkit verify olmo3:25.02",
     "ftkit verify /shared/images/olmo3+25.02.sqsh --deep",
-    "ftkit verify ./my-model --engine transformers",
+    "ftkit verify ./my-model",
 )
 @click.argument("wanted", metavar="NAME:TAG|FILE|URI|DIR", shell_complete=arguments.complete_image)
 @click.option("--deep", is_flag=True, help="An image: also run the self-check inside it.")
-@arguments.require_signature_option("a file")
+@click.argument("words", metavar="[-- ARGUMENT...]", nargs=-1, type=click.UNPROCESSED)
+@arguments.require_signature_option("a file, or an export's certificate,")
 @click.option(
-    "--engine", type=click.Choice(["auto", "transformers", "vllm"]), default="auto",
-    help="An export: with vllm, also load it with vLLM's engine; auto, the default, does so on GPUs where it is "
-    "installed.",
+    "--engine", "engines", metavar="NAMES", default="auto", callback=_engines_of,
+    help="An export: also serve it with these, separated by commas: vllm, sglang, llama.cpp. auto, the default, serves "
+    "it with vllm on GPUs where that is installed; transformers, with none.",
 )  # fmt: skip
+@click.option(
+    "--engine-python",
+    "python",
+    metavar="PYTHON",
+    default=sys.executable,
+    help="Python of the environment with vLLM or SGLang; default: ftkit's own.",
+)
+@click.option(
+    "--llama-cpp",
+    metavar="DIR",
+    type=click.Path(file_okay=False, exists=True, resolve_path=True, path_type=Path),
+    help="Checkout of llama.cpp, built in its folder build; default: its programs on PATH.",
+)
+@click.option(
+    "--output",
+    "-o",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File of the certificate; default: certificate.json in DIR.",
+)
+@arguments.signing_options("the signature is a file next to the certificate.")
 @arguments.json_option
-def verify_command(wanted: str, *, deep: bool, public_key: Path | None, engine: EngineName, as_json: bool) -> None:
+def verify_command(  # noqa: PLR0913 - one for each option
+    wanted: str, words: tuple[str, ...], *, deep: bool, public_key: Path | None, engines: list[str], python: str,
+    llama_cpp: Path | None, output: Path | None, signs: bool, key: Path | None, as_json: bool,
+) -> None:  # fmt: skip
     """Verify an imported image, or DIR, an export. Lists every difference.
 
     Of an image, the digests are computed again and compared with its manifest (exit code 10). An export is loaded with
     transformers (and peft), and compared with the record that 'ftkit export' wrote: its logits equal the trained
     model's and differ from the base model's, generation stops at each end token, and the chat template renders as in
-    training (exit code 9).
+    training (exit code 9). Then each engine's own server serves it, with the arguments after --, and is compared too;
+    certificate.json has the result.
     """
     if Path(wanted).is_dir():
-        _verify_export(Path(wanted).resolve(), engine, as_json=as_json)
+        private_key = arguments.signing_key(signs=signs, key=key)
+        if public_key:
+            engines_of_it = ", ".join(require_certificate(Path(wanted), public_key))
+            Terminal().say(Styled(f"the certificate of {engines_of_it} is signed by {short_path(public_key)}", "green"))
+        serving = (words, python, llama_cpp)
+        _verify_export(Path(wanted).resolve(), engines, serving, output, private_key, as_json=as_json)
+    elif any(wanted in (run.id, run.name) for run in list_runs(arguments.current_workspace())):
+        raise NotFoundError(f"{wanted} is a run, not an export", fix=f"ftkit export {wanted}: it also verifies")
     else:
         _verify_image(wanted, public_key, deep=deep, as_json=as_json)
 
@@ -224,21 +275,37 @@ def _verify_image(wanted: str, public_key: Path | None, *, deep: bool, as_json: 
         terminal.say(left)
 
 
-def _verify_export(folder: Path, engine: EngineName, *, as_json: bool) -> None:
+def _verify_export(
+    folder: Path, engines: list[str], serving: tuple[tuple[str, ...], str, Path | None], output: Path | None,
+    key: Path | None, *, as_json: bool,
+) -> None:  # fmt: skip
     _use_hub_cache()
     import_transformers()
     from transformers.utils import logging
 
+    from ftkit.evaluate.certificate import certify
     from ftkit.evaluate.verify_export import read_record, require_passed, verify_export
-    from ftkit.evaluate.vllm import takes_vllm, verify_with_vllm
+    from ftkit.evaluate.vllm import takes_vllm
 
     logging.disable_progress_bar()
-    terminal = Terminal()
-    has_vllm = takes_vllm(ModelFolder(folder, str(folder)), engine)  # report a missing vLLM before a model is loaded
+    terminal, record, path = Terminal(), read_record(folder), output or folder / CERTIFICATE
+    has_vllm = "auto" in engines and takes_vllm(ModelFolder(folder, str(folder)), "auto")
+    names = ["vllm"] if has_vllm else [name for name in engines if name not in ("auto", "transformers")]
+    if serving[0] and len(names) != 1:
+        raise arguments.usage_error("arguments after -- are for one engine: --engine NAME")
+    if (names or output or key) and not os.access(path.parent, os.W_OK):
+        raise PrerequisiteError(f"can't write {path}", fix="write the certificate elsewhere: --output FILE")
     checks = verify_export(folder, terminal.say)
-    if has_vllm:
-        terminal.say("loading the model with vLLM")
-        checks += verify_with_vllm(folder, read_record(folder))
+    results = [EngineResult("transformers", version("transformers"), "fp32", (), tuple(checks))]
+    if results[0].passed:
+        results += [certify(name, folder, record, terminal.say, *serving) for name in names]
+    if names or output or key:
+        signature_file(path).unlink(missing_ok=True)
+        write_json(path, make_certificate(folder, record.run, record.step, record.kind, results))
+        terminal.say(f"certificate: {short_path(path)}")
+    if key:
+        terminal.say(f"signed: {short_path(sign(path, key, 'ftkit-certificate').absolute())}")
+    checks += [replace(each, name=f"{result.engine}: {each.name}") for result in results[1:] for each in result.checks]
     if as_json:
         terminal.json([asdict(check) for check in checks])
     else:

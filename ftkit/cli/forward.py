@@ -164,7 +164,7 @@ def _submit(forwarded: _Forwarded, ctx: Context, name: str, typed: Sequence[str]
 def _send_run(forwarded: _Forwarded, ctx: Context, typed: list[str], params: Mapping[str, Any]) -> list[str]:
     """Send a run's recipe, local files and code; return its arguments with paths on the login node."""
     login, terminal = forwarded.login, forwarded.terminal
-    names = ("image", "cluster", "name", "num_nodes", "gpus_per_node")
+    names = ("image", "cluster", "name", "num_nodes", "gpus_per_node", "processes_per_node")
     words: tuple[str, ...] = params["words"]
     script_args: tuple[str, ...] = ()
     if params["script"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,9 +22,10 @@ from ftkit.cli.terminal.format import short_path
 from ftkit.cli.terminal.plan_view import plan_facts
 from ftkit.config.context import PROJECT_FILE, Context, list_names
 from ftkit.config.data_sources import DATA_FILE
+from ftkit.config.layers import Layers
 from ftkit.config.load import load_cluster
 from ftkit.config.request import load_settings
-from ftkit.config.yaml_files import read_yaml, to_yaml
+from ftkit.config.yaml_files import parse_override, read_yaml, to_yaml
 from ftkit.data.readers import IN_FOLDERS, suffix_of
 from ftkit.data.source_files import OTHER_SPLIT
 from ftkit.errors import ConfigError, NoAnswerError, Problem
@@ -46,19 +47,23 @@ _MAX_SHOWN: Final = 3
     "ftkit init",
     "ftkit init ./model chats.jsonl",
     "ftkit init ./model data/ --name mine",
+    "ftkit init ./model chats.jsonl training.num_epochs=1 --name short",
     "ftkit init --yes --force",
 )
 @click.argument("model", required=False)
 @click.argument("data", required=False)
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
 @name_option("that of the data")
 @yes_option
 @click.option("--force", is_flag=True, help="Change existing files. Other keys of ftkit.yaml stay.")
-def init_command(model: str | None, data: str | None, *, name: str | None, yes: bool, force: bool) -> None:
+def init_command(
+    model: str | None, data: str | None, overrides: tuple[str, ...], *, name: str | None, yes: bool, force: bool
+) -> None:
     """Set up a project here; with MODEL and DATA, write a recipe for them.
 
     MODEL is a hub id or a folder; DATA is a file, a folder, a hub id, or an address. The recipe has the method that
     fits the GPUs, packs that hold 95% of the documents, and a batch, a learning rate and epochs for that much data,
-    each with its reason. It is planned before it is written.
+    each with its reason; KEY=VALUE sets a key of the recipe yourself. It is planned before it is written.
 
     Alone, it inspects this machine and its Slurm, and writes ftkit.yaml into the current folder. It chooses a matching
     shipped profile, or writes a profile into clusters/ that extends one. Then it runs the checks of 'ftkit doctor'.
@@ -86,7 +91,7 @@ def init_command(model: str | None, data: str | None, *, name: str | None, yes: 
     ctx = current_context()
     if not load_settings(ctx).has_cluster and list_partitions(ctx.environment) != ():
         _set_up_project(terminal, asks=asks, force=force)
-    _write_recipe(model, found[0], name, terminal, force=force)
+    _write_recipe(model, found[0], overrides, name, terminal, force=force)
 
 
 def _data_here() -> list[str]:
@@ -98,7 +103,9 @@ def _data_here() -> list[str]:
     return ["data/"] if any(suffix_of(each.name) in IN_FOLDERS for each in Path("data").iterdir()) else []
 
 
-def _write_recipe(model: str, data: str, name: str | None, terminal: Terminal, *, force: bool) -> None:
+def _write_recipe(
+    model: str, data: str, overrides: Sequence[str], name: str | None, terminal: Terminal, *, force: bool
+) -> None:
     """Choose the settings of a recipe for a model and data, plan it, and write it into the current folder."""
     require_packages("transformers", "tokenizers", "numpy")
     is_here = {
@@ -122,20 +129,25 @@ def _write_recipe(model: str, data: str, name: str | None, terminal: Terminal, *
         place = load_place(RunArgs(), ctx)
         image = None if place.image or place.cluster.runtime == "none" else _IMAGE
         try:
-            plan, chosen = choose_recipe(draft, data, ctx, terminal.say, image)
+            plan, chosen = choose_recipe(draft, data, overrides, ctx, terminal.say, image)
         except ConfigError as error:  # about a file that is gone
             raise ConfigError([replace(each, where="") for each in error.problems]) from error
     if validation:
         chosen["data"].append(Choice("validation", {"file": validation}, "the split beside the training data"))
     terminal.facts(plan_facts(plan), is_data=False)
-    file.write_text(_with_reasons(name, model, source, chosen), encoding="utf-8")
+    layers = Layers()
+    for override in overrides:
+        layers = parse_override(override).over(layers)
+    file.write_text(_with_reasons(name, model, source, chosen, layers.values), encoding="utf-8")
     terminal.say(Styled(f"\nwrote {file}", "bold"))
     with_image = f"{file} --image {image}" if image else file
     terminal.say(f"Inspect the data: ftkit data show {file}\nTrain:            ftkit run {with_image}")
 
 
-def _with_reasons(name: str, model: str, data: str, chosen: Mapping[str, list[Choice]]) -> str:
-    """Return a recipe as YAML, with each setting's reason beside it."""
+def _with_reasons(
+    name: str, model: str, data: str, chosen: Mapping[str, list[Choice]], given: Mapping[str, object]
+) -> str:
+    """Return a recipe as YAML, with each chosen setting's reason beside it, and the given settings."""
     document = CommentedMap(name=name, model=model, data=CommentedMap(source=data), training=CommentedMap())
     document.yaml_set_start_comment(f"{_MARK} All keys: docs/reference/recipe.md")
     for section, choices in chosen.items():
@@ -146,6 +158,11 @@ def _with_reasons(name: str, model: str, data: str, chosen: Mapping[str, list[Ch
                 value.fa.set_flow_style()
             document[section][each.key] = value
             document[section].yaml_add_eol_comment(each.why, each.key, column=32)
+    for section, settings in given.items():
+        if isinstance(settings, dict):
+            document.setdefault(section, CommentedMap()).update(settings)
+        else:
+            document[section] = settings
     return to_yaml(document)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ftkit.cli import arguments
+from ftkit.cli.follow import poll_states
 from ftkit.cli.forwarded import forwarded_command
 from ftkit.cli.output import log_output
 from ftkit.cli.terminal.console import Terminal
@@ -71,8 +72,6 @@ def _print_log(layout: RunLayout, rank: int | None) -> None:
 def _follow_log(run: SubmittedRun, path: Path, offset: int) -> None:
     """Copy a log to stdout until the run ends; wait for a log that does not exist yet."""
     terminal, output, shown = Terminal(), log_output(), ""
-    from ftkit.cli.follow import poll_states
-
     for seen in poll_states(run):
         offset = copy_new(path, offset, output)
         if seen and not offset and str(seen) != shown:
@@ -90,16 +89,18 @@ def cancel_command(reference: str) -> None:
     {RUN} The id or the name of a sweep cancels all of its runs that have not ended.
     """
     terminal = Terminal()
+    runs: list[SubmittedRun] = []
     errors: list[FtkitError] = []
     for folder in reversed(arguments.get_run_or_sweep(reference)):  # the last one may wait for the end of the first
         try:
-            ended = cancel(arguments.get_submission(folder))
+            runs.append(arguments.get_submission(folder))
         except FtkitError as error:
             errors.append(error)
-            continue
-        again = "continue" if folder.layout.metrics.exists() else "submit"
-        canceled = f"canceled {folder.id}; to {again} it: ftkit resume {folder.id}"
-        terminal.say(f"{folder.id} has already ended: {ended}" if ended else canceled)
+    ended = cancel(runs)
+    for run in runs:
+        again = "continue" if run.layout.metrics.exists() else "submit"
+        canceled = f"canceled {run.id}; to {again} it: ftkit resume {run.id}"
+        terminal.say(f"{run.id} has already ended: {ended[run.id]}" if run.id in ended else canceled)
     for other in errors[1:]:
         terminal.warn(str(other))
     if errors:

@@ -40,7 +40,7 @@ from ftkit.runs.sync import fetch_run
     "resume",
     "ftkit resume last",
     "ftkit resume demo --no-follow",
-    "ftkit resume demo --gpus-per-node 1 training.log_every_steps=5",
+    "ftkit resume demo --processes-per-node 1 training.log_every_steps=5",
 )
 @arguments.run_argument
 @click.argument("overrides", metavar="[KEY.PATH=VALUE]...", nargs=-1)
@@ -55,8 +55,8 @@ from ftkit.runs.sync import fetch_run
 @click.pass_obj
 def resume_command(  # noqa: PLR0913 - one for each option
     typed: list[str], /, reference: str, overrides: tuple[str, ...], *, num_nodes: int | None,
-    gpus_per_node: int | None, cluster: str | None, time_limit: str | None, copies: str | None,
-    allowed: tuple[str, ...], hf_token_file: Path | None, follow: bool,
+    gpus_per_node: int | None, processes_per_node: int | None, cluster: str | None, time_limit: str | None,
+    copies: str | None, allowed: tuple[str, ...], hf_token_file: Path | None, follow: bool,
 ) -> None:  # fmt: skip
     """Submit a run again; it continues from its newest checkpoint.
 
@@ -73,7 +73,7 @@ def resume_command(  # noqa: PLR0913 - one for each option
         raise arguments.usage_error(f"expected KEY.PATH=VALUE after the run, got '{wrong[0]}'")
     if time_limit:
         overrides = (*overrides, f"resources.time_limit='{time_limit}'")
-    args = ResumeArgs(num_nodes, gpus_per_node, cluster, overrides, allowed)
+    args = ResumeArgs(num_nodes, gpus_per_node, cluster, overrides, allowed, processes_per_node)
     if copies is not None:
         reference = f"{copies.rstrip('/')}/{reference}"
     if copies is not None or is_address(reference):
@@ -133,9 +133,9 @@ def _change(plan: RunPlan, args: ResumeArgs, terminal: Terminal) -> ResumedPlan[
 @arguments.follow_option
 @click.pass_obj
 def rerun_command(  # noqa: PLR0913 - one for each option
-    typed: list[str], /, reference: str, *, num_nodes: int | None, gpus_per_node: int | None, cluster: str | None,
-    name: str | None, allowed: tuple[str, ...], public_key: Path | None, import_missing: bool, dry_run: bool,
-    hf_token_file: Path | None, follow: bool,
+    typed: list[str], /, reference: str, *, num_nodes: int | None, gpus_per_node: int | None,
+    processes_per_node: int | None, cluster: str | None, name: str | None, allowed: tuple[str, ...],
+    public_key: Path | None, import_missing: bool, dry_run: bool, hf_token_file: Path | None, follow: bool,
 ) -> None:  # fmt: skip
     """Repeat a run with the same recipe, data, image and global batch, and compare the losses.
 
@@ -152,7 +152,7 @@ def rerun_command(  # noqa: PLR0913 - one for each option
     if public_key:
         verify_beside(path, public_key, SIGNED_AS)
     original = read_original(str(arguments.get_run(reference).layout.root) if is_own else reference)
-    args = rerun.RerunArgs(cluster, num_nodes, gpus_per_node, name, is_own)
+    args = rerun.RerunArgs(cluster, num_nodes, gpus_per_node, name, is_own, processes_per_node)
     plan = rerun.plan_rerun(original, args, ctx, workspace, arguments.current_settings().settings.image)
     folder = (
         arguments.get_run(reference).layout.code if is_own else RunLayout(path if path.is_dir() else path.parent).code

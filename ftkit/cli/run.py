@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, Unpack
 
@@ -39,6 +38,10 @@ _script_options = arguments.together(
         help="Restart the script after a time limit, a preemption, a lost node or a crash. It must continue from its "
         "own checkpoint.",
     ),
+    click.option(
+        "--prove", "is_proved", is_flag=True,
+        help="Watch the script's first two optimizer steps, and report what trains wrongly without an error.",
+    ),
 )  # fmt: skip
 _code_options = arguments.together(
     click.option(
@@ -63,6 +66,7 @@ _code_options = arguments.together(
     "ftkit run my-recipe.yaml --cluster mycluster --name first-try --no-follow",
     "ftkit run --image olmo3:25.02 --cluster mycluster --dry-run > job.sbatch",
     "ftkit run --script train.py -- --epochs 3 --output_dir {run}/model",
+    "ftkit run --script train.py --prove",
     "ftkit run --script train.py --image olmo3:25.02 --cluster mycluster --dry-run",
     "ftkit run demo --with-code ./mylib --dev",
 )
@@ -87,6 +91,7 @@ def run_command(  # noqa: PLR0913 - one for each option
     max_parallel: int | None,
     hf_token_file: Path | None, follow: bool, is_dev: bool, with_code: tuple[Path, ...], sent_code: Path | None,
     script: Path | None, accelerate_config: Path | None, stop_signal: StopSignal, can_restart: bool,
+    is_proved: bool,
     **options: Unpack[RunOptions],
 ) -> None:  # fmt: skip
     """Plan a run, submit it, and follow it.
@@ -95,7 +100,7 @@ def run_command(  # noqa: PLR0913 - one for each option
     recipe. KEY.PATH=VALUE changes a value of the recipe. The run continues if you stop following it.
 
     KEY.PATH=VALUE,VALUE and --cluster NAME,NAME make a sweep: one run per combination. If one of them is
-    refused, none is submitted. On a single machine the runs train one after another.
+    refused, none is submitted. On Slurm they are a job array; on a single machine they train one after another.
 
     --script starts your own PyTorch or Hugging Face script instead of ftkit's trainer; what follows '--' are its
     arguments, in which {run} is the run's folder.
@@ -112,6 +117,9 @@ def run_command(  # noqa: PLR0913 - one for each option
     request = arguments.SubmitRequest(
         ["ftkit", *typed], arguments.job_environment(hf_token_file), copies, where, import_missing=import_missing
     )
+    if is_proved and not script:
+        fix = "Omit it: ftkit's own trainer is always checked before step 1."
+        raise ConfigError([Problem("", "--prove", "is for a script (--script FILE).", fix)])
     if script is None:
         args = arguments.run_args(words, **options, code=tuple(copy.plan for copy in copies))
         plans = _plan_all(args, request.environment)
@@ -127,7 +135,7 @@ def run_command(  # noqa: PLR0913 - one for each option
     from ftkit.launch.user_script import ScriptArgs, resolve_script
 
     words, script_args = arguments.split_script_args(words, typed)
-    about = ScriptArgs(script, script_args, accelerate_config, stop_signal, can_restart)
+    about = ScriptArgs(script, script_args, accelerate_config, stop_signal, can_restart, is_proved)
     plan, copies = resolve_script(about, arguments.run_args(words, **options), copies, current_context())
     request = request._replace(copies=copies)
     _run_one(plan, script_facts(plan), request, terminal, dry_run=dry_run, is_followed=follow)
@@ -242,10 +250,13 @@ def _run_sweep(
 ) -> None:  # fmt: skip
     """Submit the runs of a sweep, and follow those on this machine, one after another.
 
-    On Slurm, at most `max_parallel` runs train at a time: each waits for the end of the one so many before it.
+    On Slurm they are a job array, of which at most `max_parallel` train at a time; with other resources, more arrays,
+    each of which then waits for the end of the one before.
     """
     from ftkit.cli.terminal.plan_view import say_overridden
     from ftkit.launch.render import render_job
+    from ftkit.launch.submission import NewJob, submit_all
+    from ftkit.launch.sweep import make_arrays
 
     project = current_context().project
     scripts = [render_job(plan, project, prepares=request.where == "with-training") for plan in plans]
@@ -255,35 +266,36 @@ def _run_sweep(
         raise ConfigError([Problem("", "--no-follow", "would leave no process to start the next run.", fix)])
     say_overridden(terminal, project)
     if dry_run:
-        terminal.data("".join(scripts))
+        new = [NewJob(plan, script, {}, {}) for plan, script in zip(plans, scripts, strict=True)]
+        arrays = [job for jobs, _ in make_arrays(new, max_parallel, project) for job in jobs]
+        terminal.data("".join(text for job in arrays for text in (*map(str, job.files.values()), job.script)))
         return
     from ftkit.cli.follow import follow
     from ftkit.cli.submit import make_ready
     from ftkit.cli.terminal.comparison_view import show_curves
     from ftkit.cli.terminal.console import Styled
-    from ftkit.launch.submission import submit
     from ftkit.runs.compare import read_run
 
     ready = [make_ready(plan, request, terminal) for plan in plans]
     submitted: list[SubmittedRun] = []
-    for number, each in enumerate(ready):
-        after = submitted[number - max_parallel] if max_parallel and number >= max_parallel else None
+    for jobs, tasks in make_arrays(ready, max_parallel, project):
         try:
-            run = submit(replace(each, after=after))
+            runs = submit_all(jobs, tasks, after=submitted[-1] if max_parallel and submitted else None)
         except FtkitError as error:
             if not submitted:
                 raise
             commands = "; ".join(f"ftkit cancel {run.id}" for run in submitted)
             there = f"already submitted: {plural(len(submitted), 'run')} of the sweep"
             raise SubmitError(
-                f"{each.plan.name}: {error.what}",
+                f"{jobs[0].plan.name}: {error.what}",
                 meaning=f"{error.meaning}; {there}".lstrip("; "),
                 fix=f"{error.fix}; to cancel them: {commands}".lstrip("; "),
             ) from error
-        submitted.append(run)
-        terminal.say(Styled(f"submitted {run.id} as {run.job_id}", "bold"))
-        if run.submission.scheduler == "local":
-            follow(run, terminal)
+        submitted += runs
+        for run in runs:
+            terminal.say(Styled(f"submitted {run.id} as {run.job_id}", "bold"))
+            if run.submission.scheduler == "local":
+                follow(run, terminal)
     show_curves([read_run(run.layout) for run in submitted], terminal, is_data=False)
     name = ready[0].plan.sweep.id if ready[0].plan.sweep else ""
     terminal.say(

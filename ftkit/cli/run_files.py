@@ -19,11 +19,11 @@ from ftkit.cli.terminal.format import age, gib, short_path
 from ftkit.config.context import Context
 from ftkit.config.image_reference import NamedImage, parse_image
 from ftkit.config.load import find_image
-from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, TrainingError, plural
+from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, SubmitError, TrainingError, plural
 from ftkit.files import read_json_if_valid
 from ftkit.images.inventory import find_removable, remove_all
 from ftkit.launch.job_states import observe
-from ftkit.launch.prune import find_prunable, folder_bytes, prune
+from ftkit.launch.prune import find_dependents, find_prunable, folder_bytes, prune
 from ftkit.launch.submission import check_removable, remove_folder
 from ftkit.planning.plan import read_plan
 from ftkit.runs import checkpoints
@@ -123,7 +123,8 @@ def rm_command(
 ) -> None:
     """Remove runs with their checkpoints, exports, logs and metrics, after asking.
 
-    Fails if a run may still be training. Prepared data and images stay, since other runs may use them.
+    Fails if a run may still be training, or if another run's adapters are for its model. Prepared data and images
+    stay, since other runs may use them.
 
     --unused lists what the workspace no longer needs, and removes it after asking: runs that failed or were canceled
     before their first checkpoint, prepared data that no run uses and that is older than 24 hours, imported images that
@@ -155,8 +156,15 @@ def rm_command(
 
 def _find_runs(references: Sequence[str], terminal: Terminal) -> tuple[list[_Item], Callable[[], int]]:
     items, folders = [], {folder.id: folder for folder in map(arguments.get_run, references)}
+    dependents = find_dependents(arguments.current_workspace(), folders)
     for folder in folders.values():
         check_removable(folder)
+        if needed := dependents.get(folder.id):
+            raise SubmitError(
+                f"{folder.id} is not removed: {', '.join(needed)} started from its model and can't be used without it",
+                fix=f"remove them with it; or, to keep their results: ftkit export {needed[0]} --merge",
+                name="run-needed",
+            )
         layout, size = folder.layout, folder_bytes(folder.layout.root)
         place = f"{short_path(layout.root)}, {gib(size / 2**30)}"
         facts: Facts = [("run", folder.id), ("run folder", place)]

@@ -5,13 +5,11 @@ The shell completes runs with this module: it imports rich and pydantic only whe
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import click
 
 from ftkit.cli.arguments import get_run, get_submission, get_sweep, json_option, run_argument
 from ftkit.cli.forwarded import forwarded_command
-from ftkit.errors import FtkitError, NotFoundError
+from ftkit.errors import FtkitError, NoAnswerError, NotFoundError
 
 
 @forwarded_command("status", "ftkit status last", "ftkit status demo --follow", "ftkit status 123456 --json")
@@ -42,8 +40,13 @@ def status_command(reference: str, *, follow: bool, as_json: bool) -> None:
         return
     from ftkit.cli.terminal.run_view import read_run_status, run_status_as_json, show_run_status
 
-    with suppress(FtkitError, OSError):  # shown as damaged, or as never submitted
+    try:
         get_submission(folder)
+    except FtkitError as error:  # shown as damaged, or as never submitted
+        if error.exit_code == NoAnswerError.exit_code:
+            Terminal().warn(f"whether {folder.id} has a job is unknown: {error.what}")
+    except OSError:
+        pass
     status = read_run_status(folder)
     if as_json:
         Terminal().json(run_status_as_json(status))

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ftkit.config.data_sources import HubSource
 from ftkit.config.layers import COMMAND_LINE
-from ftkit.config.sbatch_options import SbatchOption, find_conflicts
+from ftkit.config.sbatch_options import SbatchOption, SrunOption, find_conflicts
 from ftkit.errors import ConfigError, Problem, closest
 from ftkit.models.architecture import ModelPlan
 from ftkit.paths import fixed_folder, is_address, is_path
@@ -118,8 +118,10 @@ class ClusterProfile(Spec):
     """Device of the training; `auto`: the GPUs of this machine if there are any, else its CPUs."""
     gpu: Annotated[GpuModel | None, BeforeValidator(_gpu_model, json_schema_input_type=GpuModel | None)] = None
     """Model of the GPUs, for memory plans and MFU. Unknown if null."""
-    gpus_per_node: PositiveInt
-    """GPUs per node; with device `cpu`, processes per node."""
+    gpus_per_node: PositiveInt | None = None
+    """GPUs per node, one process each. Required with device `cuda`; `auto` uses all of this machine."""
+    processes_per_node: PositiveInt | None = None
+    """Processes per node without GPUs: required with the devices `cpu` and `auto`."""
     price_per_gpu_hour: PositiveFloat | None = None
     """Price of a GPU per hour, in any currency, for predicted costs. Unknown if null."""
     network_gbps: PositiveFloat | None = None
@@ -146,10 +148,12 @@ class ClusterProfile(Spec):
     """Request whole nodes."""
     gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
     """How to request GPUs; `none` if the site has no GRES (AWS HyperPod)."""
+    gpu_type: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.+-]+$")
+    """Slurm's name of the GPUs (`h100` of `Gres=gpu:h100:8`), if nodes of the partition have others too."""
     mpi: OneLine | None = "none"
     """`--mpi` of srun. torch needs none, and a site's default may be broken; the site's default if null."""
-    srun_options: tuple[str, ...] = ()
-    """More options for srun, one argument each."""
+    srun_options: tuple[SrunOption, ...] = ()
+    """More options for srun, one argument each. What ftkit sets itself is refused."""
     sbatch_options: tuple[SbatchOption, ...] = ()
     """More options for sbatch: `[constraint=h200, switches=1, mail-type=FAIL]`, also spelled as on the command line
     (`-C h200`). For training, evaluation, and serving jobs; those of recipes (`resources.sbatch_options`) come later,
@@ -190,6 +194,20 @@ class ClusterProfile(Spec):
     """Lines of bash that the job runs first, unchanged (`module load …`)."""
 
     @property
+    def size_key(self) -> Literal["gpus_per_node", "processes_per_node"]:
+        """The key of the number of processes per node, in profiles, recipes and requests."""
+        return "gpus_per_node" if self.device == "cuda" else "processes_per_node"
+
+    @property
+    def max_processes(self) -> int:
+        """Processes on a whole node: one for each GPU; without GPUs, as many as the profile sets."""
+        return getattr(self, self.size_key) or 1
+
+    def name_gpus(self, number: int) -> str:
+        """Return a number of GPUs in the form of Slurm's options: `8`, or `h100:8`."""
+        return f"{self.gpu_type}:{number}" if self.gpu_type else str(number)
+
+    @property
     def image_format(self) -> ImageFormat:
         """The format of image files that the runtime starts."""
         return "sif" if self.runtime == "apptainer" else "sqsh"
@@ -213,6 +231,8 @@ class ClusterProfile(Spec):
             raise ValueError("stage 'local' needs a disk: here node_local_dir is in the node's memory")
         for conflict in self.find_conflicts(self.sbatch_options):
             raise ValueError(f"sbatch_options has {conflict}")
+        if getattr(self, self.size_key) is None:
+            raise ValueError(f"device '{self.device}' needs {self.size_key}")
         return self
 
 
@@ -255,8 +275,9 @@ def mounted_folders(
 ) -> Iterator[tuple[str, str]]:
     """Yield each folder that a job reads or writes, with its key; a folder may have several keys."""
     yield from site_folders(cluster, workspace, num_nodes)
-    model = recipe.model
-    for key, path in (("model.weights", model.weights), ("model.tokenizer.source", model.tokenizer.source)):
+    model, distillation = recipe.model, recipe.training.distillation
+    folders = {"model.weights": model.weights, "model.tokenizer.source": model.tokenizer.source}
+    for key, path in (folders | ({"training.distill.teacher": distillation.teacher} if distillation else {})).items():
         if is_path(path):
             yield key, path
     if isinstance(model, ModelPlan) and model.adapter is not None:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ftkit.config.convert_rows import DATASET, Conversion, Row
+from ftkit.config.convert_rows import DATASET, OBJECTIVE, Conversion, Row
 from ftkit.config.data_sources import expand_source
 from ftkit.config.foreign_files import Code, Settings
+from ftkit.config.objectives import OPTIONS
 from ftkit.config.other_tools import TOOLS, read_tool, read_values
 from ftkit.errors import ConfigError, Problem, plural
 from ftkit.models.adapters import ALL_PROJECTIONS
@@ -63,7 +64,7 @@ def convert(
         num_gpus: number of GPUs, if the input does not say it.
         mean_length: mean tokens of a document, to convert a batch of documents to packs.
 
-    Raises ConfigError: the input trains with something other than supervised fine-tuning.
+    Raises ConfigError: the input trains with something that ftkit does not have.
     """
     it = Conversion(read_tool(tool))
     lists = {file: part for file, part in parts.items() if any(key.endswith(_FILE_NAMES) for key in part)}
@@ -78,6 +79,7 @@ def convert(
     _set_batch(it, num_gpus, mean_length)
     _set_schedule(it)
     _set_data(it)
+    _set_objective(it)
     _set_trackers(it)
     recipe = it.validated(as_name(name, "converted"))
     return Converted(it.tool.name, recipe, [row for row in it.rows if row.became or not row.is_default])
@@ -215,6 +217,30 @@ def _set_data(it: Conversion) -> None:
     note = "there is no validation split here: set data.validation, for example {fraction: 0.02}, and this key"
     for key in [key for key in it.recipe if key.startswith("evaluation.") and "data.validation" not in it.recipe]:
         it.remove(key, note)
+
+
+def _set_objective(it: Conversion) -> None:
+    """Set an objective on preferences, and its options; next tokens have none."""
+    named = {fact.removeprefix(OBJECTIVE): it.take(fact) for fact in [*it.facts] if fact.startswith(OBJECTIVE)}
+    name = next((each for each in named if each not in {"dpo", "cpo"}), "dpo" if named else "")
+    if "cpo" in named and name != "simpo":
+        row = named["cpo"][0]
+        raise ConfigError(
+            [Problem(row.file, row.key, "ftkit has no CPO, but simpo.", "Convert with loss_type: simpo.")]
+        )
+    if name:
+        it.put("training.objective", name, *(row for rows in named.values() for row in rows))
+        it.remove("data.train_on", "completions are trained")
+        it.remove("data.format", _DETECTED)
+        if it.recipe.get("data.too_long") == "truncate":
+            rows = it.sources["data.too_long"]
+            it.remove("data.too_long", "")
+            it.put("data.too_long", "drop", *rows, note="a completion is never cut", is_changed=True)
+    for key in [key for key in it.recipe if key.startswith("objective.")]:
+        value, rows, option = it.recipe[key], it.sources[key], key.removeprefix("objective.")
+        it.remove(key, f"objective {name or 'next_token'} has no such option")
+        if name and option in OPTIONS[name].model_fields:
+            it.put(f"training.{name}.{option}", value, *rows)
 
 
 def _set_trackers(it: Conversion) -> None:

@@ -24,6 +24,8 @@ _PLACEHOLDERS: Final = {"model": "OWNER/MODEL", "data.source": "OWNER/DATASET"}
 """Values of required keys that the input does not have; the rows say so."""
 DATASET: Final = "dataset."
 """Beginning of the facts that are about one of the datasets."""
+OBJECTIVE: Final = "objective="
+"""Beginning of the facts that name an objective on preferences."""
 _BNB: Final = re.compile(r"(-unsloth)?-bnb-4bit$")
 _NO_BNB: Final = "the model before bitsandbytes: ftkit quantizes it itself, and refuses weights in 4 bits"
 _UNKNOWN: Final = "ftkit does not know this key: look it up in the tool's documentation"
@@ -70,6 +72,7 @@ class Conversion:
     def add_defaults(self) -> None:
         """Sort what the tool does without keys that are not given, as if they were."""
         given = {word for row in self.rows if row.value for word in (row.key, row.key.partition(".")[0])}
+        given |= {fact.partition("=")[0] for fact in self.facts}
         for name, value in sorted(self.tool.defaults.items(), key=lambda item: "?" not in item[0]):
             needed, _, key = name.rpartition("?")
             target = self._meaning(key)[0]
@@ -119,12 +122,16 @@ class Conversion:
                 self.put(table.get("key", target), value, row, note=row.note, is_changed=bool(row.note))
 
     def _check_objective(self, row: Row) -> None:
-        if row.value and any(
-            re.search(read_values()["preference"], each, re.IGNORECASE) for each in (row.key, str(row.value))
-        ):
-            message = f"{row.value!r} is not supervised fine-tuning, and ftkit trains nothing else."
+        words = [row.key.lower(), *re.findall(r"\w+", str(row.value).lower())]
+        if not row.value or not any(re.search(read_values()["preference"], word) for word in words):
+            row.note = "supervised fine-tuning, as here"
+            return
+        row.note = "another key sets this"
+        names = {known for known, theirs in read_values()["objectives"].items() if {*theirs.split()} & {*words}}
+        if len(names) != 1:
+            message = f"ftkit trains next tokens, dpo, ipo, kto, orpo, and simpo, and not {row.value!r}."
             raise ConfigError([Problem(row.file, row.key, message, _SUPERVISED)])
-        row.note = "supervised fine-tuning, as here"
+        self.facts.setdefault(f"{OBJECTIVE}{names.pop()}", []).append(row)
 
     def put(self, key: str, value: Any, *rows: Row, note: str = "", is_changed: bool = False) -> None:
         """Set a key of the recipe, unless an earlier row did."""

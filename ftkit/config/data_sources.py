@@ -8,7 +8,7 @@ import hashlib
 import re
 import string
 from collections.abc import Iterator
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Annotated, Literal, Self, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -277,7 +277,8 @@ class TaskFile(Spec):
         """SHA-256 of the file."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
-    @cached_property
+    @property
+    @lru_cache(maxsize=16)  # noqa: B019 - of few files; sweeps, and the plan of a run, load the same one again
     def functions(self) -> dict[str, ast.FunctionDef]:
         """The public functions of the file by name, read without running it.
 
@@ -298,9 +299,7 @@ class TaskFile(Spec):
         except (SyntaxError, ValueError) as error:  # ValueError: NUL bytes
             yield getattr(error, "lineno", None) or 1, f"it is not Python: {getattr(error, 'msg', error)}."
             return
-        for name in needed:
-            if name not in functions:
-                yield 1, f"it has no function '{name}'."
+        yield from ((1, f"it has no function '{name}'.") for name in needed if name not in functions)
         if "generate" in needed and "generate" in functions:
             found = functions["generate"]
             own = _parameters(found)

@@ -155,11 +155,6 @@ class RegistryImage:
         """Name of the imported image: the last part of its path, and its tag."""
         return NamedImage(f"{self.path.rpartition('/')[2]}:{self.tag}")
 
-    @property
-    def is_loopback(self) -> bool:
-        """Whether the registry is on this machine, where no TLS is used."""
-        return is_loopback(self.host)
-
     def __str__(self) -> str:
         return self.tagged + (f"@{self.digest}" if self.digest else "")
 
@@ -278,7 +273,10 @@ def _reason(rest: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host, with or without a port, is this machine: by its address, not its name's prefix."""
+    """Return whether a host, with or without a port, is this machine: by its address, not its name's prefix.
+
+    No TLS is used with a registry on this machine.
+    """
     try:
         name = urlsplit(f"//{host}").hostname or ""
         return name == "localhost" or ip_address(name).is_loopback

@@ -252,6 +252,7 @@ def _resolve_files(layers: Layers) -> Layers:
     model, data, source = values["model"], values["data"], values["data"]["source"]
     places = [(model, ("model", "weights")), (model.get("tokenizer"), ("model", "tokenizer", "source"))]
     places.append((data.get("validation"), ("data", "validation", "file")))
+    places.append(((values.get("training") or {}).get("distill"), ("training", "distill", "teacher")))
     for each in source["sources"] if source["kind"] == "mixture" else [source]:
         places += [(each, ("data", "source", name)) for name in ("train", "heldout", "dataset")]
     for mapping, key in places:
@@ -271,7 +272,7 @@ def _resolve_files(layers: Layers) -> Layers:
 
 
 def _absolute(value: str, key: KeyPath, layers: Layers) -> str:
-    can_be_hub_id = key[-1] in ("weights", "dataset", "source")
+    can_be_hub_id = key[-1] in ("weights", "dataset", "source", "teacher")
     if is_address(value) or (can_be_hub_id and not is_path(value)):
         there = layers.folder(key) / value
         if key[-1] != "source" and value != "random" and not value.startswith(RUN) and there.exists():

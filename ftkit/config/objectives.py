@@ -5,16 +5,58 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ftkit.spec import NUMBER, NonNegativeFloat, PositiveFloat, Spec
+from ftkit.spec import NUMBER, NonNegativeFloat, PositiveFloat, PositiveInt, Spec, Weights
 
-Objective = Literal["next_token", "dpo", "ipo", "orpo", "simpo"]
+Objective = Literal["next_token", "distill", "dpo", "ipo", "kto", "orpo", "simpo"]
 
 PREFERENCE_METRICS = (
     "accuracy", "margin", "reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected", "length_chosen",
     "length_rejected",
 )  # fmt: skip
 """Metrics of objectives on preferences, means over pairs: how often the chosen completion has the higher reward, and by
-how much; then rewards, log-probabilities, and tokens of both completions."""
+how much; then rewards, log-probabilities, and tokens of both completions. Of `kto`, means over desirable and over
+undesirable completions; `accuracy` is how often the reward is on the right side of the reference point."""
+KL_METRICS = {"dpo": ("kl_per_token",), "ipo": ("kl_per_token",), "kto": ("kl_per_token", "kl", "desirable")}
+"""More metrics of objectives with a reference: log π(y|x) - log π_ref(y|x), its mean over the tokens of chosen
+completions: the plain estimate of the divergence (k1 of Schulman 2020), exact only for completions of the model itself;
+then the reference point of `kto`, and the fraction of desirable completions."""
+
+
+ENTRY_BYTES = 6
+"""Bytes of a token of a teacher's distribution on disk."""
+DISTILL_METRICS = ("kl", "next_token_loss", "agreement")
+"""Metrics of distillation, means over tokens: the divergence from the teacher, without the factor T², the loss of the
+next token, and how often the student's likeliest token is the teacher's."""
+
+
+class DistillSpec(Spec):
+    """Distillation from a larger model (Hinton et al. 2015), whose distributions are computed once, before step 1."""
+
+    teacher: Weights
+    """The model to learn from, with the same tokenizer: what `model.weights` takes, except adapters and `random`."""
+    top_k: PositiveInt = 64
+    """Tokens of each distribution that are stored, the likeliest ones: 6 bytes each per trained token. The probability
+    of all others is stored as one, and is part of the loss."""
+    temperature: Annotated[float, Field(ge=0.1, le=100), NUMBER] = 1.0
+    """Temperature of both distributions: higher ones weigh unlikely tokens more."""
+    alpha: Annotated[float, Field(gt=0, le=1), NUMBER] = 0.5
+    """Weight of the divergence from the teacher; the loss of the next token has the rest."""
+    direction: Literal["forward", "reverse"] = "forward"
+    """Divergence: `forward`, KL(teacher || student), covers all that the teacher finds likely; `reverse`,
+    KL(student || teacher), avoids what it finds unlikely."""
+
+
+def usual_learning_rate(objective: str, method: str) -> float:
+    """Return that of 7B to 13B models; the papers halve it for 65B and 70B.
+
+    Next tokens: Ivison et al. 2023 (Tulu 2), appendix; for adapters Dettmers et al. 2023 (QLoRA), table 9. Preferences:
+    5e-7 in Tunstall et al. 2023 (Zephyr), Ivison et al. 2023, and Ethayarajh et al. 2024; ORPO, which also trains the
+    chosen completions, 8e-6 (Hong et al. 2024). Their adapters get ten times as much, as those of next tokens.
+    """
+    full, adapters = (5e-7, 5e-6) if objective in {"dpo", "ipo", "kto", "simpo"} else (2e-5, 2e-4)
+    if objective == "orpo":
+        full, adapters = 8e-6, 8e-5
+    return full if method == "full" else adapters
 
 
 class ReferencedSpec(Spec):
@@ -24,10 +66,6 @@ class ReferencedSpec(Spec):
     """What the model is compared with. `adapters_off`: the model without adapters, in each step. `stored`: the model
     before training, which computes the log-probabilities of all completions once, before step 1; they are stored with
     the prepared data, for all runs with the same weights. `auto`: `stored` with method full, else `adapters_off`."""
-
-    def is_stored(self, method: str) -> bool:
-        """Whether the reference's log-probabilities are computed before step 1 and stored."""
-        return self.reference == "stored" or (self.reference == "auto" and method == "full")
 
 
 class DpoSpec(ReferencedSpec):
@@ -48,6 +86,17 @@ class IpoSpec(ReferencedSpec):
     """Regularization, τ in the paper: the margin of the log-probabilities is drawn to 1 / (2 beta)."""
 
 
+class KtoSpec(ReferencedSpec):
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024), on single completions with a label."""
+
+    beta: PositiveFloat = 0.1
+    """Weight of the log-probabilities' distance from the reference: the larger, the closer the model stays to it."""
+    desirable_weight: PositiveFloat = 1.0
+    """Weight of desirable completions, λ_D in the paper."""
+    undesirable_weight: PositiveFloat = 1.0
+    """Weight of undesirable completions, λ_U in the paper."""
+
+
 class OrpoSpec(Spec):
     """Odds ratio preference optimization (Hong et al. 2024), without a reference."""
 
@@ -64,21 +113,29 @@ class SimpoSpec(Spec):
     """Margin by which the chosen completion's reward should exceed that of the rejected one."""
 
 
-PreferenceSpec = DpoSpec | IpoSpec | OrpoSpec | SimpoSpec
-_OPTIONS: dict[str, type[PreferenceSpec]] = {"dpo": DpoSpec, "ipo": IpoSpec, "orpo": OrpoSpec, "simpo": SimpoSpec}
+PreferenceSpec = DpoSpec | IpoSpec | KtoSpec | OrpoSpec | SimpoSpec
+OPTIONS: dict[str, type[PreferenceSpec]] = {
+    "dpo": DpoSpec, "ipo": IpoSpec, "kto": KtoSpec, "orpo": OrpoSpec, "simpo": SimpoSpec
+}  # fmt: skip
+"""The objectives on preferences, with their options."""
 
 
 class ObjectiveSpec(Spec):
     """The objective, with options."""
 
     objective: Objective = "next_token"
-    """What is minimized: the loss of the next token, or an objective on preferences, pairs of a chosen and a rejected
-    completion, with its options under its own key. `dpo` and `ipo` compare the model with a reference; `orpo` and
-    `simpo` need none."""
+    """What is minimized: the loss of the next token; with `distill`, also the divergence from a larger model; or an
+    objective on preferences: pairs of a chosen and a rejected completion, or (`kto`) completions with a label. Options
+    are under the objective's own key. `dpo`, `ipo`, and `kto` compare the model with a reference; `orpo` and `simpo`
+    need none."""
+    distill: DistillSpec | None = None
+    """Teacher and options of objective distill."""
     dpo: DpoSpec | None = None
     """Options of objective dpo. Default if null."""
     ipo: IpoSpec | None = None
     """Options of objective ipo. Default if null."""
+    kto: KtoSpec | None = None
+    """Options of objective kto. Default if null."""
     orpo: OrpoSpec | None = None
     """Options of objective orpo. Default if null."""
     simpo: SimpoSpec | None = None
@@ -86,10 +143,10 @@ class ObjectiveSpec(Spec):
 
     @property
     def preferences(self) -> PreferenceSpec | None:
-        """The options of an objective on preferences; None for next tokens."""
-        if self.objective == "next_token":
+        """The options of an objective on preferences; None for another."""
+        if self.objective not in OPTIONS:
             return None
-        return getattr(self, self.objective) or _OPTIONS[self.objective].model_validate({})
+        return getattr(self, self.objective) or OPTIONS[self.objective].model_validate({})
 
     @property
     def has_reference(self) -> bool:
@@ -97,17 +154,45 @@ class ObjectiveSpec(Spec):
         return isinstance(self.preferences, ReferencedSpec)
 
     @property
+    def distillation(self) -> DistillSpec | None:
+        """The options of objective distill; None for another."""
+        return self.distill if self.objective == "distill" else None
+
+    @property
     def metric_names(self) -> tuple[str, ...]:
         """The metrics of a step and of an evaluation besides the loss."""
-        return () if self.objective == "next_token" else PREFERENCE_METRICS
+        if self.objective == "distill":
+            return DISTILL_METRICS
+        return () if self.preferences is None else PREFERENCE_METRICS + KL_METRICS.get(self.objective, ())
+
+    @property
+    def completions_per_sample(self) -> int:
+        """Completions of a sample on preferences: one with a label, or both sides of a pair; 0 for next tokens."""
+        return 0 if self.preferences is None else 1 if self.objective == "kto" else 2
 
     @property
     def documents_per_sample(self) -> int:
-        """Documents of a sample, which are in the same pack: one, or both sides of a pair."""
-        return 1 if self.objective == "next_token" else 2
+        """Documents of a sample, which are in the same pack."""
+        return max(1, self.completions_per_sample)
 
     def conflicts_of_objective(self) -> Iterator[str]:
         """Yield why options have no effect."""
-        for name in _OPTIONS:
+        if self.objective == "distill" and (self.distill is None or self.distill.teacher == "random"):
+            yield "objective 'distill' needs a trained teacher: set distill.teacher"
+        for name in ("distill", *OPTIONS):
             if name != self.objective and getattr(self, name) is not None:
                 yield f"{name} has no effect with objective '{self.objective}': set objective to '{name}', or remove it"
+
+    def warn_of_balance(self, num_desirable: int, num_undesirable: int) -> str:
+        """Return a warning unless λ_D n_D : λ_U n_U of `kto` is from 1 to 4/3, as the paper advises; else no text."""
+        if not isinstance(options := self.preferences, KtoSpec):
+            return ""
+        desirable, undesirable = options.desirable_weight * num_desirable, options.undesirable_weight * num_undesirable
+        if 0.995 * undesirable <= desirable <= 1.34 * undesirable:
+            return ""
+        key = "undesirable_weight" if desirable > undesirable else "desirable_weight"
+        weight = getattr(options, key) * max(desirable, undesirable) / max(1, min(desirable, undesirable))
+        return (
+            f"kto: {num_desirable:,} desirable and {num_undesirable:,} undesirable completions, by their weights "
+            f"{desirable:g} to {undesirable:g}; 1 to 1.33 : 1 is advised, for example training.kto.{key}={weight:.3g}"
+        )

@@ -10,17 +10,19 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, mod
 
 from ftkit.config.data import DataSpec
 from ftkit.config.sbatch_options import SbatchOption
-from ftkit.config.training import TrainingPlan, TrainingSpec
+from ftkit.config.training import AttentionChoice, TrainingPlan, TrainingSpec
 from ftkit.errors import PrerequisiteError
-from ftkit.models.architecture import ModelPlan, ModelSpec
+from ftkit.models.architecture import ArchitecturePlan, ModelPlan, ModelSpec
 from ftkit.spec import WHOLE_NUMBER, Name, NonNegativeFloat, NonNegativeInt, OneLine, PositiveInt, Spec, TimeLimit
 
+SHARING_KERNELS: tuple[AttentionChoice, ...] = ("auto", "flex", "sdpa")
+"""Attention for documents that share prompts: kernels that take any mask."""
 SCORES: dict[str, tuple[str, ...]] = {
     "calls": ("calls", "call_names", "parallel_calls", "no_call"), "exact_match": ("exact_match",),
     "repetition": ("repetition",),
 }  # fmt: skip
 """The scores of each metric of completions that ftkit has."""
-_LOWER_IS_BETTER = frozenset(("loss", "perplexity", "repetition"))
+_LOWER_IS_BETTER = frozenset(("loss", "perplexity", "repetition", "kl", "kl_per_token", "next_token_loss"))
 
 
 class GenerationSpec(Spec):
@@ -40,9 +42,9 @@ class BestSpec(Spec):
     """The metric of the best evaluation."""
 
     metric: OneLine = "loss"
-    """`loss`, `perplexity`, `loss/SOURCE`, or a score of `evaluation.generation`."""
+    """`loss`, `perplexity`, `loss/SOURCE`, a score of `evaluation.generation`, or a metric of the objective."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """Whether lower or higher is better; `auto`: lower for losses, perplexity and repetition, else higher."""
+    """Whether lower or higher is better; `auto`: lower for losses, divergences, perplexity, repetition, else higher."""
 
     @property
     def is_lower_better(self) -> bool:
@@ -199,9 +201,14 @@ class ResourcesSpec(Spec):
     """Number of nodes."""
     gpus_per_node: PositiveInt | None = None
     """GPUs per node, one process each. All of the node's if null."""
+    processes_per_node: PositiveInt | None = None
+    """Processes per node without GPUs. The profile's number if null."""
     spare_nodes: Annotated[int, Field(ge=0, le=2**10), WHOLE_NUMBER] = 0
     """Additional nodes of the job that don't train, on Slurm. One of them replaces a node that no longer answers,
     within the job; without one, the job is requeued."""
+    min_nodes: PositiveInt | None = None
+    """On Slurm, once no spare node is left for one that no longer answers, training continues in the job on this many
+    nodes or more, if their processes divide the global batch and have the memory. As many as `num_nodes` if null."""
     max_restarts: Annotated[int, Field(ge=0, le=1000), WHOLE_NUMBER] = 3
     """Maximum consecutive restarts within a job, from the newest checkpoint, after a process died or failed for a
     possibly transient reason; a new checkpoint resets the count. 0: never."""
@@ -268,8 +275,36 @@ class RecipeSpec(Spec):
     `gs://bucket/prefix` or a folder. `ftkit resume s3://bucket/prefix/RUN` continues the run on another machine."""
 
 
+def why_not_shared(recipe: RecipeSpec, shape: ArchitecturePlan) -> str:
+    """Return why prompts of pairs can't be computed once; no text if they can, as far as the plan knows."""
+    training = recipe.training
+    if training.documents_per_sample == 1:
+        return f"objective '{training.objective}' has no pairs"
+    if recipe.data.packing == "off":
+        return "data.packing is 'off'"
+    if training.gpus_per_pack > 1:
+        return "GPUs that divide a pack have kernels that take documents, not masks"
+    if training.attention not in SHARING_KERNELS:
+        return f"attention '{training.attention}' takes documents, not masks"
+    return "" if shape.sliding_window is None else "some layers have sliding windows"
+
+
+def shares_prompts(recipe: RecipeSpec, shape: ArchitecturePlan) -> bool | None:
+    """Return whether prompts of pairs are computed once; None if preparation decides by what that saves."""
+    if recipe.data.share_prompts is not None:
+        return recipe.data.share_prompts
+    return None if shape.is_measured and not why_not_shared(recipe, shape) else False
+
+
 class RecipePlan(RecipeSpec):
     """A recipe with all `auto` values resolved and the model's parameters counted."""
 
     model: ModelPlan
     training: TrainingPlan
+    teacher: ModelPlan | None = None
+    """The teacher of objective distill."""
+
+    @property
+    def models(self) -> list[ModelPlan]:
+        """The models whose weights the run reads."""
+        return [each for each in (self.model, self.teacher) if each is not None]

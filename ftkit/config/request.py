@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.context import Context, read_settings_layers, settings_files, workspace_folder
 from ftkit.config.image_reference import AnyImage
-from ftkit.config.layers import Layers
+from ftkit.config.layers import COMMAND_LINE, Layers
 from ftkit.config.problems import validate
 from ftkit.config.recipe import RecipeSpec
 from ftkit.models.architecture import ModelPlan
@@ -73,7 +73,9 @@ class Origins:
         path = tuple(problem.key.split("."))
         for spec, layers in ((Settings, self.settings), (RecipeSpec, self.recipe), (ClusterProfile, self.cluster)):
             if path[0] in spec.model_fields and path[:1] in layers.origins:
-                return replace(problem, where=layers.origin(path))
+                where = layers.origin(path)
+                is_default = where == COMMAND_LINE and layers.value(path) is None  # beside a key that was typed
+                return problem if is_default else replace(problem, where=where)
         return problem
 
 
@@ -103,8 +105,14 @@ class RunRequest:
     """Packs of the training split, if the data is already prepared."""
     num_tokens: int | None = None
     """Tokens of their documents, without padding."""
+    num_targets: int | None = None
+    """Tokens of them in the loss."""
     padding: float | None = None
     """Ratio of the tokens of padded rows to those of packs; None if unknown."""
     model: ModelPlan | None = None
     """The model with its complete shape and parameter counts; None if the recipe's shape is complete."""
+    processes_per_node: int | None = None
+    """`--processes-per-node`: without GPUs, in place of `gpus_per_node`."""
+    teacher: ModelPlan | None = None
+    """The teacher of objective distill, as `model`."""
     origins: Origins = field(default_factory=Origins)

@@ -1,4 +1,4 @@
-"""More options for sbatch, in profiles and recipes: spelled the long way, and none that ftkit sets itself."""
+"""More options for sbatch and srun, in profiles and recipes, and none that ftkit sets itself."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -74,6 +74,31 @@ def _spell(text: str) -> str:
 
 SbatchOption = Annotated[OneLine, AfterValidator(_spell)]
 """An option of sbatch, as `name=value` or `name`. The command line's spellings are taken, with dashes and short."""
+
+
+_SET_FOR_STEPS: Final = {
+    **{name: _SET_BY_FTKIT[name] for name in ("chdir", "cpus-per-task", "error", "export", "input", "nodes", "output")},
+    **{name: _SET_BY_FTKIT[name] for name in ("ntasks", "ntasks-per-node")},
+    "container-env": "'environment' in the profile",
+    "container-image": "--image",
+    "container-mounts": "'mounts' in the profile",
+    "container-workdir": "'mounts' in the profile",
+    "mpi": "'mpi' in the profile",
+    "nodelist": "'sbatch_options' in the profile",
+}
+
+
+def _check_step_option(text: str) -> str:
+    """Return an argument of srun; ValueError if it is an option that job scripts set, which it would override."""
+    dashes, name = re.match("(-*)([^=]*)", text).groups()  # type: ignore[union-attr] # it matches any text
+    name = _SHORT.get(name[:1], "") if dashes == "-" else name
+    own = [each for each in sorted(_SET_FOR_STEPS) if dashes and name and each.startswith(name)]
+    if own:
+        raise ValueError(f"ftkit sets --{own[0]} itself: use {_SET_FOR_STEPS[own[0]]}, not {text!r}")
+    return text
+
+
+SrunOption = Annotated[str, AfterValidator(_check_step_option)]
 
 
 def find_conflicts(options: Iterable[str], *, is_exclusive: bool, has_gres: bool) -> Iterator[str]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from ftkit.config.objectives import ObjectiveSpec, ReferencedSpec
+from ftkit.config.objectives import ObjectiveSpec, ReferencedSpec, usual_learning_rate
 from ftkit.errors import plural
 from ftkit.models.adapters import ALL_PROJECTIONS, LoraSpec
 from ftkit.spec import (
@@ -57,10 +57,6 @@ def _as_int_if_whole(number: float) -> float:
 _MICRO_BATCH = _number_or_auto(1, "a micro-batch is 1 to {:,} packs")
 _SHARD_DEGREE = _number_or_auto(2, "a copy of the model is sharded over 2 to {:,} GPUs")
 
-FULL_LEARNING_RATE, ADAPTER_LEARNING_RATE = 2e-5, 2e-4
-"""Of 7B to 13B models: Ivison et al. 2023 (Tulu 2), appendix, and Dettmers et al. 2023 (QLoRA), table 9. Both papers
-halve them for 65B and 70B."""
-
 
 class TrainingSpec(ObjectiveSpec):
     """Optimization settings."""
@@ -89,7 +85,7 @@ class TrainingSpec(ObjectiveSpec):
     """Precision of frozen weights with method lora. `fp8`: the linear layers of decoder layers store 8 bits per weight
     and multiply in FP8 (Ada, Hopper and newer GPUs), with half the memory of bf16; `auto`: that of `precision`."""
     sequence_length: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE), WHOLE_NUMBER] = 2048
-    """Tokens per pack."""
+    """Tokens per pack. If not given, 2048, or the model's positions if it has fewer."""
     micro_batch_size: Annotated[PositiveInt | Auto, _MICRO_BATCH] = "auto"
     """Packs that one process computes at a time; `auto`: the number predicted to be the fastest on the cluster's GPUs
     with memory to spare. It changes only speed and memory: the optimizer sees `global_batch_size`."""
@@ -104,9 +100,10 @@ class TrainingSpec(ObjectiveSpec):
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit`: states of 8 bits instead of 32, with engine fsdp2 and without offload; needs bitsandbytes."""
     learning_rate: PositiveFloat = Field(
-        default_factory=lambda fields: FULL_LEARNING_RATE if fields.get("method") == "full" else ADAPTER_LEARNING_RATE
+        default_factory=lambda fields: usual_learning_rate(fields.get("objective", ""), fields.get("method", ""))
     )
-    """Highest learning rate, reached after the warm-up. If not given, 2e-5 for method full, else 2e-4."""
+    """Highest learning rate, reached after the warm-up. If not given, 2e-5 for method full, and ten times that for
+    adapters; on preferences 5e-7 (`orpo`: 8e-6)."""
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     """How the learning rate changes after the warm-up."""
     warmup_ratio: Annotated[float, Field(ge=0, le=1), NUMBER] = 0.03
@@ -193,6 +190,12 @@ class TrainingSpec(ObjectiveSpec):
             return self
         return self.model_copy(update={"lora": lora.model_copy(update={"targets": targets})})
 
+    def within(self, positions: int) -> Self:
+        """Return the settings with the default length shortened to a model's positions; a given length stays."""
+        if "sequence_length" in self.model_fields_set or self.sequence_length <= positions:
+            return self
+        return self.model_copy(update={"sequence_length": positions - positions % self.gpus_per_pack})
+
     @property
     def compute_precision(self) -> Precision:
         """The precision of everything but FP8 matmuls."""
@@ -240,7 +243,7 @@ class TrainingSpec(ObjectiveSpec):
             "activation_checkpointing": self.activation_checkpointing in {"selective", "except_attention"},
             "precision": self.trains_in_fp8,
             "base_precision": self.base_precision == "fp8",
-            "optimizer": self.optimizer == "adamw8bit",
+            "optimizer": self.optimizer != "adamw",
             "reshard_after_forward": self.reshard_after_forward == "never",
             "shard_degree": self.shard_degree != "auto",
             "sync_gradients": self.sync_gradients == "last_micro_batch",
@@ -279,7 +282,9 @@ class TrainingSpec(ObjectiveSpec):
 
     @property
     def stores_reference(self) -> bool:
-        return isinstance(self.preferences, ReferencedSpec) and self.preferences.is_stored(self.method)
+        """Whether the reference's log-probabilities are computed before step 1 and stored."""
+        stored = ("auto", "stored") if self.method == "full" else ("stored",)
+        return isinstance(self.preferences, ReferencedSpec) and self.preferences.reference in stored
 
     def _conflicts_of_method(self) -> Iterator[str]:
         if self.method == "full" and self.has_reference and not self.stores_reference:

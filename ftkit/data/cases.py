@@ -158,6 +158,9 @@ def _encode(model: ModelInput, rows: list[Row], data: DataSpec | None) -> list[_
         if isinstance(found, DataError):
             encoded.append(found)
             continue
+        if found[0].is_rejected:
+            encoded.append(DataError(f"{row.where}: its label says that the completion is undesirable"))
+            continue
         documents = found[:1] if isinstance(form, PreferencesFormat) else found
         if any(len(document.tokens) > (model.max_length or np.inf) for document in documents):
             encoded.append(DataError(f"{row.where}: longer than the model's context of {model.max_length:,} tokens"))
@@ -174,7 +177,7 @@ def _format_of(rows: list[Row], data: DataSpec | None) -> Format | None:
     try:
         return resolve_format(AutoFormat(), rows[:DETECTION_ROWS])
     except DataError:
-        _conversation_of(rows[0].columns, form)  # raises an error if there is no prompt either
+        prompt_of(rows[0].columns, form)  # raises an error if there is no prompt either
         return None
 
 
@@ -223,7 +226,7 @@ def encode_prompts(
     """
 
     def rendered(row: Row) -> str:
-        return renderer.render(_conversation_of(row.columns, form), open_turn=True)
+        return renderer.render(prompt_of(row.columns, form), open_turn=True)
 
     texts = run_in_fork(renderer, try_rows, rendered, rows)
     return [text if isinstance(text, DataError) else encode_text(tokenizer, text) for text in texts]
@@ -235,7 +238,7 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokens
 
 
-def _conversation_of(columns: Columns, form: Format | None) -> Conversation:
+def prompt_of(columns: Columns, form: Format | None) -> Conversation:
     """Return the turns of a row's prompt."""
     if isinstance(form, PromptCompletionFormat | JinjaFormat):
         prompt_only = form.model_copy(update={"completion": form.prompt})

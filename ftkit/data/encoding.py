@@ -14,14 +14,14 @@ import numpy as np
 import regex
 from tokenizers import Tokenizer
 
-from ftkit.config.data import DataSpec, Format, PreferencesFormat, TextFormat
+from ftkit.config.data import DataSpec, Format, PreferencesFormat, TextFormat, label_of
 from ftkit.data.conversations import Conversation, PlainText
 from ftkit.data.labels import any_of
 from ftkit.data.limits import run_in_fork, try_rows
 from ftkit.data.packing import IGNORED, Document
-from ftkit.data.preferences import Preferences
+from ftkit.data.preferences import EqualSidesError, Preferences
 from ftkit.data.rendering import ChatRenderer, Rendering, special_tokens_of
-from ftkit.data.row_formats import read_example
+from ftkit.data.row_formats import read_example, read_label
 from ftkit.data.rows import Row, errors_at
 from ftkit.errors import DataError
 
@@ -102,7 +102,10 @@ class RowEncoder:
         )  # fmt: skip
 
     def encode(self, rows: Sequence[Row]) -> list[list[Document] | DataError]:
-        """Return the documents of each row (several if the template rewrites earlier turns), or its error."""
+        """Return the documents of each row (several if the template rewrites earlier turns), or its error.
+
+        A row with equal sides has no documents if `data.contradictions` drops it.
+        """
         if self.renderer:
             found = run_in_fork(self.renderer, try_rows, self._renderings, rows)
         else:
@@ -117,11 +120,15 @@ class RowEncoder:
             try:
                 with errors_at(row):
                     self._check(own)
-                if isinstance(self.format, PreferencesFormat):
-                    own = [replace(document, is_rejected=number % 2 == 1) for number, document in enumerate(own)]
+                    if isinstance(self.format, PreferencesFormat):
+                        own = [replace(document, is_rejected=number % 2 == 1) for number, document in enumerate(own)]
+                    elif label := label_of(self.format):
+                        own = [replace(own[0], is_rejected=not read_label(row.columns, label))]
                 result.append(own)
             except DataError as error:
                 result.append(error)
+        if self.data.contradictions == "drop":
+            return [[] if isinstance(each, EqualSidesError) else each for each in result]
         return result
 
     def _check(self, documents: Sequence[Document]) -> None:
@@ -132,7 +139,8 @@ class RowEncoder:
         if isinstance(self.format, PreferencesFormat):
             for chosen, rejected in zip(documents[::2], documents[1::2], strict=True):
                 if np.array_equal(chosen.tokens, rejected.tokens):
-                    raise DataError("both sides have the same tokens", fix="correct or remove this example")
+                    fix = "correct or remove this example, or set data.contradictions=drop"
+                    raise EqualSidesError("both sides have the same tokens", fix=fix)
 
     def _renderings(self, row: Row) -> list[Rendering]:
         """Return the texts of a row, with the trained spans of each."""
@@ -143,6 +151,8 @@ class RowEncoder:
             raise TypeError("conversations need a chat template")
         elif isinstance(example, Preferences):
             found = [self._side(self.renderer, side) for side in example.sides]
+        elif label_of(self.format):
+            found = [self._side(self.renderer, example)]
         else:
             found = self.renderer.renderings(example, self.data)
         longest = max(len(rendering.text) for rendering in found)
@@ -156,6 +166,9 @@ class RowEncoder:
 
     def _side(self, renderer: ChatRenderer, side: Conversation) -> Rendering:
         train_on = "last" if self.data.train_on == "last" else "completion"
+        if side.num_prompt is None:
+            end = max((place for place, turn in enumerate(side.messages, 1) if turn.role == "user"), default=0)
+            side = replace(side, num_prompt=end)
         found = renderer.renderings(side, self.data.model_copy(update={"train_on": train_on}))
         if len(found) > 1:
             raise DataError(

@@ -18,7 +18,7 @@ from ftkit.config.data import describe_format
 from ftkit.config.recipe import RecipePlan
 from ftkit.data.conversations import Conversation
 from ftkit.data.limits import run_in_fork
-from ftkit.data.packing import IGNORED, REJECTED, TRAINED, Document, Packer, shorten
+from ftkit.data.packing import IGNORED, REJECTED, TRAINED, Document, Packer, document_begins, shorten
 from ftkit.data.preferences import conversations_of
 from ftkit.data.prepared_data import PreparedData, SourceStats
 from ftkit.data.row_formats import read_example
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from ftkit.data.rows import Row
 
 _REPORT_SECONDS = 10.0
+_SIDES = (("", ""), ("desirable", "undesirable"), ("chosen", "rejected"))
+"""What both sides are called, by the completions of a sample."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def samples_of_packs(data: PreparedData, packs: Sequence[int], tokenizer: PreTra
             raise DataError(f"there is no pack {pack}: the data has packs 0 to {len(store) - 1}")
         tokens, labels, positions, sources = store.read([pack])[0]
         is_trained = np.append(False, labels[:-1] != IGNORED)
-        bounds = list(pairwise([*np.flatnonzero(positions == 0).tolist(), len(positions)]))
+        bounds = list(pairwise([*np.flatnonzero(document_begins(positions)).tolist(), len(positions)]))
         if len(bounds) > 1 and not is_trained[bounds[-1][0] :].any():
             bounds.pop()  # padding
         for number, (begin, end) in enumerate(bounds, 1):
@@ -189,14 +191,15 @@ class DataInspector:
                     continue
                 num_rows -= 1
                 encoder, num = self.encoder.encoders[taken.source], self.recipe.training.documents_per_sample
+                shared = self.encoder.shared(documents)
                 for number, document in enumerate(documents, start=1):
                     first = (number - 1) // num * num
                     yield Sample(
                         row.where, number, len(documents), len(document.tokens), document.num_targets,
                         tuple(self._segments(encoder, row, document, number - 1)),
                         tuple(document.tokens.tolist()), (False, *(document.labels[:-1] != IGNORED).tolist()),
-                        self._fate(taken.source, documents[first : first + num]),
-                        "" if num == 1 else "rejected" if document.is_rejected else "chosen",
+                        self._fate(taken.source, shared[first : first + num]),
+                        _SIDES[self.recipe.training.completions_per_sample][document.is_rejected],
                     )  # fmt: skip
 
     def lengths(self, most_encoded: int, most_counted: int) -> tuple[list[int], int, int]:
@@ -302,9 +305,9 @@ class DataInspector:
         for encoded in self.check():
             totals.add(encoded)
             num_validation += len(encoded.validation.lengths)
-            lengths.update(encoded.train.lengths.tolist())
+            lengths.update((encoded.train.lengths + encoded.train.starts).tolist())
             if per_sample > 1 and len(encoded.train.lengths):
-                digests.frombytes(b"".join(digest[: digests.itemsize] for _, digest, _ in encoded.pairs))
+                digests.frombytes(b"".join(digest[: digests.itemsize] for _, digest, *_ in encoded.pairs))
                 starts = np.cumsum(encoded.train.lengths) - encoded.train.lengths
                 targets = np.add.reduceat(encoded.train.tokens >= TRAINED, starts, dtype=np.int64)
                 trained += targets.reshape(-1, 2).sum(axis=0)

@@ -91,7 +91,10 @@ def run_limited(template: Template, function: Callable[..., T], *args: object) -
     _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + CPU_SECONDS + 1))
     signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS, CPU_SECONDS)
     try:
-        return function(*args)
+        try:
+            return function(*args)
+        finally:
+            _process.is_calling = False  # a signal while an error is handled would replace the error
     except LimitReachedError as error:
         raise _refusal(template.name, str(error)) from None
     except MemoryError:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import sha256
+from itertools import pairwise
 from typing import Final, Self
 
 import numpy as np
@@ -17,7 +19,7 @@ IGNORED = -100
 TRAINED: Final = np.uint32(1 << 31)
 """Bit of a stored token that marks it as trained."""
 REJECTED: Final = np.uint16(1 << 15)
-"""Bit of a stored document's source that marks the rejected side of a pair."""
+"""Bit of a stored document's source that marks the rejected side of a pair, or an undesirable completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +28,14 @@ class Document:
 
     `tokens` and `labels` have the same length; `labels[i]` is the token that the model should predict
     after `tokens[i]`, or `IGNORED`. The last token has no label, since the next token belongs to another document.
+    With a `start`, this is the rest of a document that begins with as many tokens of the document before it.
     """
 
     tokens: NDArray[np.int32]
     labels: NDArray[np.int32]
     is_text: bool = False
     is_rejected: bool = False
+    start: int = 0
 
     @property
     def num_targets(self) -> int:
@@ -65,6 +69,23 @@ def _part(document: Document, start: int, end: int) -> Document:
     return Document(document.tokens[start:end], labels, document.is_text)
 
 
+def share_prompts(documents: Sequence[Document]) -> list[Document]:
+    """Return both sides of pairs in turn; rejected ones without the beginning that they share.
+
+    The last token of a prompt is not shared: each side's first trained token is predicted from a copy of its own.
+    """
+    return [_rest_of(each, documents[place - 1]) if each.is_rejected else each for place, each in enumerate(documents)]
+
+
+def _rest_of(rejected: Document, chosen: Document) -> Document:
+    num = min(len(chosen.tokens), len(rejected.tokens))
+    is_shared = chosen.tokens[:num] == rejected.tokens[:num]
+    for side in (chosen, rejected):
+        is_shared &= side.labels[:num] == IGNORED
+    start = int(is_shared.argmin())
+    return replace(rejected, tokens=rejected.tokens[start:], labels=rejected.labels[start:], start=start)
+
+
 @dataclass(frozen=True)
 class DocumentBatch:
     """Consecutive documents.
@@ -74,11 +95,13 @@ class DocumentBatch:
         lengths: int64, tokens of each document.
         sources: uint16, the source of each document, as its index in `data.source`; with the bit `REJECTED` on the
             second document of each pair.
+        starts: int64, tokens that each document shares with the one before it, `Document.start`.
     """
 
     tokens: NDArray[np.uint32]
     lengths: NDArray[np.int64]
     sources: NDArray[np.uint16]
+    starts: NDArray[np.int64]
 
     @classmethod
     def of(cls, documents: Sequence[Document], source: int = 0) -> Self:
@@ -91,20 +114,23 @@ class DocumentBatch:
             tokens[begin:end] = document.tokens
             tokens[begin + 1 : end][document.labels[:-1] != IGNORED] |= TRAINED
         sides = np.array([REJECTED if document.is_rejected else 0 for document in documents], np.uint16)
-        return cls(tokens, lengths, sides | np.uint16(source))
+        starts = np.array([document.start for document in documents], np.int64)
+        return cls(tokens, lengths, sides | np.uint16(source), starts)
 
     @classmethod
     def join(cls, batches: Sequence[DocumentBatch]) -> DocumentBatch:
         if len(batches) == 1:
             return batches[0]
-        columns = zip(*((batch.tokens, batch.lengths, batch.sources) for batch in batches), strict=True)
+        columns = zip(*((batch.tokens, batch.lengths, batch.sources, batch.starts) for batch in batches), strict=True)
         return DocumentBatch(*map(np.concatenate, columns))
+
+    @property
+    def num_rejected(self) -> int:
+        return int((self.sources >= REJECTED).sum())
 
     def count_tokens(self, source: int) -> tuple[int, int]:
         """Return the tokens of a source, and how many of them count in the loss."""
         is_own = self.sources & ~REJECTED == source
-        if is_own.all():
-            return len(self.tokens), int((self.tokens >= TRAINED).sum())
         is_from_source = np.repeat(is_own, self.lengths)
         return int(is_from_source.sum()), int((self.tokens[is_from_source] >= TRAINED).sum())
 
@@ -115,7 +141,7 @@ class DocumentBatch:
         pieces = [self.tokens[begins[index] : ends[index]] for index in indices]
         tokens = np.concatenate(pieces) if pieces else np.empty(0, np.uint32)
         chosen = np.asarray(indices, np.int64)
-        return DocumentBatch(tokens, self.lengths[chosen], self.sources[chosen])
+        return DocumentBatch(tokens, self.lengths[chosen], self.sources[chosen], self.starts[chosen])
 
     def digests(self) -> Iterator[bytes]:
         """Yield the SHA-256 of each document: of its tokens, some of them marked as trained."""
@@ -246,6 +272,29 @@ def count_row_tokens(lengths: NDArray[np.int64], longest: int) -> int:
     return sum(row_width(int(length), longest) * int(count) for length, count in zip(distinct, counts, strict=True))
 
 
+def document_begins(positions: NDArray[np.signedinteger]) -> NDArray[np.bool_]:
+    """Return where documents begin in packs, by positions that don't follow the one before: [..., T] -> [..., T]."""
+    begins: NDArray[np.bool_] = np.diff(positions, prepend=-2) != 1
+    return begins
+
+
+def visible_until(positions: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the place of the first later token that can't attend to each token of packs: [P, T] -> [P, T].
+
+    That is the end of its document; for a prompt that the next document shares, the end of that one. So one number for
+    a token describes the mask of a tree (FlashMask: Wang et al. 2024).
+    """
+    until = np.empty_like(positions)
+    for row, own in zip(until, positions, strict=True):
+        begins = np.flatnonzero(document_begins(own))
+        ends = np.append(begins[1:], len(own))
+        row[:] = np.repeat(ends, ends - begins)
+        for number in np.flatnonzero(own[begins]):
+            first = begins[number - 1]
+            row[first : first + own[begins[number]]] = ends[number]
+    return until
+
+
 def find_padding(packs: NDArray[np.int32]) -> NDArray[np.bool_]:
     """Return a mask of the padding of packs: the repeated token at the end, without labels. [B, 4, T] -> [B, T]."""
     tokens, labels, positions = packs[:, 0], packs[:, 1], packs[:, 2]
@@ -255,6 +304,36 @@ def find_padding(packs: NDArray[np.int32]) -> NDArray[np.bool_]:
     is_blank = (labels == IGNORED) & (tokens == tokens[:, -1:])
     is_padding: NDArray[np.bool_] = is_last & (is_blank | ~is_last).all(axis=1, keepdims=True)
     return is_padding
+
+
+def mismatch_completions(packs: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return packs with each prompt followed by the completion of another prompt of its pack: int32 [P, 4, L].
+
+    Documents have the numbers of their prompts, and a pack its length. Completions are those of the next document, as
+    in KTO (Ethayarajh et al. 2024); where prompts repeat, those of equal prompts are next to each other, and the
+    distance is the number of the most frequent one. `REJECTED` marks what has a completion of its own prompt anyway.
+    """
+    mismatched = packs.copy()
+    for pack, (tokens, labels, positions, sources) in zip(mismatched, packs, strict=True):
+        starts = [*np.flatnonzero(positions == 0).tolist(), len(positions)]
+        spans = [(begin, np.flatnonzero(labels[begin:end] != IGNORED), end) for begin, end in pairwise(starts)]
+        parts = [(begin, begin + int(found[0]) + 1, end) for begin, found, end in spans if len(found)]
+        prompts = [tokens[begin:cut].tobytes() for begin, cut, _ in parts]
+        first = dict(zip(reversed(prompts), reversed(range(len(prompts))), strict=True))
+        order = sorted(range(len(prompts)), key=lambda number: first[prompts[number]])
+        distance = max(Counter(prompts).values(), default=0)
+        other = {one: order[(place + distance) % len(order)] for place, one in enumerate(order)}
+        start = 0
+        for number, (begin, cut, _) in enumerate(parts):
+            _, middle, last = parts[other[number]]
+            end = start + cut - begin + last - middle
+            pack[0, start:end] = np.append(tokens[begin:cut], tokens[middle:last])
+            pack[1, start:end] = np.append(labels[begin : cut - 1], labels[middle - 1 : last])
+            pack[2, start:end] = np.arange(end - start)
+            is_own = prompts[number] == prompts[other[number]]
+            pack[3, start:end] = sources[begin] & ~REJECTED | (REJECTED if is_own else 0)
+            start = end
+    return mismatched
 
 
 @lru_cache(maxsize=2)

@@ -30,6 +30,10 @@ _SPEAKERS = re.compile(r"\n\n(Human|Assistant):")
 Turns = tuple[Message, ...]
 
 
+class EqualSidesError(DataError):
+    """Both sides of a pair are the same."""
+
+
 @dataclass(frozen=True, slots=True)
 class Preferences:
     """A chosen completion and rejected ones of the same prompt, each as a conversation that ends with it."""
@@ -88,10 +92,10 @@ def read_preferences(columns: Columns, form: PreferencesFormat, ignored: Collect
             fix="correct data.format, or remove this example",
         )
     if any(_texts(sides[0]) == _texts(side) for side in sides[1:]):
-        raise DataError(
+        raise EqualSidesError(
             f"'{form.chosen}' and '{form.rejected}' are the same",
             meaning="nothing is preferred; white space around a turn does not count",
-            fix="correct or remove this example",
+            fix="correct or remove this example, or set data.contradictions=drop",
         )
     tools = read_tools(columns["tools"]) if "tools" in columns and "tools" not in ignored else ()
     untrained = tuple(replace(message, trained=False) for message in prompt)

@@ -18,7 +18,7 @@ from ftkit.data.row_formats import DETECTION_ROWS, check_format, describe_roles,
 from ftkit.data.selection import first_rows, read_rows, split_of
 from ftkit.data.template_probes import find_unread
 from ftkit.data.tokenizers import add_tokens, check_size, find_model_end_tokens, learn_tokenizer, load_tokenizer
-from ftkit.data.workers import BatchEncoder, Totals, encode_rows
+from ftkit.data.workers import BatchEncoder, Totals, encode_rows, share_saved
 from ftkit.errors import DataError, one_line, plural
 from ftkit.planning.plan import PREPARATION_VERSION, RunPlan
 from ftkit.process import num_usable_cpus
@@ -45,6 +45,8 @@ def prepare(plan: RunPlan, report: Callable[[str], None], num_workers: int | Non
         f"{plural(manifest.num_train_packs, 'pack')} of {manifest.sequence_length} tokens, {manifest.fill_ratio:.1%} "
         f"full, {plural(manifest.num_train_targets, 'target')}"
     )
+    if saved := manifest.num_shared_tokens:
+        report(f"prompts of pairs are computed once: {saved / (manifest.num_train_tokens + saved):.0%} fewer tokens")
     batch = plan.recipe.training.global_batch_size
     if manifest.num_train_packs < batch:
         report(
@@ -91,6 +93,7 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], n
         num_train_packs=train.writer.num_packs,
         num_train_tokens=train.writer.num_tokens,
         num_train_targets=train.writer.num_targets,
+        num_shared_tokens=train.writer.num_shared,
         num_validation_documents=validation.writer.num_documents,
         num_validation_packs=validation.writer.num_packs,
         num_too_long=totals.too_long.total(),
@@ -141,11 +144,20 @@ def _check_totals(totals: Totals, recipe: RecipePlan, num_packs: int, report: Ca
             else "there are no examples to train on",
             fix="raise training.sequence_length" if num_too_long else "check data.source and data.validation",
         )
+    if totals.num_dropped:
+        report(f"data.contradictions: {plural(totals.num_dropped, 'equal or contradicting pair')} dropped")
     num_rows = sum(source.num_rows for source in totals.sources)
-    if totals.num_documents > num_rows and recipe.training.objective == "next_token":
+    if totals.num_documents > num_rows and recipe.training.preferences is None:
         report(
             f"{plural(num_rows, 'conversation')} became {plural(totals.num_documents, 'document')}: the chat "
             "template rewrites earlier turns, and each trained turn is in the form in which inference sees it"
+        )
+    num_documents = sum(source.num_documents for source in totals.sources)
+    if warning := recipe.training.warn_of_balance(num_documents - totals.num_rejected, totals.num_rejected):
+        report(f"warning: {warning}")
+    if recipe.training.objective == "kto" and num_documents < 2 * num_packs:
+        report(
+            "warning: kto: many packs have a single completion, and none to mismatch: raise training.sequence_length"
         )
     if totals.unused and not isinstance(recipe.data.source, GeneratedSource):
         report(f"columns that data.format does not use: {', '.join(sorted(totals.unused))}")
@@ -158,7 +170,7 @@ def open_encoder(recipe: RecipePlan, report: Callable[[str], None]) -> BatchEnco
     formats: dict[int, Format] = {}
     for number, source in enumerate(data.sources):
         rows = first_rows(data, number, DETECTION_ROWS)
-        formats[number] = resolve_format(data.format, rows)
+        formats[number] = resolve_format(data.format, rows, data.ignore_columns)
         name = f" of {source.name}" if len(data.sources) > 1 else ""
         report(f"format{name}: {describe_format(formats[number])}{describe_roles(rows, formats[number])}")
         check_format(data, formats[number], recipe.training.objective)
@@ -184,7 +196,10 @@ def open_encoder(recipe: RecipePlan, report: Callable[[str], None]) -> BatchEnco
     if unread := find_unread(data.template_options, renderer.template, renderer.tool_template):
         report(f"warning: data.template_options: the chat template never reads {', '.join(unread)}; check the spelling")
     end = next(iter(renderer.end_tokens), None)
-    return BatchEncoder(recipe, encoders, None if end is None else tokenizer.convert_tokens_to_ids(end))
+    read = (each for number in encoders for each in encoders[number].encode(first_rows(data, number, DETECTION_ROWS)))
+    saved = share_saved(recipe, (each for each in read if not isinstance(each, DataError)))
+    end_of_turn = None if end is None else tokenizer.convert_tokens_to_ids(end)
+    return BatchEncoder(recipe, encoders, end_of_turn, shares_prompts=saved is not None)
 
 
 def _train_texts(data: DataSpec, formats: dict[int, Format]) -> Iterator[str]:

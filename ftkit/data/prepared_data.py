@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from ftkit.data.packing import IGNORED, TRAINED, DocumentBatch
 from ftkit.data.readers import read_json_lines
 from ftkit.errors import DataError
 from ftkit.files import DamagedFileError, publish, read_json, remove, write_json
+from ftkit.paths import is_path
 from ftkit.planning.layout import DataLayout
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ class DataManifest:
     num_validation_packs: int
     num_too_long: int
     max_seqlen: int
+    num_shared_tokens: int = 0
+    """Tokens of prompts of training pairs that are not stored again for the rejected side (`data.share_prompts`)."""
     num_row_tokens: int = 0
     """Tokens of the training documents as padded rows (`data.packing: off`), padding included."""
     num_documents: int = 0
@@ -93,9 +97,10 @@ class DataManifest:
 
 
 _TOKENS, _DOCUMENTS, _SOURCES = "tokens.u32", "documents.i64", "sources.u16"
-_PACKS, _TARGETS = "packs.i64", "targets.i64"
+_PACKS, _TARGETS, _STARTS = "packs.i64", "targets.i64", "starts.i64"
 """Little-endian arrays without a header: tokens; where each document ends in them; the source of each document; where
-each pack ends in the documents; the targets of each pack."""
+each pack ends in the documents; the targets of each pack; the tokens that each document shares with the one before, of
+which there is no file if none does."""
 
 
 class PackWriter:
@@ -103,9 +108,9 @@ class PackWriter:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
-        self.num_documents = self.num_packs = self.num_tokens = self.num_targets = 0
-        self._stack = ExitStack()
-        names = (_TOKENS, _DOCUMENTS, _SOURCES, _PACKS, _TARGETS)
+        self.num_documents = self.num_packs = self.num_tokens = self.num_targets = self.num_shared = 0
+        self._stack, self._folder = ExitStack(), folder
+        names = (_TOKENS, _DOCUMENTS, _SOURCES, _PACKS, _TARGETS, _STARTS)
         self._files = {name: self._stack.enter_context((folder / name).open("wb")) for name in names}
 
     def __enter__(self) -> Self:
@@ -116,6 +121,8 @@ class PackWriter:
             for file in self._files.values():
                 file.flush()
                 os.fsync(file.fileno())
+        if not self.num_shared:
+            (self._folder / _STARTS).unlink()
 
     def write(self, documents: DocumentBatch, pack_sizes: Sequence[int]) -> None:
         """Append packs with the given number of documents each."""
@@ -129,6 +136,7 @@ class PackWriter:
             documents.sources.astype("<u2", copy=False),
             (self.num_documents + last + 1).astype("<i8", copy=False),
             targets.astype("<i8", copy=False),
+            documents.starts.astype("<i8", copy=False),
         )
         for file, array in zip(self._files.values(), arrays, strict=True):
             file.write(array.data)
@@ -136,6 +144,7 @@ class PackWriter:
         self.num_packs += len(pack_sizes)
         self.num_tokens += len(documents.tokens)
         self.num_targets += int(targets.sum())
+        self.num_shared += int(documents.starts.sum())
 
 
 class PackStore:
@@ -149,9 +158,12 @@ class PackStore:
         self._pack_ends = _map(folder / _PACKS, "<i8")
         self.num_targets: NDArray[np.int64] = _map(folder / _TARGETS, "<i8")
         """Tokens of each pack that count in the loss."""
+        self.shares_prompts = (folder / _STARTS).is_file()
+        self._starts = _map(folder / _STARTS, "<i8") if self.shares_prompts else np.zeros(self.num_documents, np.int64)
         num_documents, num_tokens = (int(each[-1:].sum()) for each in (self._pack_ends, self._document_ends))
-        expected = (num_documents, num_documents, num_tokens, len(self))
-        if expected != tuple(map(len, (self._document_ends, self._sources, self._tokens, self.num_targets))):
+        expected = (num_documents, num_documents, num_documents, num_tokens, len(self))
+        arrays = (self._document_ends, self._sources, self._starts, self._tokens, self.num_targets)
+        if expected != tuple(map(len, arrays)):
             raise _damaged(folder, "its files have different numbers of entries")
 
     def __len__(self) -> int:
@@ -163,11 +175,11 @@ class PackStore:
 
     def documents(self, packs: Sequence[int]) -> NDArray[np.int64]:
         """Return the number of each document in packs."""
-        last = np.asarray(self._pack_ends[packs])
-        first = np.where(np.asarray(packs) > 0, self._pack_ends[np.asarray(packs) - 1], 0)
+        numbers = np.asarray(packs, np.int64)  # there may be none
+        last, first = self._pack_ends[numbers], np.where(numbers > 0, self._pack_ends[numbers - 1], 0)
         counts = last - first
-        numbers: NDArray[np.int64] = np.arange(counts.sum()) + np.repeat(last - np.cumsum(counts), counts)
-        return numbers
+        documents: NDArray[np.int64] = np.arange(counts.sum()) + np.repeat(last - np.cumsum(counts), counts)
+        return documents
 
     def whole_packs(self, num_documents: int) -> tuple[int, int]:
         """Return how many packs are whole among the first documents, and how many documents these packs have."""
@@ -181,15 +193,20 @@ class PackStore:
         lengths: NDArray[np.int64] = self._document_ends[documents] - begins
         return lengths
 
+    def document_starts(self, packs: Sequence[int]) -> NDArray[np.int64]:
+        """Return the tokens that each document in packs shares with the one before."""
+        starts: NDArray[np.int64] = self._starts[self.documents(packs)]
+        return starts
+
     def read(self, packs: Sequence[int]) -> NDArray[np.int32]:
         """Read packs.
 
         Returns:
             int32 [packs, 4, length]: tokens, labels, positions, sources, some with the bit `REJECTED`. `labels[i]` is
-            the token to predict after `tokens[i]`, or `IGNORED`. Positions restart at 0 with each document, which is
-            how the model tells them apart; the padding at the end is a document without labels, which repeats the
-            pack's first token: the embedding of a padding token may be zero, where Gemma 3n's layers have infinite
-            gradients (square roots).
+            the token to predict after `tokens[i]`, or `IGNORED`. Positions restart with each document, at 0 or after
+            the prompt that it shares, which is how the model tells them apart; the padding at the end is a document
+            without labels, which repeats the pack's first token: the embedding of a padding token may be zero, where
+            Gemma 3n's layers have infinite gradients (square roots).
         """
         read = np.zeros((len(packs), 4, self.sequence_length), dtype=np.int32)
         for into, pack in zip(read, packs, strict=True):
@@ -205,7 +222,8 @@ class PackStore:
             into[1] = IGNORED
             into[1, : length - 1] = np.where(tokens[1:] >= TRAINED, into[0, 1:length], IGNORED)
             places = np.arange(self.sequence_length, dtype=np.int64)
-            into[2] = places - starts[np.searchsorted(starts, places, side="right") - 1]
+            origins = starts - np.append(self._starts[first:last], 0)
+            into[2] = places - origins[np.searchsorted(starts, places, side="right") - 1]
             into[3, :length] = np.repeat(self._sources[first:last], np.diff(starts))
         return read
 
@@ -274,6 +292,22 @@ class PreparedData:
                 combined.update(f"{content}  {path.relative_to(folder)}\n".encode())
             digests[folder.name] = combined.hexdigest()
         return digests
+
+    def folder_of(
+        self, kind: str, weights: str, facts: Sequence[object], needed: Iterable[str], own_root: Path
+    ) -> Path:
+        """Return the folder of what a model computes from the data, by what that depends on: data, weights, and facts.
+
+        It is next to the data, unless that is another user's, and lacks one of the files that are needed.
+        """
+        files = [(path.name, path.stat()) for path in sorted(Path(weights).glob("*.safetensors")) if is_path(weights)]
+        stamps = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+        key = json.dumps([self.read_manifest().identity, weights, stamps, *facts], sort_keys=True)
+        name = hashlib.sha256(key.encode()).hexdigest()[:16]
+        folder = self.root / kind / name
+        existing = next(each for each in (folder, folder.parent, self.root) if each.exists())
+        is_usable = os.access(existing, os.W_OK) or all((folder / file).is_file() for file in needed)
+        return folder if is_usable else own_root / kind / name
 
     def read_validation_rows(self) -> list[tuple[str, Row]]:
         """Read the validation rows, each with the name of its source, which is empty if there is only one."""

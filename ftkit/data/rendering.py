@@ -129,7 +129,7 @@ class ChatRenderer(Template):
             return None
 
     def _turns_of(self, conversation: Conversation) -> list[_Turn]:
-        return [_for_template(message, in_parts=self.needs_parts) for message in conversation.messages]
+        return [for_template(message, in_parts=self.needs_parts) for message in conversation.messages]
 
     def to_end_of_turn(self, text: str, last: Message) -> str:
         """Return a text without what follows the end of its last turn: line breaks, and the end of the conversation."""
@@ -323,7 +323,7 @@ def _context(turns: list[_Turn], end: int) -> list[int]:
     return [*system, *range(first_user, end)]
 
 
-def _for_template(message: Message, *, in_parts: bool) -> _Turn:
+def for_template(message: Message, *, in_parts: bool) -> _Turn:
     """Return a turn as templates expect it, without keys that have no value, since some templates test for keys."""
     parts = [{"type": "text", "text": message.content}] if message.content else []
     turn: _Turn = {"role": message.role, "content": parts if in_parts else message.content}

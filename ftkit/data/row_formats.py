@@ -22,9 +22,11 @@ from ftkit.config.data import (
     TaskFormat,
     TextFormat,
     describe_format,
+    label_of,
     normalized_role,
 )
 from ftkit.config.data_sources import columns_of, parse_format_string
+from ftkit.config.objectives import OPTIONS
 from ftkit.data.conversations import (
     Conversation,
     Message,
@@ -60,7 +62,7 @@ _REDUNDANT = {AlpacaFormat: ("text",), MessagesFormat: ("system", "functions")}
 """Redundant columns of a format: Alpaca's `text` is its other columns rendered."""
 
 
-def resolve_format(form: Format, rows: Sequence[Row]) -> Format:
+def resolve_format(form: Format, rows: Sequence[Row], ignored: Collection[str] = ()) -> Format:
     """Return the recipe's format; if it sets none, the format of the first rows."""
     if not isinstance(form, AutoFormat):
         return form
@@ -72,7 +74,10 @@ def resolve_format(form: Format, rows: Sequence[Row]) -> Format:
         columns = set.intersection(*(set(row.columns) for row in alike))
         if {"chosen", "rejected"} <= columns:
             return PreferencesFormat()
-        detected = _detect_turns(columns, alike) or _detect_by_columns(columns, alike[0].columns)
+        detected = _detect_turns(columns, alike) or _detect_by_columns(columns)
+        if isinstance(detected, MessagesFormat | PromptCompletionFormat) and "label" in columns - {*ignored}:
+            num_labels = sum(_label_in(row.columns["label"]) is not None for row in alike)
+            return detected.model_copy(update={"label": "label" if num_labels * 2 > len(alike) else None})
         if detected is not None:
             return detected
     raise _unknown_format(rows, commonest)
@@ -87,37 +92,47 @@ def _unknown_format(rows: Sequence[Row], names: frozenset[str]) -> DataError:
             meaning="a turn is an object with role and content, or with from and value",
             fix="correct the data, or select another column: data.format={kind: messages, column: NAME}",
         )
+    prompt, completion = [*columns][:2] if len(columns) > 1 else ("question", "answer")
     return DataError(
         f"{where}: no known format has the columns {', '.join(sorted(names)) or '(none)'}",
         meaning="known: turns (messages, conversations), instruction and output, prompt and completion, and text",
         fix="set how a row becomes a conversation, e.g. data.format.kind=prompt-completion "
-        "data.format.prompt='\"{question}\"' data.format.completion='\"{answer}\"'",
+        f"data.format.prompt='\"{{{prompt}}}\"' data.format.completion='\"{{{completion}}}\"'",
     )
 
 
 def check_format(data: DataSpec, form: Format, objective: Objective) -> None:
     """Check that rows of this format can be trained on with the objective, and that long documents can be split."""
-    if isinstance(form, PreferencesFormat) and objective == "next_token":
+    is_pairs, label = isinstance(form, PreferencesFormat), label_of(form)
+    if (is_pairs or label) and objective not in OPTIONS:
         raise DataError(
-            "the rows are preference data: pairs (chosen, rejected)",
-            meaning="with objective next_token, the model would learn what is not preferred too",
+            f"the rows are preference data: {'pairs (chosen, rejected)' if is_pairs else 'completions with a label'}",
+            meaning=f"with objective {objective}, the model would learn what is not preferred too",
             fix="set training.objective=dpo or another one on preferences; or select what is preferred: "
-            "data.format={kind: messages, column: chosen} and data.ignore_columns=[rejected]",
+            "data.format={kind: messages, column: chosen} and data.ignore_columns=[rejected]"
+            if is_pairs
+            else "set training.objective=kto; select what is preferred: "
+            f"jq -c 'select(.{label}) | del(.{label})' FILE > preferred.jsonl; or, if the label means something else, "
+            f"set data.ignore_columns=[{label}]",
+            name="pairs" if is_pairs else "labeled-completions",
         )
-    if not isinstance(form, PreferencesFormat) and objective != "next_token":
+    if objective in OPTIONS and not (is_pairs or (label and objective == "kto")):
         raise DataError(
-            f"training.objective is {objective}, but the rows have no pairs: {describe_format(form)}",
-            meaning="a pair has the columns chosen and rejected, and most often prompt",
-            fix="give a data set with pairs, or name its columns: data.format={kind: preferences, chosen: NAME, …}",
+            f"training.objective is {objective}, but the rows have no {'label' if objective == 'kto' else 'pairs'}: "
+            f"{describe_format(form)}",
+            meaning="a pair has the columns chosen and rejected, and most often prompt; a label, for kto, is true or "
+            "false in the column label",
+            fix="give a data set with pairs, or name its columns: data.format={kind: preferences, chosen: NAME, …}; "
+            "for kto: {kind: messages, label: NAME}",
         )
-    if isinstance(form, PreferencesFormat):
+    if is_pairs or label:
         for key, value, allowed in (
             ("too_long", data.too_long, ("auto", "error", "drop")),
             ("train_on", data.train_on, ("assistant", "completion", "last")),
         ):
             if value not in allowed:
                 raise DataError(
-                    f"data.{key} is '{value}', but the rows are pairs",
+                    f"data.{key} is '{value}', but the rows are {'pairs' if is_pairs else 'completions with a label'}",
                     meaning="what is preferred are whole completions",
                     fix=f"set it to one of {', '.join(allowed)}",
                 )
@@ -127,6 +142,24 @@ def check_format(data: DataSpec, form: Format, objective: Objective) -> None:
             meaning="later parts would lack the turns before them",
             fix="set it to 'truncate', which cuts after a turn that fits, or 'drop'",
         )
+
+
+_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+
+
+def _label_in(value: object) -> bool | None:
+    return _LABELS.get(str(value).lower())
+
+
+def read_label(columns: Columns, column: str) -> bool:
+    """Return whether the completion of a row is desirable."""
+    if (label := _label_in(columns.get(column))) is None:
+        raise DataError(
+            f"column '{column}' is not a label: {str(columns.get(column))[:80]}",
+            meaning="a label is true or 1 for a desirable completion, false or 0 for an undesirable one",
+            fix="correct or remove this example",
+        )
+    return label
 
 
 def _detect_turns(columns: set[str], rows: Sequence[Row]) -> Format | None:
@@ -153,13 +186,7 @@ def describe_roles(rows: Sequence[Row], form: Format) -> str:
     return f"; {', '.join(renamed)}" if renamed else ""
 
 
-def _detect_by_columns(columns: set[str], first: Columns) -> Format | None:
-    if {"prompt", "completion", "label"} <= columns and isinstance(first["label"], bool):
-        raise DataError(
-            "the rows are preference data: completions with a label",
-            meaning="ftkit trains on pairs, conversations, and texts, and would learn what is not preferred",
-            fix="select what is preferred: jq -c 'select(.label) | del(.label)' FILE > preferred.jsonl",
-        )
+def _detect_by_columns(columns: set[str]) -> Format | None:
     if {"instruction", "output"} <= columns:
         return AlpacaFormat()
     if {"instruction", "response"} <= columns:
@@ -176,13 +203,9 @@ def unused_columns(row: Columns, form: Format) -> list[str]:
     return [name for name, value in row.items() if name not in known and value not in (None, "", [], {})]
 
 
-def read_example(columns: Columns, data: DataSpec, form: Format) -> Example:  # noqa: C901, PLR0911 - one for each format
+def read_example(columns: Columns, data: DataSpec, form: Format) -> Example:  # noqa: PLR0911 - one for each format
     """Turn a row of a resolved format into a conversation or a text."""
-    chooses = isinstance(form, JinjaFormat | TaskFormat)  # the user selected the columns; all others are ignored
-    if isinstance(form, PromptCompletionFormat):
-        chooses = not isinstance(data.format, AutoFormat) and form != PromptCompletionFormat()
-    if not chooses:
-        _check_columns(columns, data, form)
+    _check_columns(columns, data, form)
     match form:
         case MessagesFormat():
             return _read_conversation(columns, form, data.ignore_columns)
@@ -206,8 +229,17 @@ def read_example(columns: Columns, data: DataSpec, form: Format) -> Example:  # 
             raise TypeError("the format is resolved before rows are read")
 
 
+def unknown_columns(columns: Columns, data: DataSpec, form: Format) -> list[str]:
+    """Return the columns of a row that would be lost; none if the user selected the columns."""
+    chooses = isinstance(form, JinjaFormat | TaskFormat)
+    if isinstance(form, PromptCompletionFormat):
+        chooses = not isinstance(data.format, AutoFormat) and form != PromptCompletionFormat()
+    known = {*METADATA, *data.ignore_columns}
+    return [] if chooses else [name for name in unused_columns(columns, form) if name not in known]
+
+
 def _check_columns(columns: Columns, data: DataSpec, form: Format) -> None:
-    unknown = [name for name in unused_columns(columns, form) if name not in {*METADATA, *data.ignore_columns}]
+    unknown = unknown_columns(columns, data, form)
     if unknown and not any(name in columns for name in form.columns):
         raise DataError(
             f"a row of another shape: it has the columns {', '.join(columns)}, and none of {', '.join(form.columns)}",

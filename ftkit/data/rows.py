@@ -88,7 +88,9 @@ class RawRow:
 
     def _invalid(self, text: str, where: str, error: Exception, fix: str) -> DataError:
         file, meaning = shlex.quote(self.file), ""
-        reason = f"{error.msg} at position {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+        reason = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg.removesuffix(' at')} at position {error.pos + 1}"
         if "\0" in text:
             reason, meaning = f"a NUL byte at position {text.index(chr(0)) + 1}", NUL_BYTES
         elif "\r" in text.rstrip():

@@ -51,9 +51,8 @@ def needs_preparation(plan: RunPlan, environment: Mapping[str, str]) -> bool:
         return False
     if not plan.data.is_prepared or plan.weights_to_export is not None:
         return True
-    return not is_fetched(
-        plan.recipe.model, {**environment, **plan.cluster.environment}, Workspace(plan.workspace).hub_home
-    )
+    known, home = {**environment, **plan.cluster.environment}, Workspace(plan.workspace).hub_home
+    return not all(is_fetched(model, known, home) for model in plan.recipe.models)
 
 
 def prepare_here(
@@ -75,13 +74,14 @@ def prepare_here(
 
 
 def fetch_weights(plan: RunPlan, environment: Mapping[str, str], report: Callable[[str], None]) -> None:
-    """Download the weights of a hub model, if missing."""
-    model, home = plan.recipe.model, Workspace(plan.workspace).hub_home
-    if not is_fetched(model, {**environment, **plan.cluster.environment}, home):
-        report(f"downloading the weights of {model.weights}")
-        download_weights(model, environment, home)
-        if warning := check_weights(model, environment, home):
-            report(f"warning: {warning}")
+    """Download the weights of hub models, if missing."""
+    home = Workspace(plan.workspace).hub_home
+    for model in plan.recipe.models:
+        if not is_fetched(model, {**environment, **plan.cluster.environment}, home):
+            report(f"downloading the weights of {model.weights}")
+            download_weights(model, environment, home)
+            if warning := check_weights(model, environment, home):
+                report(f"warning: {warning}")
 
 
 def export_weights(plan: RunPlan, report: Callable[[str], None]) -> None:

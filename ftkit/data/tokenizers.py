@@ -98,8 +98,8 @@ def load_tokenizer(
 
 
 def load_listed_tokenizer(folder: Path, model: ModelSpec, chat_template: str | None) -> PreTrainedTokenizerBase:
-    """Load a folder's tokenizer.json as `load_tokenizer` does, in less than a second: without the model's class."""
-    tokenizer = import_transformers().PreTrainedTokenizerFast.from_pretrained(folder)
+    """Load a folder's tokenizer as `load_tokenizer` does: the model's class may split words unlike tokenizer.json."""
+    tokenizer = _load(str(folder), None)
     add_tokens(tokenizer, model.added_tokens, lambda _: None)
     if chat_template is not None:
         _set_template(tokenizer, str(folder), chat_template)
@@ -209,6 +209,30 @@ def check_size(
         report(
             f"the tokenizer has {len(tokenizer):,} tokens, model.architecture.vocab_size is {vocab_size:,}: "
             "examples with tokens beyond it are refused"
+        )
+
+
+_SAMPLE = "Hello, world!  x_1 = 3.14159; Größe 25 °C — “naïve” 你好 🙂\n\tdef f(n):\n\t\treturn n  # 1,000\r\n"
+"""Text whose tokens depend on normalization, on the splitting of words and numbers, and on merges."""
+
+
+def check_same_tokenizer(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, teacher: str) -> None:
+    """Refuse (DataError) a teacher whose tokenizer has other ids or special tokens, or encodes text otherwise."""
+    ours, theirs = (
+        {
+            *(f"token {number} '{token}'" for token, number in tokenizer.get_vocab().items()),
+            *(f"special token '{token}'" for token in tokenizer.added_tokens_decoder.values() if token.special),
+            f"'{_SAMPLE}' as {tokenizer.encode(_SAMPLE, add_special_tokens=False)}",
+        }
+        for tokenizer in (own, other)
+    )
+    if difference := sorted(ours ^ theirs, key=lambda each: (each[0] == "'", len(each), each)):
+        has, lacks = ("model", "teacher") if difference[0] in ours else ("teacher", "model")
+        raise DataError(
+            f"training.distill.teacher: the tokenizer of {teacher} is another: the {has}'s has {difference[0]}, "
+            f"the {lacks}'s has not; {len(difference):,} such differences",
+            meaning="a teacher's distributions are over its own tokens",
+            fix="choose a teacher with the same tokenizer; or train on its answers: ftkit generate --as-data",
         )
 
 

@@ -12,12 +12,13 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import chain, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from ftkit.config.recipe import RecipePlan
+from ftkit.config.data import PreferencesFormat, label_of
+from ftkit.config.recipe import RecipePlan, shares_prompts
 from ftkit.data.encoding import RowEncoder
 from ftkit.data.limits import begin_fork, explain_death
-from ftkit.data.packing import REJECTED, Document, DocumentBatch, shorten
+from ftkit.data.packing import REJECTED, Document, DocumentBatch, share_prompts, shorten
 from ftkit.data.prepared_data import SourceStats
 from ftkit.data.row_formats import unused_columns
 from ftkit.data.rows import Row
@@ -35,6 +36,16 @@ _BATCHES_OF_WORKER = 4
 """Batches in flight per worker, which bounds the rows in memory."""
 
 
+class Pair(NamedTuple):
+    """A pair, or a completion with a label: its digest, and that with its sides swapped, or with the other label."""
+
+    where: str
+    digest: bytes
+    swapped: bytes
+    split: Split
+    documents: range  # in the batch of the split; none if it is longer than a pack
+
+
 @dataclass
 class EncodedBatch:
     """The result of a batch of rows.
@@ -42,7 +53,7 @@ class EncodedBatch:
     Documents are counted before any is truncated or dropped. Counters are by source. `unused` are columns that the
     format does not use; `validation_rows` are JSON Lines, and `validation_sources` their sources, one per line.
     `refused` are errors of rows with a document longer than a pack, where `data.too_long` resolves to `error`.
-    `pairs` are the place of each pair, its digest, and that of the pair with its sides swapped.
+    `num_dropped` counts rows with equal sides, and `contradictions`, that `data.contradictions` drops.
     """
 
     train: DocumentBatch = field(init=False)
@@ -56,8 +67,15 @@ class EncodedBatch:
     validation_sources: str = ""
     bad: list[DataError] = field(default_factory=list)
     refused: list[DataError] = field(default_factory=list)
-    pairs: list[tuple[str, bytes, bytes]] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
     contradictions: list[DataError] = field(default_factory=list)
+    num_dropped: int = 0
+
+    def drop(self, pairs: Sequence[Pair]) -> None:
+        self.num_dropped += len(pairs)
+        for split, batch in (("train", self.train), ("validation", self.validation)):
+            dropped = {place for pair in pairs if pair.split == split for place in pair.documents}
+            setattr(self, split, batch.take([place for place in range(len(batch.lengths)) if place not in dropped]))
 
 
 class Totals:
@@ -65,7 +83,7 @@ class Totals:
         self.sources = [SourceStats(source.name) for source in encoder.recipe.data.sources]
         self.too_long: Counter[str] = Counter({encoder.too_long(source): 0 for source in encoder.encoders})
         """Number of documents longer than a pack, by what happens with them."""
-        self.num_documents = self.num_bad = self.longest = 0
+        self.num_documents = self.num_bad = self.longest = self.num_rejected = self.num_dropped = 0
         self.unused: set[str] = set()
         self._encoder = encoder
 
@@ -75,6 +93,8 @@ class Totals:
             raise error
         self.num_bad += len(batch.bad)
         self.num_documents += batch.num_documents
+        self.num_rejected += batch.train.num_rejected
+        self.num_dropped += batch.num_dropped
         self.unused |= batch.unused
         self.longest = max(self.longest, batch.longest)
         self.too_long.update(self._encoder.outcomes(batch))
@@ -98,6 +118,20 @@ def check_skipped(errors: Sequence[DataError], allowed: int) -> None:
         raise DataError(first.what, meaning=first.meaning, fix=fix) from first
 
 
+_SHARED_MINIMUM = 0.2
+"""Fraction of tokens from which on it pays to compute prompts of pairs once: attention by block masks is slower."""
+
+
+def share_saved(recipe: RecipePlan, rows: Iterable[Sequence[Document]]) -> float | None:
+    """Return the fraction of the tokens of rows that prompts computed once save; None if they are not."""
+    allowed = shares_prompts(recipe, recipe.model.architecture)
+    if allowed is False:
+        return None
+    pairs = list(chain.from_iterable(rows))
+    saved = sum(each.start for each in share_prompts(pairs)) / max(1, sum(len(each.tokens) for each in pairs))
+    return saved if allowed or saved >= _SHARED_MINIMUM else None
+
+
 @dataclass(frozen=True)
 class BatchEncoder:
     """Encodes batches of rows as documents. Each source may have its own format, and so its own encoder."""
@@ -105,6 +139,7 @@ class BatchEncoder:
     recipe: RecipePlan
     encoders: Mapping[int, RowEncoder]
     end_of_turn: int | None
+    shares_prompts: bool = False
 
     @property
     def template(self) -> str:
@@ -114,6 +149,10 @@ class BatchEncoder:
     def too_long(self, source: int) -> TooLong:
         """Return what happens with documents of a source that are longer than a pack."""
         return self.recipe.data.resolve_too_long(self.encoders[source].format)
+
+    def shared(self, documents: Sequence[Document]) -> Sequence[Document]:
+        """Return a row's documents as they are packed."""
+        return share_prompts(documents) if self.shares_prompts else documents
 
     def outcomes(self, batch: EncodedBatch) -> Counter[str]:
         """Return the number of a batch's documents longer than a pack, by what happens with them."""
@@ -127,18 +166,20 @@ class BatchEncoder:
         documents: dict[Split, list[DocumentBatch]] = {"train": [], "validation": []}
         recipe = self.recipe
         data, length, num = recipe.data, recipe.training.sequence_length, recipe.training.documents_per_sample
-        done = EncodedBatch()
+        done, num_fitting = EncodedBatch(), Counter[str]()
         for (source, split, _), row, result in self.results(batch):
             if isinstance(result, DataError):
                 done.bad.append(result)
                 continue
             done.num_rows[source] += 1
+            done.num_dropped += not result
             done.unused.update(unused_columns(row.columns, self.encoders[source].format))
             split = split or (split_of(row.columns, data.validation) if data.validation else "train")  # noqa: PLW2901
             if split == "validation":
                 done.validation_rows += json.dumps(row.columns, ensure_ascii=False, default=str) + "\n"
                 done.validation_sources += f"{source}\n"
-            sizes = [len(document.tokens) for document in result]
+            shared = self.shared(result)
+            sizes = [len(document.tokens) for document in shared]
             # Of samples: a document, or both sides of a pair, which share a pack.
             lengths = [sum(sizes[first : first + num]) for first in range(0, len(sizes), num)]
             longest = max(lengths, default=0)
@@ -151,18 +192,28 @@ class BatchEncoder:
                 shorter = "data.too_long=split" if is_text else "data.too_long=truncate, or data.too_long=drop"
                 what = f"{row.where}: {longest:,} tokens, longer than a pack of {length:,}"
                 done.refused.append(DataError(what, fix=f"raise training.sequence_length, or set {shorter}"))
-            fitting = [fit for each in result for fit in shorten(each, length, too_long, self.end_of_turn)]
-            if num > 1:  # a pair fits as a whole, or not at all
-                fitting = [each for place, each in enumerate(result) if lengths[place // num] <= length]
-                for chosen, rejected in zip(result[::2], result[1::2], strict=True):
-                    sides = [sha256(each.tokens.tobytes()).digest() for each in (chosen, rejected)]
-                    both = [sha256(b"".join(pair)).digest()[:16] for pair in (sides, sides[::-1])]
-                    done.pairs.append((row.where, both[0], both[1]))
+            form, fitting = self.encoders[source].format, list[Document]()
+            per_pair = 2 if isinstance(form, PreferencesFormat) else 1
+            for pair in (slice(first, first + per_pair) for first in range(0, len(result), per_pair)):
+                begin = num_fitting[split] + len(fitting)
+                fitting += self._fitting(shared[pair], too_long)
+                if per_pair > 1 or label_of(form):
+                    places = range(begin, num_fitting[split] + len(fitting))
+                    own, other = (_digest(result[pair], is_swapped=flag) for flag in (False, True))
+                    done.pairs.append(Pair(row.where, own, other, split, places))
+            num_fitting[split] += len(fitting)
             documents[split].append(DocumentBatch.of(fitting, source))
         empty = [DocumentBatch.of([])]
         done.train = DocumentBatch.join(documents["train"] or empty)
         done.validation = DocumentBatch.join(documents["validation"] or empty)
         return done
+
+    def _fitting(self, documents: Sequence[Document], too_long: TooLong) -> Sequence[Document]:
+        """Return what is trained of documents; a pair fits as a whole, or not at all."""
+        length = self.recipe.training.sequence_length
+        if self.recipe.training.documents_per_sample > 1:
+            return documents if sum(len(each.tokens) for each in documents) <= length else ()
+        return [fit for each in documents for fit in shorten(each, length, too_long, self.end_of_turn)]
 
     def results(self, batch: Sequence[SelectedRow]) -> Iterator[tuple[SelectedRow, Row, list[Document] | DataError]]:
         """Yield each non-blank row with its documents or its error."""
@@ -185,15 +236,28 @@ class BatchEncoder:
                 yield taken, parsed, next(encoded[taken.source])
 
 
+def _digest(pair: Sequence[Document], *, is_swapped: bool) -> bytes:
+    sides = (bytes([each.is_rejected ^ is_swapped]) + sha256(each.tokens.tobytes()).digest() for each in pair)
+    return sha256(b"".join(sorted(sides))).digest()[:16]
+
+
 def encode_rows(encoder: BatchEncoder, rows: Iterable[SelectedRow], num_workers: int) -> Iterator[EncodedBatch]:
     """Yield the results of batches in an order that does not depend on the number of workers."""
     seen: set[bytes] = set()  # the digests of all pairs so far: 16 bytes for each
     for encoded in _encode_rows(encoder, rows, num_workers):
-        for where, digest, swapped in encoded.pairs:
-            if swapped in seen:
-                what = f"{where}: an earlier row prefers what this one rejects, and rejects what it prefers"
-                encoded.contradictions.append(DataError(what, fix="remove one of both rows"))
-            seen.add(digest)
+        contradictions = []
+        for pair in encoded.pairs:
+            if pair.swapped in seen:
+                contradictions.append(pair)
+            else:
+                seen.add(pair.digest)
+        if contradictions and encoder.recipe.data.contradictions == "drop":
+            encoded.drop(contradictions)
+        else:
+            for pair in contradictions:
+                what = f"{pair.where}: an earlier row prefers what this one rejects, or rejects what it prefers"
+                fix = "remove one of both rows, or the later one: data.contradictions=drop"
+                encoded.contradictions.append(DataError(what, fix=fix))
         yield encoded
 
 

@@ -13,9 +13,10 @@ from ftkit.errors import NotFoundError, PrerequisiteError, TrainingError, one_li
 from ftkit.evaluate.loaded_model import config_of, tokenizer_of
 from ftkit.evaluate.source import TrainedStep
 from ftkit.evaluate.verify_export import check_memory, peak_bytes
-from ftkit.files import atomic_folder
+from ftkit.files import atomic_folder, read_json_if_valid
 from ftkit.models.folder import EXPORT_RECORD
 from ftkit.planning.plan import read_plan_to_use
+from ftkit.runs.certificate import keep_certificate
 from ftkit.runs.checkpoints import DamagedCheckpointError, choose_step
 from ftkit.train.checkpoint.loading import describe_damage, open_trained
 from ftkit.train.components.export_record import streamed_bytes
@@ -57,7 +58,7 @@ def export_run(
     checkpoint = checkpoints[step]
     words = [f"step-{step:06d}", "merged" if request.merges else "", request.precision or ""]
     folder = request.folder or layout.exports / "-".join(filter(None, words))
-    _check_replaceable(folder)
+    _check_replaceable(folder, layout.root.name)
     report(f"reading the checkpoint of step {step}")
     try:
         if damage := describe_damage(checkpoint, step):
@@ -87,14 +88,15 @@ def export_run(
     with atomic_folder(folder) as temporary:
         report(f"writing {folder}")
         exporter.write(record, temporary, layout)
+        keep_certificate(folder, temporary)
         if verify is not None:
             report("loading the export in another process to compare it with the trained model")
             verify(temporary)
     return folder
 
 
-def _check_replaceable(folder: Path) -> None:
-    """Refuse to replace anything but an export, and to compute one that this user can't write."""
+def _check_replaceable(folder: Path, run: str) -> None:
+    """Refuse to replace anything but an export of the same run, and to compute one that this user can't write."""
     existing = next(each for each in folder.parents if each.exists())
     if not os.access(existing, os.W_OK | os.X_OK, effective_ids=True):
         raise PrerequisiteError(
@@ -103,9 +105,11 @@ def _check_replaceable(folder: Path) -> None:
             fix="export into a folder of your own: --to DIR",
         )
     is_empty = folder.is_dir() and not any(folder.iterdir())
-    if folder.exists() and not is_empty and not (folder / EXPORT_RECORD).is_file():
+    record = read_json_if_valid(folder / EXPORT_RECORD, dict[str, object]) or {}
+    if folder.exists() and not is_empty and record.get("run") != run:
+        is_what = f"is an export of {record['run']}" if record.get("run") else "is not an export"
         raise NotFoundError(
-            f"--to: {folder} exists and is not an export",
-            meaning="an export only replaces an earlier export",
+            f"--to: {folder} exists and {is_what}",
+            meaning="an export only replaces an earlier export of the same run",
             fix="give a new folder",
         )

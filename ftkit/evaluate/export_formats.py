@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -14,14 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from safetensors import safe_open
-
 from ftkit import process
 from ftkit.errors import PrerequisiteError, TrainingError, one_line
 from ftkit.evaluate.source import find_base
 from ftkit.files import atomic_file, read_json_if_valid
 from ftkit.models.config_json import text_part
-from ftkit.models.folder import ADAPTER_CONFIG, ADAPTER_FILE, EXPORT_RECORD, VLLM_LORA_RANKS, read_model_config
+from ftkit.models.folder import EXPORT_RECORD, VLLM_LORA_RANKS, read_model_config
 from ftkit.models.parameters import count_model
 
 if TYPE_CHECKING:
@@ -38,15 +35,6 @@ _LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
 """Families with `query_pre_attn_scalar`, and the number of layers by which llama.cpp recognizes their 27B."""
 _GEMMA_SCALAR = 256
 """transformers' default of `query_pre_attn_scalar`."""
-_VLLM_MODULE = re.compile(r"base_model\.model\.(?:.+\.)?(?P<module>[a-z_]+)\.lora_[AB]\.weight")
-
-
-@dataclass(frozen=True)
-class _AdapterConfig:
-    target_modules: tuple[str, ...] | None = None
-    modules_to_save: tuple[str, ...] | None = None
-    bias: str = "none"
-    r: int | None = None
 
 
 @dataclass(frozen=True)
@@ -116,30 +104,9 @@ def check_gguf_model(shape: ArchitectureSpec, config: Mapping[str, object]) -> N
         )
 
 
-def verify_vllm_lora(folder: Path) -> int:
-    """Check that vLLM's loader finds every tensor of an adapter folder; return the `--max-lora-rank` that it needs.
-
-    vLLM silently drops unknown tensors, and then serves the base model.
-    """
-    config = read_json_if_valid(folder / ADAPTER_CONFIG, _AdapterConfig) or _AdapterConfig()
-    with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
-        names = list(file.keys())
-    targets = config.target_modules or ()
-    wrong = [name for name in names if not (match := _VLLM_MODULE.fullmatch(name)) or match["module"] not in targets]
-    wrong += ["modules_to_save"] if config.modules_to_save else []
-    wrong += [f"bias {config.bias}"] if config.bias != "none" else []
-    if wrong or not names or (rank := config.r) is None:
-        raise TrainingError(
-            f"vLLM would ignore parts of {folder}: {', '.join(wrong[:3]) or 'it has no adapters'}",
-            meaning="its LoRA loader reads only lora_A and lora_B of the target modules",
-            fix="export a full model for it: --merge, without --format",
-        )
-    return next(each for each in VLLM_LORA_RANKS if each >= rank)
-
-
-def find_converter() -> Path:
-    """Return llama.cpp's converter: from the variable FTKIT_GGUF_CONVERTER, or on PATH."""
-    configured = os.environ.get(CONVERTER)
+def find_converter(llama_cpp: Path | None = None) -> Path:
+    """Return llama.cpp's converter: of a checkout, from the variable FTKIT_GGUF_CONVERTER, or on PATH."""
+    configured = str(llama_cpp / _SCRIPT) if llama_cpp else os.environ.get(CONVERTER)
     found = configured or shutil.which(_SCRIPT)
     if found is None or not Path(found).is_file():
         where = f"there is no {configured}" if configured else f"no {_SCRIPT} on PATH"
@@ -155,12 +122,14 @@ def find_converter() -> Path:
     return Path(found)
 
 
-def write_gguf(export: Path, file: Path, precision: str, report: Callable[[str], None]) -> list[str]:
+def write_gguf(
+    export: Path, file: Path, precision: str, report: Callable[[str], None], llama_cpp: Path | None = None
+) -> list[str]:
     """Convert a full model, and check that the result has its chat template, special tokens, and end token.
 
     Returns warnings about what llama.cpp will compute differently.
     """
-    converter = find_converter()
+    converter = find_converter(llama_cpp)
     report(f"converting to GGUF by {converter}")
     record = _record(export)
     ends = record.end_tokens
@@ -168,13 +137,13 @@ def write_gguf(export: Path, file: Path, precision: str, report: Callable[[str],
     with atomic_file(file) as temporary:
         words = [sys.executable, str(converter), str(export), "--outtype", {"fp32": "f32"}.get(precision, precision)]
         name = ["--model-name", record.run or export.name]
-        _run("llama.cpp's converter", [*words, *name, "--outfile"], temporary, file)
+        run_converter("llama.cpp's converter", [*words, *name, "--outfile"], temporary, file)
         fields = _read_fields(temporary)
         if ends and ends[0] not in _end_tokens(fields):
             # The converter uses the tokenizer's `eos_token`, which for Gemma is not the token that ends a turn.
             words = [sys.executable, "-m", "gguf.scripts.gguf_new_metadata", "--special-token-by-id", "eot"]
             with atomic_file(temporary) as changed:
-                _run("gguf's gguf_new_metadata", [*words, str(ends[0]), str(temporary)], changed, file)
+                run_converter("gguf's gguf_new_metadata", [*words, str(ends[0]), str(temporary)], changed, file)
             fields = _read_fields(temporary)
         _check_gguf(fields, export, ends)
     config = text_part(read_model_config(export))
@@ -187,7 +156,7 @@ def write_gguf(export: Path, file: Path, precision: str, report: Callable[[str],
     return [f"{text}: llama.cpp computes longer texts differently than transformers and vLLM"]
 
 
-def _run(program: str, words: list[str], output: Path, file: Path) -> None:
+def run_converter(program: str, words: list[str], output: Path, file: Path) -> None:
     done = process.run_stoppable([*words, str(output)], timeout_seconds=24 * 3600.0)
     if done.returncode:
         lines = done.stderr.strip().splitlines()

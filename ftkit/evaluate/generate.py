@@ -6,19 +6,21 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import GenerationConfig, TextStreamer
 
-from ftkit.data.cases import encode_prompts, encode_text, renderer_of
+from ftkit.data.cases import encode_prompts, encode_text, prompt_of, renderer_of
 from ftkit.data.conversations import Conversation, JsonObject, Message
 from ftkit.data.readers import read_json_lines
+from ftkit.data.rendering import for_template
 from ftkit.data.rows import Row
 from ftkit.errors import DataError
 from ftkit.evaluate.loaded_model import GeneratingModel
-from ftkit.files import load_json
+from ftkit.files import load_json, write_file, write_json
 
 if TYPE_CHECKING:
     from ftkit.config.data import Format
@@ -119,6 +121,25 @@ def count_done(output: Path, rows: Sequence[Row], label: str) -> int:
         with output.open("r+b") as file:
             file.truncate(len(complete_lines))
     return len(lines)
+
+
+def write_data(path: Path, completions: Path, rows: Sequence[Row], form: Format | None, card: JsonObject) -> int:
+    """Write completions as a chat data set, and a card beside it; return how many rows are in it.
+
+    Completions without an end are left out: who learns from them would learn to stop there.
+    """
+    conversations = []
+    for row, done in zip(rows, read_json_lines(completions), strict=True):
+        if done.columns["finish_reason"] == "stop":
+            prompt = prompt_of(row.columns, form)
+            answer = {"role": "assistant", "content": done.columns["completion"]}
+            turns = [*(for_template(each, in_parts=False) for each in prompt.messages), answer]
+            tools = {"tools": list(prompt.tools)} if prompt.tools else {}
+            conversations.append(json.dumps({"messages": turns, **tools}, ensure_ascii=False) + "\n")
+    write_file(path, "".join(conversations).encode())
+    counts = {"rows": len(conversations), "without_end": len(rows) - len(conversations)}
+    write_json(path.with_suffix(".card.json"), {**card, **counts, "created": datetime.now(UTC).isoformat()})
+    return len(conversations)
 
 
 # --- Chat ----------------------------------------------------------------------------------------

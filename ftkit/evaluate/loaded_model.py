@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import accelerate
 import numpy as np
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
@@ -26,7 +27,7 @@ from ftkit.errors import DataError, NotFoundError, PrerequisiteError, TrainingEr
 from ftkit.evaluate.source import ModelFolder, ModelSource, TrainedStep, fetch_model, find_base
 from ftkit.files import read_json
 from ftkit.models.folder import ADAPTER_CONFIG, check_folder, read_generation_config
-from ftkit.train.checkpoint.loading import describe_damage, read_state, saved_sizes
+from ftkit.train.checkpoint.loading import describe_damage, read_state, reason_of, saved_sizes
 from ftkit.train.components.generation import Generation
 from ftkit.train.model.attention import generation_attention
 from ftkit.train.model.hf_model import (
@@ -256,14 +257,19 @@ def _load_trained(model: torch.nn.Module, source: TrainedStep) -> None:
         sizes = saved_sizes(folder, "model.")
         wrong = [name for name, each in trained.items() if name not in sizes or sizes[name].numel() != each.numel()]
         problem = f"it belongs to another model: {', '.join(wrong[:3])}" if wrong else ""
+    saved = {}
+    if not problem:
+        saved = {name: torch.empty(sizes[name], dtype=each.dtype) for name, each in trained.items()}
+        try:
+            read_state({"model": saved}, folder)
+        except CheckpointException as error:  # such as a file that training has removed since
+            problem = reason_of(error)
     if problem:
         raise TrainingError(
             f"checkpoint {folder} can't be loaded: {problem}",
             meaning="the file system lost data; or the checkpoint, the base model or the run's plan was changed",
             fix="give another step of the run as RUN@STEP, or restore the files",
         )
-    saved = {name: torch.empty(sizes[name], dtype=each.dtype) for name, each in trained.items()}
-    read_state({"model": saved}, folder)
     for name, parameter in trained.items():
         parameter.copy_(saved[name].view(parameter.shape))
 

@@ -16,7 +16,7 @@ from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.paths import is_path
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import RunPlan, read_plan_to_use
-from ftkit.runs.checkpoints import choose_step
+from ftkit.runs.checkpoints import MARKER, SavedFile, choose_step
 from ftkit.runs.compare import find_run_step
 
 if TYPE_CHECKING:
@@ -53,6 +53,13 @@ class TrainedStep:
 
 
 ModelSource = ModelFolder | TrainedStep
+
+
+def weights_digests(source: ModelSource) -> dict[str, str]:
+    """Return the SHA-256 of each file with weights, as the hub has them; of a checkpoint, that of its marker."""
+    folder = source.folder if isinstance(source, ModelFolder) else source.layout.checkpoint(source.step)
+    files = sorted(path for path in folder.glob("*") if path.suffix == ".safetensors" or path.name == MARKER)
+    return {path.name: SavedFile.of(path.resolve()).sha256 for path in files}
 
 
 @dataclass(frozen=True)

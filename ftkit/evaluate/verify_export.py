@@ -9,9 +9,8 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from ftkit.evaluate.source import fetch_model
 from ftkit.files import DamagedFileError, read_json, read_json_if_valid
 from ftkit.models.folder import ADAPTER_CONFIG, EXPORT_RECORD
 from ftkit.models.weight_files import readable_tensors, tensors_of_model
+from ftkit.runs.certificate import Check
 from ftkit.train.components.export_record import ExportRecord, Logits, render, sample_logits, tokenizer_digests
 from ftkit.train.memory.usage import available_bytes
 from ftkit.train.model.hf_model import load_pretrained
@@ -41,15 +41,6 @@ _MEMORY_BESIDES_WEIGHTS = 2**30
 """Bytes of activations, logits, and what loading allocates for a moment."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """The result of one comparison, and whether it failed."""
-
-    name: str
-    found: str
-    passed: bool
-
-
 def verify_export(folder: Path, report: Callable[[str], None]) -> list[Check]:
     """Compare an export with its record; return every check, passed or not. `report` gets a line for each stage."""
     record = read_record(folder)
@@ -58,7 +49,7 @@ def verify_export(folder: Path, report: Callable[[str], None]) -> list[Check]:
     report("loading the tokenizer")
     checks += _check_tokenizer(folder, record)
     try:
-        with _loaded(folder, record, report) as (model, is_streamed):
+        with loaded(folder, record, report) as (model, is_streamed):
             checks += _check_logits(model, record)
             checks.append(_check_end(folder, model, record, is_streamed=is_streamed))
     except FtkitError:
@@ -128,10 +119,14 @@ def _check_tokenizer(folder: Path, record: ExportRecord) -> list[Check]:
 
 
 @contextmanager
-def _loaded(
-    folder: Path, record: ExportRecord, report: Callable[[str], None]
+def loaded(
+    folder: Path,
+    record: ExportRecord,
+    report: Callable[[str], None],
+    dtype: torch.dtype = torch.float32,
+    **options: object,
 ) -> Iterator[tuple[PreTrainedModel, bool]]:
-    """Load an export in fp32, and tell whether its weights stay in the files, for want of memory."""
+    """Load an export with options of `from_pretrained`; tell whether its weights stay in files, for want of memory."""
     base, adapters = folder, None
     if record.kind == "adapters":
         base, adapters = base_of(record), folder
@@ -152,9 +147,9 @@ def _loaded(
         warnings.simplefilter("ignore")  # the reasons for warnings, such as missing adapters, are checked later
         loading: AbstractContextManager[PreTrainedModel]
         if is_streamed:
-            loading = _streamed_model(base, adapters)
+            loading = _streamed_model(base, adapters, dtype=dtype, **options)
         else:
-            loading = nullcontext(_with_adapters(load_pretrained(base, torch.float32), adapters))
+            loading = nullcontext(_with_adapters(load_pretrained(base, dtype, **options), adapters))
         with loading as hf_model:
             yield hf_model.eval(), is_streamed
 
@@ -290,8 +285,8 @@ def check_memory(needed: int, free: int) -> None:
 
 
 @contextmanager
-def _streamed_model(folder: Path, adapters: Path | None) -> Iterator[PreTrainedModel]:
-    """Load a model in fp32 with transformers, and adapters with peft; the model's weights stay in the files.
+def _streamed_model(folder: Path, adapters: Path | None, **options: Any) -> Iterator[PreTrainedModel]:
+    """Load a model with transformers, and adapters with peft; the model's weights stay in the files.
 
     accelerate loads those of one module at a time. Tensors that transformers converts, such as stacked experts, are
     written to the disk first. The adapters, a folder in peft's layout, stay in memory.
@@ -299,7 +294,7 @@ def _streamed_model(folder: Path, adapters: Path | None) -> Iterator[PreTrainedM
     place = (adapters or folder).parent
     with tempfile.TemporaryDirectory(prefix=".ftkit-", dir=place if os.access(place, os.W_OK) else None) as scratch:
         logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it warns that weights are on the disk
-        model = load_pretrained(folder, torch.float32, device_map={"": "disk"}, offload_folder=scratch)
+        model = load_pretrained(folder, device_map={"": "disk"}, offload_folder=scratch, **options)
         if adapters is not None:
             # Zeros, of which memory has a single value, until accelerate loads the weights: peft moves adapters to the
             # meta device if their layer is there, and then computes nonsense.

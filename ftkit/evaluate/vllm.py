@@ -5,7 +5,6 @@ vLLM is not an extra of ftkit, because it pins its own torch. It is in the servi
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -13,7 +12,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,19 +25,16 @@ from transformers import AutoConfig, GenerationConfig, TextStreamer
 
 from ftkit.data.cases import ModelInput
 from ftkit.data.packing import IGNORED, Document
-from ftkit.errors import PrerequisiteError, TrainingError, one_line, plural
+from ftkit.errors import PrerequisiteError, TrainingError, one_line
+from ftkit.evaluate.engines import num_gpus_for_vllm
 from ftkit.evaluate.loaded_model import GeneratingModel, find_generation, tokenizer_of
 from ftkit.evaluate.source import ModelFolder, ModelSource, find_base
-from ftkit.evaluate.verify_export import CLOSER_THAN_BASE, Check, base_of, distance
-from ftkit.models.folder import ADAPTER_CONFIG, VLLM_LORA_RANKS
-from ftkit.models.weight_files import CONFIG_FILE
+from ftkit.models.folder import max_lora_rank
 from ftkit.train.components.generation import Generation
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
     from vllm.lora.request import LoRARequest
-
-    from ftkit.train.components.export_record import ExportRecord, Logits
 
 EngineName = Literal["auto", "transformers", "vllm"]
 
@@ -201,19 +197,13 @@ def start_engine(folder: Path, base: Path, **options: object) -> VllmEngine:
     try:
         with _stderr_to(stderr) if is_quiet else nullcontext():
             if folder != base:
-                rank = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["r"]
-                max_rank = next((each for each in VLLM_LORA_RANKS if each >= rank), rank)
-                options |= {"enable_lora": True, "max_lora_rank": max_rank}
+                options |= {"enable_lora": True, "max_lora_rank": max_lora_rank(folder)}
                 adapter = import_module("vllm.lora.request").LoRARequest("trained", 1, str(folder))
             has_tokenizer = (folder / "tokenizer_config.json").is_file()
-            config = json.loads((base / CONFIG_FILE).read_text(encoding="utf-8"))
-            heads = int((config.get("text_config") or config).get("num_attention_heads", 1))
-            num_gpus = max(1, torch.cuda.device_count())
             llm = import_module("vllm").LLM(
                 model=str(base),
                 tokenizer=str(folder if has_tokenizer else base),
-                # vLLM requires a number that divides the attention heads.
-                tensor_parallel_size=next(each for each in range(num_gpus, 0, -1) if heads % each == 0),
+                tensor_parallel_size=num_gpus_for_vllm(base),
                 enforce_eager=not torch.cuda.is_available(),  # compiling takes a CPU minutes
                 **options,
             )
@@ -244,92 +234,3 @@ def _stderr_to(file: IO[bytes]) -> Iterator[None]:
         sys.stderr.flush()
         os.dup2(saved, 2)
         os.close(saved)
-
-
-# --- Verify an export ----------------------------------------------------------------------------
-
-
-_TOLERANCE = 1e-3
-"""Largest error of log-probabilities in fp32, as `verify_export.TOLERANCE` is that of logits; measured: see
-docs/use-the-model.md."""
-_ROUNDED_TOLERANCE = 5e-2
-"""The same on GPUs, where vLLM computes in the dtype of the files: its attention kernels take no fp32."""
-_NUM_TOKENS = 4
-
-
-def verify_with_vllm(folder: Path, record: ExportRecord) -> list[Check]:
-    """Load an export as `vllm serve` does, and compare what the engine computes with the record.
-
-    vLLM silently drops tensors of an adapter that it does not know, and then serves the base model. So the
-    log-probabilities must be the trained model's, and not the base's.
-    """
-    base = folder if record.kind == "model" else base_of(record)
-    longest = max(len(prompt.tokens) for prompt in record.prompts)
-    try:
-        engine = start_engine(
-            folder,
-            base,
-            generation_config=str(folder),
-            dtype="auto" if torch.cuda.is_available() else "float32",
-            max_model_len=2 * longest + _NUM_TOKENS,  # another template may render longer prompts
-            max_logprobs=-1,
-        )
-        with closing(engine):
-            return [*_check_logprobs(engine, record), _check_end(engine, record), _check_template(engine, record)]
-    except VllmError as error:
-        return [Check("vLLM: loads", ": ".join((error.what, *error.last_lines[-1:])), passed=False)]
-    except Exception as error:  # noqa: BLE001 - vLLM and its workers raise anything
-        return [Check("vLLM: loads", f"{type(error).__name__}: {one_line(error)}", passed=False)]
-
-
-def _check_logprobs(engine: VllmEngine, record: ExportRecord) -> list[Check]:
-    params = _sampling(max_tokens=1, prompt_logprobs=-1, flat_logprobs=True)
-    found = []
-    for prompt in record.prompts:  # one by one: each has the whole vocabulary for each token
-        flat = engine.generate([prompt.tokens], params)[0].prompt_logprobs
-        rows = []
-        for first, last in list(zip(flat.start_indices, flat.end_indices, strict=True))[1:]:  # none for the first token
-            values = dict(zip(flat.token_ids[first:last], flat.logprobs[first:last], strict=True))
-            rows.append([values[column] for column in record.columns])
-        found.append(rows)
-    trained = _logprobs(record.exported or record.trained or [])
-    error, tolerance = distance(found, trained), _ROUNDED_TOLERANCE if torch.cuda.is_available() else _TOLERANCE
-    checks = []
-    if record.untrained is not None:
-        untrained = _logprobs(record.untrained)
-        effect, from_base = distance(untrained, trained), distance(found, untrained, trained)
-        tolerance = min(tolerance, CLOSER_THAN_BASE * effect)
-        text = f"differ by {from_base:.2g}, as trained: {effect:.2g}"
-        checks.append(Check("vLLM: and the base model's", text, passed=from_base > error))
-    text = f"log-probabilities differ by {error:.2g}, tolerance {tolerance:.2g}"
-    return [*checks, Check("vLLM: and the trained model's", text, passed=error <= tolerance)]
-
-
-def _logprobs(logits: Logits) -> Logits:
-    """Return log-probabilities, from logits with their log-sum-exp last, of all tokens but each prompt's last."""
-    return [[[value - row[-1] for value in row[:-1]] for row in rows[:-1]] for rows in logits]
-
-
-def _check_end(engine: VllmEngine, record: ExportRecord) -> Check:
-    """Have the engine generate nothing but an end token: it must stop at the first one."""
-    missed = []
-    for end in record.end_tokens:
-        params = _sampling(max_tokens=_NUM_TOKENS, allowed_token_ids=[end])
-        completion = engine.generate([record.prompts[0].tokens], params)[0].outputs[0]
-        if completion.finish_reason != "stop" or len(completion.token_ids) != 1:
-            missed.append(str(end))
-    if missed:
-        return Check("vLLM: end of turn", f"does not stop at token {', '.join(missed)}", passed=False)
-    return Check("vLLM: end of turn", f"stops at {', '.join(map(str, record.end_tokens))}", passed=True)
-
-
-def _check_template(engine: VllmEngine, record: ExportRecord) -> Check:
-    """Have the engine render the record's conversations as its server does."""
-    prompts = [prompt for prompt in record.prompts if prompt.asks]
-    messages, params = [prompt.messages for prompt in prompts], _sampling(max_tokens=1)
-    outputs = engine.llm.chat(messages, params, use_tqdm=False, lora_request=engine.adapter) if messages else []
-    wrong = sum(tuple(out.prompt_token_ids) != prompt.tokens for out, prompt in zip(outputs, prompts, strict=True))
-    text = f"renders {plural(len(messages), 'prompt')} as in training"
-    if wrong:
-        text = f"{wrong} of {len(messages)} prompts rendered differently than in training"
-    return Check("vLLM: chat template", text, passed=not wrong)

@@ -90,9 +90,9 @@ def _check_partition(node: LoginNode) -> list[Finding]:
     num_nodes = plural(sum(each.num_nodes for each in chosen), "node")
     findings = [Finding("partition", "ok", f"{chosen[0].name}, {num_nodes}")]
     most = max(each.gpus_per_node for each in chosen)
-    if cluster.gpu_request != "none" and cluster.gpus_per_node > most and cluster.device != "cpu":
+    if cluster.gpu_request != "none" and cluster.max_processes > most and cluster.device != "cpu":
         fix = "set 'gpus_per_node:' in the profile; 'gpu_request: none' if Slurm does not know about the GPUs"
-        value = f"the profile has {cluster.gpus_per_node} per node, Slurm {most}"
+        value = f"the profile has {cluster.max_processes} per node, Slurm {most}"
         findings.append(Finding("GPUs", "failed", value, fix))
     accounts = ", ".join(site.accounts)
     if accounts and cluster.account and cluster.account not in site.accounts:

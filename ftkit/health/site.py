@@ -300,6 +300,7 @@ def _differences(site: Site, partition: Partition, base: ClusterProfile) -> tupl
         "max_nodes": kinds[partition.gpus_per_node, partition.gpu_type],
         "gpus_per_node": partition.gpus_per_node or None,
         "gpu_request": None if partition.gpus_per_node else "none",
+        "gpu_type": partition.gpu_type if len(kinds) > 1 else None,
         "memory_per_node_gib": float(partition.memory_gib) or None,
         "gpu": gpu,
         "max_time_limit": None if partition.max_seconds is None else format_time_limit(partition.max_seconds),

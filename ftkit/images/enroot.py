@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ftkit import process
-from ftkit.config.image_reference import Digest, RegistryImage
+from ftkit.config.image_reference import Digest, RegistryImage, is_loopback
 from ftkit.errors import ImageError
 from ftkit.images import squashfs
 from ftkit.images.oci.documents import untrusted
@@ -109,7 +109,7 @@ def address_in_registry(
 ) -> Address:
     """Return the address of an image in a registry; `layers` are as in `Address`."""
     exact, by_tag = (replace(reference, digest=given).enroot_uri for given in (digest, None))
-    return Address(exact, by_tag, image_id, tuple(layers), reference.host, reference.is_loopback)
+    return Address(exact, by_tag, image_id, tuple(layers), reference.host, is_loopback(reference.host))
 
 
 def compute_node(cluster: ClusterProfile) -> ComputeNode:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import os
 
     from ftkit.config.recipe import RecipePlan, RecipeSpec
+    from ftkit.data.packing import Document
     from ftkit.data.rows import Row
 
 
@@ -124,7 +125,7 @@ def with_formats(data: DataSpec, rows: list[Row]) -> Iterator[tuple[Row, Format]
     else:
         groups = [rows]
     for group in groups:
-        form = resolve_format(data.format, group[:DETECTION_ROWS])
+        form = resolve_format(data.format, group[:DETECTION_ROWS], data.ignore_columns)
         yield from ((row, form) for row in group)
 
 
@@ -152,23 +153,24 @@ MAX_CHARACTERS = 4 << 20  # maximum length of the texts that are tokenized for a
 
 def count_documents(plans: Sequence[RunPlan], environment: Mapping[str, str]) -> list[RunPlan]:
     """Return plans with the numbers of documents that fit their packs, if known; rows of several are read once."""
-    read: list[tuple[RecipePlan, list[tuple[str, int]]]] = []
+    read: list[tuple[RecipePlan, tuple[list[tuple[str, int]], float | None]]] = []
     counted = []
     for plan in plans:
         if plan.data.is_prepared:
             counted.append(replace(plan, documents=_count_prepared(plan)))
             continue
         data, model, most = plan.recipe.data, plan.recipe.model, plan.recipe.training.sequence_length
-        found = next((lengths for other, lengths in read if (other.data, other.model) == (data, model)), None)
-        if found is None:
-            found = _read_lengths(plan, environment)
-            read.append((plan.recipe, found))
+        known = next((lengths for other, lengths in read if (other.data, other.model) == (data, model)), None)
+        if known is None:
+            known = _read_lengths(plan, environment)
+            read.append((plan.recipe, known))
+        found, saved = known
         too_long = {outcome: 0 for outcome, _ in found}
         for outcome, length in found:
             too_long[outcome] += length > most
         longest = max((length for _, length in found), default=0)
         num_fitting = len(found) - sum(too_long.values())
-        fit = DocumentFit(len(found), num_fitting, longest, is_complete=False, too_long=too_long)
+        fit = DocumentFit(len(found), num_fitting, longest, is_complete=False, too_long=too_long, saved=saved)
         counted.append(replace(plan, documents=fit if found else None))
     return counted
 
@@ -182,23 +184,27 @@ def _count_prepared(plan: RunPlan) -> DocumentFit | None:
     if not isinstance(outcomes, dict):  # an earlier version's manifest
         outcomes = {data.resolve_too_long(data.format): num_too_long}
     too_long = {outcome: number for outcome, number in outcomes.items() if isinstance(number, int)}
-    return DocumentFit(total, total - num_too_long, longest, is_complete=True, too_long=too_long)
+    stored, shared = (prepared.get(name) for name in ("num_train_tokens", "num_shared_tokens"))
+    saved = shared / (shared + stored) if isinstance(stored, int) and isinstance(shared, int) and shared else None
+    return DocumentFit(total, total - num_too_long, longest, is_complete=True, too_long=too_long, saved=saved)
 
 
-def _read_lengths(plan: RunPlan, environment: Mapping[str, str]) -> list[tuple[str, int]]:
+def _read_lengths(plan: RunPlan, environment: Mapping[str, str]) -> tuple[list[tuple[str, int]], float | None]:
     """Return the tokens of each document of the first rows, with what happens if that is more than a pack.
 
-    None if the rows or the tokenizer can't be read from here.
+    Also what `share_saved` returns. None if the rows or the tokenizer can't be read from here.
     """
     recipe = plan.recipe
     environment = {**environment, **plan.cluster.environment}
     folder = find_tokenizer(recipe.model, environment, Workspace(plan.workspace).hub_home)
     if folder is None or find_spec("transformers") is None:
-        return []
+        return [], None
     from ftkit.data.encoding import RowEncoder  # noqa: PLC0415 - seconds of imports
     from ftkit.data.tokenizers import load_listed_tokenizer  # noqa: PLC0415
+    from ftkit.data.workers import share_saved  # noqa: PLC0415
 
     lengths: list[tuple[str, int]] = []
+    good: list[list[Document]] = []
     rows: list[tuple[Row, Format]] = []
     left = MAX_CHARACTERS
     try:
@@ -214,8 +220,9 @@ def _read_lengths(plan: RunPlan, environment: Mapping[str, str]) -> list[tuple[s
             encoder = RowEncoder.of(tokenizer, recipe.data, form, recipe.model.architecture.vocab_size, ends)
             for documents in encoder.encode([row for row, _ in pairs]):
                 if not isinstance(documents, DataError):
+                    good.append(documents)
                     outcome = recipe.data.resolve_too_long(form)
                     lengths += [(outcome, len(document.tokens)) for document in documents]
     except Exception:  # noqa: BLE001 - damaged files raise anything; the checks report them
-        return []
-    return lengths
+        return [], None
+    return lengths, share_saved(recipe, good)

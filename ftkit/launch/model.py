@@ -95,10 +95,11 @@ def _resolve(model: ModelSpec, environment: Mapping[str, str], home: Path) -> Mo
 
 
 def pin_revision(plan: RunPlan, environment: Mapping[str, str]) -> RunPlan:
-    """Resolve a hub model's revision to a commit, so that the job loads what was checked; unchanged without the hub."""
-    model, home = plan.recipe.model, Workspace(plan.workspace).hub_home
-    pinned = _pin_revision(model, {**environment, **plan.cluster.environment}, home)
-    return replace(plan, recipe=plan.recipe.model_copy(update={"model": pinned}))
+    """Resolve hub models' revisions to commits, so that the job loads what was checked; unchanged without the hub."""
+    home, known = Workspace(plan.workspace).hub_home, {**environment, **plan.cluster.environment}
+    models = {"model": plan.recipe.model, "teacher": plan.recipe.teacher}
+    pinned = {name: model and _pin_revision(model, known, home) for name, model in models.items()}
+    return replace(plan, recipe=plan.recipe.model_copy(update=pinned))
 
 
 def _pin_revision(model: ModelPlan, environment: Mapping[str, str], home: Path) -> ModelPlan:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ftkit.data.readers import suffix_of
+from ftkit.data.row_formats import DETECTION_ROWS, resolve_format, unknown_columns
+from ftkit.data.selection import first_rows
 from ftkit.errors import ConfigError, DataError
+from ftkit.launch.preflight import check_examples
 from ftkit.launch.resolve import RunArgs, detect_hardware, load_place, resolve, resolve_recipe
 from ftkit.models.parameters import count_model
 from ftkit.paths import is_address
@@ -18,9 +21,16 @@ from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
     from ftkit.config.context import Context
+    from ftkit.config.data import DataSpec
+    from ftkit.config.recipe import RecipePlan
+    from ftkit.data.workers import BatchEncoder
     from ftkit.planning.plan import RunPlan
 
 _TRAIN, _SECOND_SPLITS = "train", ("validation", "valid", "val", "dev", "eval", "test")
+_OBJECTIVES = {
+    "pairs": Choice("objective", "dpo", "the rows are pairs, chosen and rejected"),
+    "labeled-completions": Choice("objective", "kto", "the rows are completions with a label"),
+}
 _MOST_ENCODED: Final = 2000
 _MOST_COUNTED: Final = 200_000
 """Rows whose documents are measured, and rows that are counted: seconds."""
@@ -47,43 +57,47 @@ def find_splits(data: str) -> tuple[str, str | None]:
 
 
 def choose_recipe(
-    draft: Path, data: str, ctx: Context, report: Callable[[str], None], image: str | None = None
+    draft: Path,
+    data: str,
+    given: Sequence[str],
+    ctx: Context,
+    report: Callable[[str], None],
+    image: str | None = None,
 ) -> tuple[RunPlan, dict[str, list[Choice]]]:
     """Return the plan of a draft of a recipe, which has a model and data, and the settings of that plan, by section.
 
-    `data` is what messages call the data, and `image` is for a cluster with containers. The first method that fits the
-    GPUs is taken; if none does, the last one.
+    `data` is what messages call the data, `given` are overrides, whose keys are not chosen, and `image` is for a
+    cluster with containers. The first method that fits the GPUs is taken; if none does, the last one.
     Raises as `resolve` and `open_encoder` do; DataError if there are no rows.
     """
     from ftkit.data.inspection import DataInspector  # noqa: PLC0415 - loads tokenizers
-    from ftkit.data.prepare import open_encoder  # noqa: PLC0415
 
-    recipe = resolve_recipe(RunArgs(recipe=str(draft), overrides=("training.sequence_length=1",)), ctx)
-    of_data: list[Choice] = []
-    try:
-        encoder = open_encoder(recipe, report)
-    except DataError as error:
-        if error.name != "no-chat-template":
-            raise
-        of_data.append(Choice("chat_template", "chatml", "the tokenizer has none, like most base models"))
-        with_template = recipe.data.model_copy(update={"chat_template": "chatml"})
-        recipe = recipe.model_copy(update={"data": with_template})
-        encoder = open_encoder(recipe, report)
+    recipe = resolve_recipe(RunArgs(recipe=str(draft), overrides=(*given, "training.sequence_length=1")), ctx)
+    recipe, encoder, of_data, of_training = _open(recipe, report)
     inspector = DataInspector(recipe, encoder, report)
     lengths, num_encoded, num_rows = inspector.lengths(_MOST_ENCODED, _MOST_COUNTED)
     if not lengths:
         raise DataError(f"{data} has no rows", fix="give the file or folder with the training data")
+    if recipe.training.documents_per_sample > 1:  # both sides are in the same pack
+        lengths = [sum(sides) for sides in zip(lengths[::2], lengths[1::2], strict=True)]
     is_text = all(each.format.kind == "text" for each in encoder.encoders.values())
     found = DocumentLengths(tuple(sorted(lengths)), num_rows, num_encoded, is_text)
     shape = recipe.model.architecture
     length, num_parameters = found.length_of_packs(shape.max_position_embeddings), count_model(shape).total
     hardware = detect_hardware(load_place(RunArgs(), ctx).cluster, ctx.environment, ctx.root)
     of_data += choose_data(found, length, has_validation=recipe.data.validation is not None)
+    keys = {override.partition("=")[0] for override in given}
     best, failure = None, None
     for method in methods_to_try(num_parameters, is_text=is_text, on_gpu=hardware.device == "cuda"):
-        training = [*choose_training(found, length, method, num_parameters, hardware.gpus_per_node)]
-        chosen = {"data": of_data, "training": training}
+        settings = choose_training(
+            found, length, method, num_parameters, hardware.max_processes, recipe.training.objective
+        )
+        chosen = {
+            section: [each for each in choices if f"{section}.{each.key}" not in keys]
+            for section, choices in (("data", of_data), ("training", [*of_training, *settings]))
+        }
         overrides = [f"{section}.{each.key}={json.dumps(each.value)}" for section in chosen for each in chosen[section]]
+        overrides += given
         try:
             plan = resolve(RunArgs(recipe=str(draft), overrides=tuple(overrides), image=image), ctx)
         except ConfigError as error:  # such as a model without layers for adapters
@@ -95,4 +109,48 @@ def choose_recipe(
             break
     if best is None:
         raise failure or AssertionError("there is a method to try")
+    for warning in check_examples(best[0].recipe):
+        report(warning)
     return best
+
+
+def _open(
+    recipe: RecipePlan, report: Callable[[str], None]
+) -> tuple[RecipePlan, BatchEncoder, list[Choice], list[Choice]]:
+    """Return the recipe with what its data need, its encoder, and those settings of `data` and `training`."""
+    from ftkit.data.prepare import open_encoder  # noqa: PLC0415 - loads tokenizers
+
+    of_data: list[Choice] = []
+    of_training: list[Choice] = []
+    reported = set[str]()
+
+    def report_once(line: str) -> None:  # each attempt reports the same
+        if line not in reported:
+            reported.add(line)
+            report(line)
+
+    if unused := [] if recipe.data.ignore_columns else _unused(recipe.data):
+        of_data.append(Choice("ignore_columns", unused, "the format does not use them"))
+        data = recipe.data.model_copy(update={"ignore_columns": tuple(unused)})
+        recipe = recipe.model_copy(update={"data": data})
+    while True:
+        try:
+            return recipe, open_encoder(recipe, report_once), of_data, of_training
+        except DataError as error:
+            if error.name == "no-chat-template":
+                of_data.append(Choice("chat_template", "chatml", "the tokenizer has none, like most base models"))
+                changed: dict[str, object] = {"data": recipe.data.model_copy(update={"chat_template": "chatml"})}
+            elif error.name in _OBJECTIVES:
+                of_training.append(objective := _OBJECTIVES[error.name])
+                changed = {"training": recipe.training.model_copy(update={objective.key: objective.value})}
+            else:
+                raise
+        recipe = recipe.model_copy(update=changed)
+
+
+def _unused(data: DataSpec) -> list[str]:
+    """Return the columns that the first rows of the format have besides its own."""
+    rows = first_rows(data, 0, DETECTION_ROWS)
+    form = resolve_format(data.format, rows)
+    alike = [row.columns for row in rows if any(name in row.columns for name in form.columns)]
+    return sorted({name for columns in alike for name in unknown_columns(columns, data, form)})

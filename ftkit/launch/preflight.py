@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.data import DataSpec, Format
     from ftkit.data.rendering import ChatRenderer
+    from ftkit.models.architecture import ModelPlan
     from ftkit.planning.plan import JobPlan, ScriptPlan
 
 
@@ -145,6 +146,8 @@ def source_checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Che
         yield lambda: filter(None, [check_weights(recipe.model, environment, home)])
     if recipe.model.adapter is not None:
         yield partial(check_adapter, recipe)
+    if recipe.teacher is not None:
+        yield partial(_check_teacher, recipe, recipe.teacher, environment, home)
     if not plan.data.is_prepared:
         tokenizer = find_tokenizer(recipe.model, environment, home)
         if tokenizer is not None:
@@ -200,17 +203,31 @@ def _check_tokenizer(recipe: RecipePlan, folder: Path) -> list[str]:
     return [f"{found}: examples with higher token ids are refused; {reason}"]
 
 
+def _check_teacher(recipe: RecipePlan, teacher: ModelPlan, environment: Mapping[str, str], home: Path) -> list[str]:
+    """Check the teacher's weights, and its tokenizer if the files of both are here; else the job compares them."""
+    if teacher.trained is not None and not Path(teacher.weights).is_dir():
+        fix = f"export it: ftkit export {teacher.trained.run} --step {teacher.trained.step} --to {teacher.weights}"
+        raise NotFoundError(f"training.distill.teacher: {teacher.source} is not exported yet", fix=fix)
+    warning = check_weights(teacher, environment, home)
+    folders = [find_tokenizer(model, environment, home) for model in recipe.models]
+    if find_spec("transformers") and all(folder and (folder / TOKENIZER_FILE).is_file() for folder in folders):
+        from ftkit.data.tokenizers import check_same_tokenizer, load_listed_tokenizer  # noqa: PLC0415 - as above
+
+        pairs = zip(folders, recipe.models, strict=True)
+        own, other = (load_listed_tokenizer(folder, model, None) for folder, model in pairs if folder)
+        check_same_tokenizer(own, other, teacher.weights)
+    return [warning] if warning else []
+
+
 def _check_labels(recipe: RecipePlan, folder: Path) -> None:
     """Check that the chat template's trained parts can be shown to be the assistant's, for the first rows too."""
-    from ftkit.data import rendering  # noqa: PLC0415 - imports transformers, which plain text does not need
-    from ftkit.data.limits import run_in_fork  # noqa: PLC0415 - only conversations need it
-    from ftkit.data.tokenizers import load_listed_tokenizer  # noqa: PLC0415
+    from ftkit.data import limits, rendering, tokenizers  # noqa: PLC0415 - transformers, which plain text does not need
 
     if recipe.data.train_on == "all" or not (folder / TOKENIZER_FILE).is_file():
         return
     configured = next((each for each in (folder, Path(recipe.model.weights)) if (each / CONFIG_FILE).is_file()), None)
     try:
-        tokenizer = load_listed_tokenizer(folder, recipe.model, recipe.data.chat_template)
+        tokenizer = tokenizers.load_listed_tokenizer(folder, recipe.model, recipe.data.chat_template)
         ends = read_end_tokens(configured) if configured else []
     except Exception:  # noqa: BLE001 - damaged files raise anything; loading it with the model's class reports them
         return
@@ -218,7 +235,7 @@ def _check_labels(recipe: RecipePlan, folder: Path) -> None:
     if not renderer.end_tokens and configured is None:
         return  # where generation stops is known once the model is downloaded
     rows = list(read_available(recipe.data))
-    run_in_fork(renderer, _check_first_rows, recipe.data, renderer, rows)
+    limits.run_in_fork(renderer, _check_first_rows, recipe.data, renderer, rows)
 
 
 def _check_first_rows(data: DataSpec, renderer: ChatRenderer, rows: Sequence[tuple[Row, Format]]) -> None:

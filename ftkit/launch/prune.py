@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ftkit.errors import FtkitError, plural
+from ftkit.files import read_json_if_valid
 from ftkit.launch.job_states import observe_all
 from ftkit.launch.submission import check_removable, remove_folder
 from ftkit.runs.checkpoints import list_checkpoints
@@ -17,6 +18,7 @@ from ftkit.runs.find import RunFolder, list_runs
 from ftkit.runs.job import FAILURES, RunState
 from ftkit.runs.lease import current_holder
 from ftkit.runs.listing import read_entry
+from ftkit.runs.manifest import Values, mapping
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import Workspace
@@ -79,6 +81,18 @@ def _unused_data(workspace: Workspace, used: set[str], now: float) -> Iterator[P
             age = now - folder.stat().st_mtime if is_unused else 0.0
             if age > _YOUNG_SECONDS and not folder.name.startswith("."):
                 yield Prunable("data", folder, folder_bytes(folder), "no run uses it")
+
+
+def find_dependents(workspace: Workspace, removed: Mapping[str, RunFolder]) -> dict[str, list[str]]:
+    """Return, for each run that would be removed, the other runs whose adapters are for its model."""
+    found: dict[str, list[str]] = {}
+    for folder in list_runs(workspace):
+        recipe = mapping((read_json_if_valid(folder.layout.plan, Values) or {}).get("recipe"))
+        weights = Path(str(mapping(recipe.get("model")).get("weights")))
+        if folder.id not in removed and mapping(recipe.get("training")).get("method") != "full":
+            for name in (name for name, other in removed.items() if weights.is_relative_to(other.layout.root)):
+                found.setdefault(name, []).append(folder.id)
+    return found
 
 
 def prune(items: Sequence[Prunable]) -> int:

@@ -14,7 +14,7 @@ from typing import Final
 
 from ftkit.config.cluster import ClusterProfile, mounted_folders, nccl_for, site_folders
 from ftkit.config.image_reference import image_file
-from ftkit.launch.templates import as_bash, fill
+from ftkit.launch.templates import as_bash, fill, quote_word
 from ftkit.planning.plan import PlacementPlan, RunPlan, ScriptPlan
 from ftkit.process import SLURM_NO_ANSWER
 
@@ -55,6 +55,19 @@ def render_preparation(plan: RunPlan, project: Path | None = None) -> str:
     return _render("prepare.sbatch.j2", replace(plan, placement=placement), project, {"sbatch_options": options})
 
 
+def render_array(plan: RunPlan, script: Path, text: str, project: Path | None = None) -> str:
+    """Render the script of the job array whose tasks are runs of a sweep; runs with equal ones can be in one array.
+
+    `script` is the path of a script of the run for Slurm, and `text` its content, from which the array has its options.
+    """
+    name, suffix = (text.removesuffix(plan.number) for text in (plan.name, plan.id.removeprefix(plan.name)))
+    options = "\n".join(line for line in text.splitlines() if line.startswith("#SBATCH "))
+    options = options.replace(plan.id, f"{name}%a{suffix}%a").replace(f"-name={plan.name}", f"-name={name[:-1]}")
+    parts = str(script).replace(plan.id, f"{name}\0{suffix}\0").split("\0")
+    values = {"options": options, "needed": '"$task"'.join(map(quote_word, parts)), "preflight": plan.has_preflight}
+    return fill("array.sbatch.j2", project, plan=plan, **values)
+
+
 @dataclass(frozen=True)
 class SideJob:
     """A job that accompanies a run, on GPUs of one node: it serves its model, or evaluates its checkpoints."""
@@ -79,13 +92,13 @@ class SideJob:
 def render_side_job(job: SideJob, project: Path | None = None, **values: object) -> SideJob:
     """Return the job with its script; `values` are those of its template."""
     plan, cluster, cpus = job.plan, job.plan.cluster, job.plan.cluster.cpus_per_node
-    threads = max(1, cpus // cluster.gpus_per_node) if cpus else plan.placement.threads_per_process
+    threads = max(1, cpus // cluster.max_processes) if cpus else plan.placement.threads_per_process
     place = replace(plan.placement, num_nodes=1, processes_per_node=job.num_gpus, threads_per_process=threads)
     values |= {
         "job_name": f"{plan.name}-{job.kind}",
         "job_log": job.log,
-        "num_cpus": cpus and max(1, cpus * job.num_gpus // cluster.gpus_per_node),
-        "takes_node": cluster.exclusive and job.num_gpus == cluster.gpus_per_node,
+        "num_cpus": cpus and max(1, cpus * job.num_gpus // cluster.max_processes),
+        "takes_node": cluster.exclusive and job.num_gpus == cluster.max_processes,
         "time_limit": cluster.limit_time(job.time_limit),
         "sbatch_options": [option.partition("=") for option in cluster.sbatch_options],
         "training_job": job.training_job,
@@ -137,17 +150,19 @@ def _render(
         exported = plan.weights_to_export
         manifest, weights = plan.data.manifest, exported and Path(exported.folder)
         payload: dict[str, object] = {"module": "ftkit.train", "data_manifest": manifest, "weights": weights}
-        can_restart = True
+        can_restart, smaller = True, [num for num in range(num_nodes - 1, 0, -1) if plan.on_nodes(num)]
     else:
         folders = site_folders(cluster, plan.workspace, num_nodes)
         payload = {"module": "ftkit.train.script_process", "data_manifest": None, "weights": None}
-        can_restart = plan.script.can_restart
+        can_restart, smaller = plan.script.can_restart, []
     variables = (*environment, "PYTHONPATH") if plan.code else environment
     all_values = {
         "plan": plan,
         "placement": plan.placement,
         "layout": plan.layout,
         "spare_nodes": resources.spare_nodes,
+        "node_counts": " ".join(map(str, (num_nodes, *smaller))),
+        "no_kill": bool(resources.spare_nodes or smaller),
         "excludes_stragglers": resources.exclude_stragglers and num_nodes > 1,
         "payload": payload | {"can_restart": can_restart, "max_restarts": resources.max_restarts * can_restart},
         "python_path": [str(folder) for folder in plan.python_path],

@@ -50,6 +50,7 @@ class RerunArgs:
     gpus_per_node: int | None = None
     name: str | None = None
     is_own: bool = True  # a run of this workspace: a manifest from elsewhere has setup lines that must not run here
+    processes_per_node: int | None = None
 
 
 def plan_rerun(original: Original, args: RerunArgs, ctx: Context, workspace: Workspace, default: str | None) -> RunPlan:
@@ -72,7 +73,7 @@ def plan_rerun(original: Original, args: RerunArgs, ctx: Context, workspace: Wor
         profile, layers = detect_hardware(site.spec, ctx.environment, ctx.root), site.layers
     else:
         profile, layers = _read(manifest["cluster_profile"], ClusterProfile, "cluster_profile"), Layers()
-    is_elsewhere = any((args.cluster, args.num_nodes, args.gpus_per_node))
+    is_elsewhere = any((args.cluster, args.num_nodes, args.gpus_per_node, args.processes_per_node))
     chosen = execution.get("chosen", []) if is_elsewhere else []
     loaded = override_recipe(open_values(recipe, chosen, str(manifest.get("engine", "auto"))), ())
     name = manifest.get("image") or default
@@ -82,10 +83,12 @@ def plan_rerun(original: Original, args: RerunArgs, ctx: Context, workspace: Wor
         cluster=args.cluster,
         name=args.name or f"{recipe.name}-rerun",
         num_nodes=args.num_nodes or (1 if profile.scheduler == "local" else place.get("num_nodes")),
-        gpus_per_node=args.gpus_per_node or (place.get("processes_per_node") if stays else None),
-    )
+        gpus_per_node=args.gpus_per_node,
+        processes_per_node=args.processes_per_node,
+    ).sized(profile, place.get("processes_per_node") if stays else None)
     origins = Origins(recipe=loaded.layers, cluster=layers)
-    request = build_request(loaded.spec, recipe.model, new_request(run_args, image, workspace, origins))
+    request = new_request(run_args, image, workspace, origins)
+    request = build_request(loaded.spec, recipe.model, replace(request, teacher=recipe.teacher))
     plan = plan_run(loaded.spec, profile, image_definition(image, ctx), request)
     file = Path(str(manifest.get("container_image")))
     is_same = plan.image_file and plan.image_file.suffix == file.suffix and plan.image == manifest.get("image")

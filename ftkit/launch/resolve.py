@@ -21,6 +21,7 @@ from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem, plural
 from ftkit.files import read_json_if_valid
 from ftkit.launch.inputs import data_stamp
 from ftkit.launch.model import resolve_model
+from ftkit.models.architecture import ModelSpec
 from ftkit.planning.choices import least_memory
 from ftkit.planning.compatibility import find_data_problems
 from ftkit.planning.layout import DataLayout, Workspace
@@ -47,8 +48,16 @@ class RunArgs(NamedTuple):
     name: str | None = None
     num_nodes: int | None = None
     gpus_per_node: int | None = None
+    processes_per_node: int | None = None
     gpu: str | None = None  # plan for nodes with this GPU, in place of a cluster
     code: tuple[CodePlan, ...] = ()
+
+    def sized(self, cluster: ClusterProfile, number: int | None) -> RunArgs:
+        """Return these arguments with a number of processes per node, if they set none."""
+        if self.gpus_per_node or self.processes_per_node:
+            return self
+        is_on_gpus = cluster.device == "cuda"
+        return self._replace(gpus_per_node=number) if is_on_gpus else self._replace(processes_per_node=number)
 
 
 def _raise_together(errors: Sequence[FtkitError]) -> None:
@@ -137,13 +146,15 @@ def resolve(args: RunArgs, ctx: Context) -> RunPlan:
         raise AssertionError("errors of loading were raised above")
     workspace = Workspace(loaded.workspace_folder(ctx))
     origins = Origins(recipe=read.layers, cluster=site.layers, settings=loaded.layers)
-    model = _resolve_model(read.spec, ctx, workspace, origins)
-    request = build_request(read.spec, model, new_request(args, wanted, workspace, origins))
+    recipe, model = _resolve_model(read.spec, ctx, workspace, origins)
+    teacher = _resolve_teacher(recipe, ctx, workspace, origins)
+    request = replace(new_request(args, wanted, workspace, origins), teacher=teacher)
+    request = build_request(recipe, model, request)
     here = detect_hardware(site.spec, ctx.environment, ctx.root)
-    plan = resolve_image_link(plan_run(read.spec, here, image, request))
+    plan = resolve_image_link(plan_run(recipe, here, image, request))
     notes = plan.notes
     if is_assumed:
-        gpus = f"{plural(here.gpus_per_node, 'GPU')} of unknown model per node"
+        gpus = f"{plural(here.max_processes, 'GPU')} of unknown model per node"
         fix = "set one of 'ftkit cluster list' with --cluster or 'cluster:' in ftkit.yaml"
         notes = (f"no cluster is set: this plan is for profile '{here.name}', with {gpus}; {fix}", *notes)
     return replace(plan, code=args.code, notes=notes)
@@ -162,17 +173,32 @@ def resolve_recipe(args: RunArgs, ctx: Context) -> RecipePlan:
         raise _no_recipe(_image_of(loaded))
     read = read_recipe(name, ctx, args.overrides)
     origins = Origins(recipe=read.layers, settings=loaded.layers)
-    model = _resolve_model(read.spec, ctx, Workspace(loaded.workspace_folder(ctx)), origins)
-    if problems := find_data_problems(read.spec, model.architecture):
+    recipe, model = _resolve_model(read.spec, ctx, Workspace(loaded.workspace_folder(ctx)), origins)
+    if problems := find_data_problems(recipe, model.architecture):
         raise ConfigError([origins.locate(problem) for problem in problems])
-    return RecipePlan.extend(read.spec, model=model, training=least_memory(read.spec.training))
+    return RecipePlan.extend(recipe, model=model, training=least_memory(recipe.training))
 
 
-def _resolve_model(recipe: RecipeSpec, ctx: Context, workspace: Workspace, origins: Origins) -> ModelPlan:
+def _resolve_model(
+    recipe: RecipeSpec, ctx: Context, workspace: Workspace, origins: Origins
+) -> tuple[RecipeSpec, ModelPlan]:
+    """Return the model, and the recipe with a default length that the model can have."""
     try:
-        return resolve_model(recipe.model, ctx.environment, workspace)
+        model = resolve_model(recipe.model, ctx.environment, workspace)
     except ConfigError as error:
         raise ConfigError([origins.locate(problem) for problem in error.problems]) from error
+    training = recipe.training.within(model.architecture.max_position_embeddings)
+    return recipe.model_copy(update={"training": training}), model
+
+
+def _resolve_teacher(recipe: RecipeSpec, ctx: Context, workspace: Workspace, origins: Origins) -> ModelPlan | None:
+    options, key = recipe.training.distillation, "training.distill.teacher"
+    if options is None:
+        return None
+    try:
+        return resolve_model(ModelSpec(weights=options.teacher), ctx.environment, workspace)
+    except ConfigError as error:
+        raise ConfigError([origins.locate(replace(problem, key=key)) for problem in error.problems]) from error
 
 
 def recipe_name(args: RunArgs, ctx: Context) -> str | None:
@@ -231,6 +257,7 @@ def new_request(args: RunArgs, image: AnyImage | None, workspace: Workspace, ori
         name=args.name,
         num_nodes=args.num_nodes,
         gpus_per_node=args.gpus_per_node,
+        processes_per_node=args.processes_per_node,
         image=image,
         image_is_explicit=args.image is not None,
         workspace=workspace.root,
@@ -251,13 +278,14 @@ def build_request(recipe: RecipeSpec, model: ModelPlan, request: RunRequest) -> 
 def with_packs(request: RunRequest, data: DataLayout) -> RunRequest:
     """Add the numbers of packs and tokens to a request, from the data's manifest, if the data is prepared."""
     prepared = read_json_if_valid(data.manifest, dict[str, object]) or {}
-    names = ("num_train_packs", "num_train_tokens", "sequence_length", "num_row_tokens")
+    names = ("num_train_packs", "num_train_tokens", "sequence_length", "num_row_tokens", "num_train_targets")
     values = [value for value in (prepared.get(name, 0) for name in names) if isinstance(value, int)]
     if len(values) < len(names) or "num_train_packs" not in prepared:
         return request
-    num_packs, num_tokens, length, num_row_tokens = values
+    num_packs, num_tokens, length, num_row_tokens, num_targets = values
     padding = num_row_tokens / (num_packs * length) if num_packs * length and num_row_tokens else None
-    return replace(request, num_packs=num_packs, num_tokens=num_tokens or None, padding=padding)
+    tokens, targets = num_tokens or None, num_targets or None
+    return replace(request, num_packs=num_packs, num_tokens=tokens, num_targets=targets, padding=padding)
 
 
 def _no_recipe(image: AnyImage | None) -> FtkitError:

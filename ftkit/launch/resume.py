@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ftkit.config.image_reference import AnyImage, NamedImage, parse_image
 from ftkit.config.layers import COMMAND_LINE, Layers
 from ftkit.config.load import load_image, override_recipe, read_cluster
+from ftkit.config.recipe import RecipeSpec
 from ftkit.config.request import Origins
 from ftkit.config.yaml_files import parse_override
 from ftkit.errors import ConfigError, NotFoundError, Problem
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
     from ftkit.config.recipe import RecipePlan
 
 _CHANGEABLE = ("training", "evaluation", "tracking", "profile", "resources")
-_FIXED = tuple(f"training.{key}" for key in ("method", "lora*", "sequence_length", "optimizer", "engine"))
+_FIXED = tuple(
+    f"training.{key}" for key in ("method", "lora*", "sequence_length", "optimizer", "engine", "distill.teacher")
+)
 """Keys with whose changed values no checkpoint of the run can be loaded."""
 _GLOBAL_BATCH = "training.global_batch_size"
 """The place in the data is the step times this: with another value, packs would be trained twice, or skipped."""
@@ -65,6 +68,7 @@ class ResumeArgs:
     cluster: str | None = None
     overrides: tuple[str, ...] = ()  # `key.path=value`, the time limit among them
     allowed: tuple[str, ...] = ()  # keys that may change although they affect the result
+    processes_per_node: int | None = None
 
     @property
     def asks_for_changes(self) -> bool:
@@ -161,11 +165,14 @@ def replan(
     wanted = RunArgs(
         name=plan.name,
         num_nodes=args.num_nodes or plan.placement.num_nodes,
-        gpus_per_node=args.gpus_per_node or (plan.placement.processes_per_node if stays else None),
-    )
+        gpus_per_node=args.gpus_per_node,
+        processes_per_node=args.processes_per_node,
+    ).sized(cluster, plan.placement.processes_per_node if stays else None)
     origins = Origins(recipe=loaded.layers, cluster=layers)
     request = with_packs(new_request(wanted, image, Workspace(plan.workspace), origins), plan.data)
-    request = replace(request, model=plan.recipe.model, python=plan.python, created=plan.created)
+    request = replace(
+        request, model=plan.recipe.model, teacher=plan.recipe.teacher, python=plan.python, created=plan.created
+    )
     definition = image_definition(image, ctx)
     try:
         new = plan_run(recipe, cluster, definition, request)
@@ -197,7 +204,7 @@ def open_values(recipe: RecipePlan, chosen: Collection[str], engine: str) -> dic
     values["training"] |= dict.fromkeys(chosen, "auto") | {"engine": engine}
     if "activation_checkpointing" in chosen:  # it includes the numbers of layers
         values["training"] |= {"checkpointed_layers": None, "offloaded_layers": None}
-    return {name: getattr(recipe, name) for name in type(recipe).model_fields} | values
+    return {name: getattr(recipe, name) for name in RecipeSpec.model_fields} | values
 
 
 def _leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[str]:

@@ -35,11 +35,11 @@ class LocalScheduler:
 
     def submit(
         self, layout: RunLayout, environment: Mapping[str, str], *, has_preparation: bool = False,
-        after: str | None = None,  # noqa: ARG002 - runs follow one another anyway
+        tasks: str = "", after: SubmittedRun | None = None,  # noqa: ARG002 - runs follow one another anyway
     ) -> Submission:  # fmt: skip
         """Start the script of a run, with these variables."""
-        if has_preparation:
-            raise ValueError("on this machine, the run's own script prepares its data")
+        if has_preparation or tasks:
+            raise ValueError("on this machine, each run has its own script, which prepares its data")
         pid = process.start_detached(
             ["bash", str(layout.script)], log=layout.job_log, cwd=layout.root, environment=environment
         )
@@ -63,20 +63,21 @@ class LocalScheduler:
                 states[run.id] = Job(run.job_id, RunState.RUNNING, nodes=here, started=run.submission.submitted)
         return states
 
-    def cancel(self, run: SubmittedRun) -> None:
-        """Send SIGTERM to the script, then to its group, then SIGKILL."""
-        pid = int(run.job_id)
-        # First only the script: the other processes of its group would die before it could request a checkpoint.
-        if process.start_time(pid) is None:
-            process.signal_group(pid, signal.SIGTERM)
-        else:
-            os.kill(pid, signal.SIGTERM)
-        for following in (signal.SIGTERM, signal.SIGKILL, None):
-            if _wait_until_gone(run.submission, self.grace_seconds) or following is None:
-                break
-            process.signal_group(pid, following)
-        if current_holder(run.layout):  # perhaps in a container, where signals don't reach it
-            run.layout.job_stop_request(run.job_id).touch()
+    def cancel(self, runs: Sequence[SubmittedRun]) -> None:
+        """Send SIGTERM to the script of each, then to its group, then SIGKILL."""
+        for run in runs:
+            pid = int(run.job_id)
+            # First only the script: the other processes of its group would die before it could request a checkpoint.
+            if process.start_time(pid) is None:
+                process.signal_group(pid, signal.SIGTERM)
+            else:
+                os.kill(pid, signal.SIGTERM)
+            for following in (signal.SIGTERM, signal.SIGKILL, None):
+                if _wait_until_gone(run.submission, self.grace_seconds) or following is None:
+                    break
+                process.signal_group(pid, following)
+            if current_holder(run.layout):  # perhaps in a container, where signals don't reach it
+                run.layout.job_stop_request(run.job_id).touch()
 
 
 def _is_alive(submission: Submission) -> bool:
@@ -106,22 +107,29 @@ class SlurmScheduler:
 
     def submit(
         self, layout: RunLayout, environment: Mapping[str, str], *, has_preparation: bool = False,
-        after: str | None = None,
+        tasks: str = "", after: SubmittedRun | None = None,
     ) -> Submission:  # fmt: skip
         """Submit the script with sbatch in the run's folder, after the preparation job if there is one, and `after`.
+
+        With `tasks` (as for `--array`: `1-12%4`), they are job arrays of a sweep, of which this run is the first; a
+        task starts after the task that prepares it. The ids are those of the arrays.
 
         Raises `SubmitError` if Slurm refused the job; `UncertainSubmitError` if the job may exist; `PrerequisiteError`
         if Slurm's programs are not on this machine.
         """
+        script, preparation_script, condition = layout.script, layout.preparation_script, "afterok"
+        array = [f"--array={tasks}"] if tasks else []
+        if tasks:
+            script, preparation_script, condition = layout.array_script, layout.preparation_array, "aftercorr"
         preparation_job_id = None
-        others = [f"afterany:{after}"] if after else []
+        others = [f"afterany:{after.job_number}"] if after else []
         if has_preparation:
-            preparation_job_id, _ = sbatch([layout.preparation_script.name], layout, environment)
-            others.append(f"afterok:{preparation_job_id}")
+            preparation_job_id, _ = sbatch([*array, preparation_script.name], layout, environment)
+            others.append(f"{condition}:{preparation_job_id}")
         waits = [f"--dependency={','.join(others)}", "--kill-on-invalid-dep=yes"] if others else []
         requeue = ["--requeue=expedite"] if _expedites_requeues(environment) else []
         try:
-            job_id, stderr = _sbatch_or_find([*waits, *requeue, layout.script.name], layout, environment)
+            job_id, stderr = _sbatch_or_find([*array, *waits, *requeue, script.name], layout, environment)
         except BaseException:
             if preparation_job_id:
                 slurm.ask(["scancel", preparation_job_id], environment)
@@ -133,24 +141,30 @@ class SlurmScheduler:
             host=socket.gethostname(),
             messages=clean_stderr(stderr),
             preparation_job_id=preparation_job_id,
-            after_job_id=after,
+            after_job_id=after.job_number if after else None,
         )
 
     def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Job]:
         """Query squeue and sacct. Raises `NoAnswerError` if Slurm does not respond."""
         return slurm.observe(runs)
 
-    def cancel(self, run: SubmittedRun) -> None:
-        """Cancel its jobs with scancel, which accepts those that have ended; also one that was submitted by hand."""
-        holder = current_holder(run.layout)
-        job_ids = (run.job_id, run.submission.preparation_job_id, holder.job_id if holder else None)
-        jobs = dict.fromkeys(job_id for job_id in job_ids if job_id)
-        answer = slurm.ask(["scancel", *jobs], os.environ)
+    def cancel(self, runs: Sequence[SubmittedRun]) -> None:
+        """Cancel their jobs with scancel, which accepts those that have ended; also those submitted by hand."""
+        tasks: dict[str, list[str]] = {}  # by job: scancel sends a request for each word, and sites limit their rate
+        for run in runs:
+            holder = current_holder(run.layout)
+            # The number alone would cancel a whole array.
+            other = holder.job_id if holder and holder.job_id != run.job_number else None
+            for job_id in filter(None, dict.fromkeys((run.job_id, run.submission.preparation_job_id, other))):
+                number, _, task = job_id.partition("_")
+                tasks.setdefault(number, []).append(task)
+        words = [f"{number}_[{','.join(own)}]" if all(own) else number for number, own in tasks.items()]
+        answer = slurm.ask(["scancel", *words], os.environ)
         if answer.returncode != 0:
             raise SubmitError(
-                f"scancel could not cancel job {run.job_id}: {clean_stderr(answer.stderr)}",
-                meaning="the job belongs to another user, or Slurm can't be reached",
-                fix=f"check with: squeue -j {run.job_id}",
+                f"scancel could not cancel {' '.join(words)}: {clean_stderr(answer.stderr)}",
+                meaning="a job belongs to another user, or Slurm can't be reached",
+                fix=f"check with: squeue -j {','.join(tasks)}",
             )
 
 
@@ -164,7 +178,7 @@ def _sbatch_or_find(args: list[str], layout: RunLayout, environment: Mapping[str
             job_id = find_job(layout, environment)
         if job_id is None:
             raise
-        return job_id, f"{error.what}; but Slurm has accepted the job"
+        return job_id.partition("_")[0], f"{error.what}; but Slurm has accepted the job"
 
 
 def sbatch(args: list[str], layout: RunLayout, environment: Mapping[str, str]) -> tuple[str, str]:
@@ -210,7 +224,10 @@ def warn_of_variables(environment: Mapping[str, str]) -> list[str]:
 _REFUSALS = {
     "accounting/qos policy|submit.*limit|maxsubmit":
         ("a limit of your account or its quality of service is reached: jobs, nodes, GPUs or hours",
-         "wait until other jobs end, or ask the cluster's administrators"),
+         "wait until other jobs end; give a sweep fewer values, or '--prepare here', which halves its number of jobs"),
+    "invalid job array":
+        ("the cluster takes no job arrays, or only shorter ones than the sweep",
+         "see 'scontrol show config | grep MaxArraySize', and give fewer values"),
     "invalid partition|partition not available":
         ("the cluster has no partition of that name, or it takes no jobs at present",
          "list them with 'sinfo -s' and set 'partition:' in the cluster's profile"),

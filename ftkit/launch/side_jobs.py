@@ -71,8 +71,8 @@ def plan_serving(
         plan = _with_image(plan, image or NamedImage(SERVING_IMAGE), ctx)
     num_gpus = args.num_gpus or _choose_gpus(plan, cluster)
     heads = plan.recipe.model.architecture.num_attention_heads
-    if num_gpus > cluster.gpus_per_node:
-        what = f"{plural(num_gpus, 'GPU')} requested, a node of '{cluster.name}' has {cluster.gpus_per_node}."
+    if num_gpus > cluster.max_processes:
+        what = f"{plural(num_gpus, 'GPU')} requested, a node of '{cluster.name}' has {cluster.max_processes}."
         raise ConfigError([Problem("command line", "--gpus", what, "Use fewer: a model is served on one node.")])
     if heads % num_gpus:
         what = f"the model's {heads} attention heads can't be divided among {num_gpus} GPUs."
@@ -105,7 +105,7 @@ def _choose_gpus(plan: RunPlan, cluster: ClusterProfile) -> int:
     gpu = GPUS[cluster.gpu] if cluster.gpu else None
     num_gpus = 1
     weights_gib = 2 * plan.num_parameters / 2**30
-    while gpu and weights_gib / num_gpus > _MAX_WEIGHTS * gpu.memory_gib and 2 * num_gpus <= cluster.gpus_per_node:
+    while gpu and weights_gib / num_gpus > _MAX_WEIGHTS * gpu.memory_gib and 2 * num_gpus <= cluster.max_processes:
         num_gpus *= 2
     return num_gpus
 
@@ -248,7 +248,7 @@ def check_nodes(
         "nodes": place.num_nodes,
         "ntasks-per-node": 1,
         "time": _JOB_MINUTES,
-        cluster.gpu_request: None if gpus is None else f"{gpus}{place.processes_per_node}",
+        cluster.gpu_request: None if gpus is None else f"{gpus}{cluster.name_gpus(place.processes_per_node)}",
         "mem": "0" if cluster.exclusive else None,
         "cpus-per-task": cluster.cpus_per_node,
         "nodelist": ",".join(hosts),

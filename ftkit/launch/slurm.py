@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit import process
-from ftkit.errors import NoAnswerError, PrerequisiteError
-from ftkit.runs.job import Job, RunState, Submission, SubmittedRun
+from ftkit.errors import NoAnswerError, PrerequisiteError, one_line
+from ftkit.runs.job import Job, JobId, RunState, Submission, SubmittedRun
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
@@ -46,44 +46,57 @@ def clean_stderr(stderr: str) -> str:
 def observe(runs: Sequence[SubmittedRun]) -> dict[str, Job]:
     """Return the states of runs. squeue is queried first: it lists a requeued job, while sacct may report it as ended.
 
-    sacct fails on clusters without accounting; then the runs' own files decide. Raises `NoAnswerError` if squeue does
-    not respond.
+    Tasks of a job array are queried together, by its id. sacct fails on clusters without accounting; then the runs' own
+    files decide. Raises `NoAnswerError` if squeue does not respond.
     """
     states: dict[str, Job] = {}
-    for first in range(0, len(runs), _IDS_IN_A_QUERY):
-        some = runs[first : first + _IDS_IN_A_QUERY]
-        command = ["squeue", "--noheader", "--states=all", f"--format={_SQUEUE_FORMAT}", _jobs(some)]
-        answer = ask(command, os.environ)
-        if answer.returncode != 0 and not re.search("invalid job id", answer.stderr, re.IGNORECASE):
-            raise _no_states(answer.stderr)
-        states |= read_squeue(answer.stdout, some)
+    numbers = list(dict.fromkeys(run.job_number for run in runs))
+    for first in range(0, len(numbers), _IDS_IN_A_QUERY):
+        asked = numbers[first : first + _IDS_IN_A_QUERY]
+        some = [run for run in runs if run.job_number in asked]
+        squeue = _ask_squeue(["--states=all", f"--format={_SQUEUE_FORMAT}", f"--jobs={','.join(asked)}"], os.environ)
+        states |= read_squeue(squeue, some)
         if rest := [run for run in some if run.id not in states]:
+            jobs = ",".join(dict.fromkeys(run.job_number for run in rest))
             with suppress(PrerequisiteError, process.ProgramTimeoutError):
-                answer = ask(["sacct", "-P", "-X", "-n", f"--format={_SACCT_FIELDS}", _jobs(rest)], os.environ)
+                answer = ask(["sacct", "-P", "-X", "-n", f"--format={_SACCT_FIELDS}", f"--jobs={jobs}"], os.environ)
                 states |= read_sacct(answer.stdout, rest) if answer.returncode == 0 else {}
+        # Slurm forgets a task that is canceled before it starts, while it lists others of the job array.
+        arrays = set(re.findall(r"^(\d+)_", squeue, re.MULTILINE))
+        for run in rest:
+            if run.id not in states and run.job_number in arrays and not run.layout.job_log.exists():
+                states[run.id] = Job(run.job_id, RunState.CANCELED, is_final=True)
     return states
 
 
-def _jobs(runs: Sequence[SubmittedRun]) -> str:
-    return f"--jobs={','.join(run.job_id for run in runs)}"
-
-
-def find_job(layout: RunLayout, environment: Mapping[str, str]) -> str | None:
+def find_job(layout: RunLayout, environment: Mapping[str, str]) -> JobId | None:
     """Return this user's pending or running job of a run's script; FtkitError if Slurm does not respond."""
     states = "--states=CONFIGURING,PENDING,RUNNING,SUSPENDED"
-    words = ["squeue", "--noheader", states, f"--user={os.getuid()}", "--format=%A|%o"]
-    answer = ask(words, environment)
-    if answer.returncode != 0:
-        raise _no_states(answer.stderr)
-    jobs = [line.partition("|")[::2] for line in answer.stdout.splitlines()]
-    suffix = f"/{layout.root.name}/{layout.script.name}"
-    found = [job for job, script in jobs if job.isdigit() and script.strip().endswith(suffix)]
-    return max(found, key=int, default=None)
+    answer = _ask_squeue([states, f"--user={os.getuid()}", "--format=%i|%o"], environment)
+    jobs = [line.strip().partition("|")[::2] for line in answer.splitlines()]
+    name = f"(?:{layout.script.name}|{layout.array_script.name})"
+    found = [job for job, script in jobs if re.search(f"{_folder_of(job, layout.root.name)}/{name}$", script)]
+    return max(found, key=lambda job: int(job.partition("_")[0]), default=None)
 
 
-def _no_states(stderr: str) -> NoAnswerError:
-    return NoAnswerError(
-        f"Slurm did not report job states: {clean_stderr(stderr)}",
+def _folder_of(job_id: str, run: str) -> str:
+    """Return a pattern of the folder in which a run's job was submitted: its own, or of an array, any of the sweep."""
+    name, created, suffix = run.rsplit("-", 2)
+    number = job_id.partition("_")[2]
+    any_number = r"\d+" if number else ""
+    return f"/{name.removesuffix(number)}{any_number}-{created}-{suffix.removesuffix(number)}{any_number}"
+
+
+def _ask_squeue(options: list[str], environment: Mapping[str, str]) -> str:
+    """Return what squeue prints of jobs, an id in front of each; NoAnswerError if it prints something else."""
+    answer = ask(["squeue", "--noheader", "--array", *options], environment)
+    said = clean_stderr(answer.stderr)
+    if answer.stdout.strip() and not re.search(r"^ *\d\S*\|", answer.stdout, re.MULTILINE):
+        said = f"squeue printed {one_line(answer.stdout)}"
+    elif answer.returncode == 0 or "invalid job id" in said.lower():
+        return answer.stdout
+    raise NoAnswerError(
+        f"Slurm did not report job states: {said}",
         meaning="its controller is busy, restarting, or not reachable from this machine",
         fix="try again in a minute; the runs themselves continue",
     )
@@ -92,14 +105,14 @@ def _no_states(stderr: str) -> NoAnswerError:
 # --- Their output -----------------------------------------------------------------------------
 
 # The folder comes last, because only it may contain the separator.
-_SQUEUE_FORMAT = "%A|%T|%r|%S|%e|%N|%Z"
-_SACCT_FIELDS = "JobIDRaw,State,Start,End,NodeList,ExitCode,WorkDir"
+_SQUEUE_FORMAT = "%i|%T|%r|%S|%e|%N|%Z"
+_SACCT_FIELDS = "JobID,State,Start,End,NodeList,ExitCode,WorkDir"
 _NUM_FIELDS = 7
 
 _ACTIVE = {
     RunState.PENDING: "CONFIGURING EXPEDITING PENDING POWER_UP_NODE REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD "
     "SPECIAL_EXIT",
-    RunState.RUNNING: "COMPLETING RESIZING RUNNING SIGNALING STAGE_OUT STOPPED SUSPENDED",
+    RunState.RUNNING: "COMPLETING RESIZING REVOKED RUNNING SIGNALING STAGE_OUT STOPPED SUSPENDED",
 }
 _STATES = {
     **{word: state for state, words in _ACTIVE.items() for word in words.split()},
@@ -113,7 +126,6 @@ _STATES = {
     "OUT_OF_MEMORY": RunState.OUT_OF_MEMORY,
     "PREEMPTED": RunState.PREEMPTED,
     "RECONFIG_FAIL": RunState.NODE_FAILURE,
-    "REVOKED": RunState.CANCELED,
     "TIMEOUT": RunState.TIMED_OUT,
 }
 _REASONS = {
@@ -123,6 +135,7 @@ _REASONS = {
     "DependencyNeverSatisfied": "{other} failed: it will never start",
     "InvalidAccount": "its account may no longer be used: it will never start",
     "InvalidQOS": "its quality of service may no longer be used: it will never start",
+    "JobArrayTaskLimit": "as many runs of its sweep train as --max-parallel allows",
     "JobHeldAdmin": "an administrator holds it",
     "JobHeldUser": "it is held; to release it: scontrol release {job}",
     "JobHoldMaxRequeue": "it was requeued too often, and is held; to release it: scontrol release {job}",
@@ -139,6 +152,14 @@ _REASONS = {
     "launch_failed_requeued_held": (
         "a node could not start it, and Slurm holds it; to let it start again: scontrol release {job}"
     ),
+}
+_STATES_IN_WORDS = {
+    "CONFIGURING": "its nodes are starting",
+    "EXPEDITING": "Slurm restarts it before all other jobs",
+    "POWER_UP_NODE": "its nodes are starting",
+    "REVOKED": "another cluster of the federation has started it",  # and it may have ended there
+    "STOPPED": "Slurm has suspended it",
+    "SUSPENDED": "Slurm has suspended it",
 }
 _LIMIT = re.compile("(?:Assoc|QOS)(?:Grp|Max|Min)|Max[A-Z]+Per")
 """Reasons like QOSMaxGRESPerUser and AssocGrpCpuLimit, of which Slurm has more than a hundred."""
@@ -175,7 +196,7 @@ def _rows(text: str, runs: Sequence[SubmittedRun]) -> Iterator[tuple[SubmittedRu
     for line in text.splitlines():
         job_id, *values = line.split("|", _NUM_FIELDS - 1)
         run = by_job.get(job_id)
-        if run and len(values) == _NUM_FIELDS - 1 and values.pop().rstrip("/").endswith(f"/{run.id}"):
+        if run and len(values) == _NUM_FIELDS - 1 and re.search(f"{_folder_of(job_id, run.id)}/?$", values.pop()):
             yield run, values
 
 
@@ -201,12 +222,8 @@ def _word(state: str) -> str:
 def _explain(state: str, reason: str, submission: Submission) -> str:
     """Return squeue's reason with its meaning. It prints some reasons in words, others with details after a comma."""
     word = _word(state)
-    if word in ("CONFIGURING", "POWER_UP_NODE"):
-        return "its nodes are starting"
-    if word == "EXPEDITING":
-        return "Slurm restarts it before all other jobs"
-    if word in ("SUSPENDED", "STOPPED"):
-        return "Slurm has suspended it"
+    if word in _STATES_IN_WORDS:
+        return _STATES_IN_WORDS[word]
     printed = reason.strip("()")
     code = printed if printed.replace(" ", "_") in _REASONS else printed.partition(",")[0]
     code = code.replace(" ", "_")

@@ -16,7 +16,7 @@ from ftkit.data.staging import needs_preparation
 from ftkit.errors import FtkitError, PrerequisiteError, SubmitError, one_line
 from ftkit.files import atomic_folder, write_file, write_json
 from ftkit.launch.code import files_of
-from ftkit.launch.job_states import LOST, observe
+from ftkit.launch.job_states import LOST, observe, observe_all
 from ftkit.launch.render import render_job, render_preparation
 from ftkit.launch.scheduler import InterruptedSubmitError, UncertainSubmitError, scheduler_for
 from ftkit.launch.slurm import find_job
@@ -51,7 +51,6 @@ class NewJob(Generic[PlanT]):
     preparation: str | None = None  # script of a job that prepares the run, on which the training job depends
     files: Mapping[str, str | bytes] = field(default_factory=dict)
     """More files of the run's folder, by their path in it."""
-    after: SubmittedRun | None = None  # on Slurm, the job starts when this run has ended
 
 
 def submit(job: NewJob[Any]) -> SubmittedRun:
@@ -60,13 +59,25 @@ def submit(job: NewJob[Any]) -> SubmittedRun:
     Raises `SubmitError` if the scheduler refused it, and the run's folder was removed; or its answer was unclear;
     `PrerequisiteError` if the workspace or the scheduler can't be used.
     """
-    _create_folder(job)
+    return submit_all([job])[0]
+
+
+def submit_all(jobs: Sequence[NewJob[Any]], tasks: str = "", after: SubmittedRun | None = None) -> list[SubmittedRun]:
+    """Submit new runs as `submit` does: one, or the `tasks` of a job array, which starts after the end of `after`'s.
+
+    The first job has the array's script among its files. Either all runs are submitted, or none.
+    """
+    created: list[Path] = []
     try:
-        has_preparation = job.preparation is not None
-        return _submit(job.plan, job.environment, has_preparation=has_preparation, after=job.after)
+        for job in jobs:
+            _create_folder(job)
+            created.append(job.plan.layout.root)
+        plans, has_preparation = [job.plan for job in jobs], jobs[0].preparation is not None
+        return _submit(plans, jobs[0].environment, has_preparation=has_preparation, tasks=tasks, after=after)
     except (SubmitError, PrerequisiteError) as error:
         if not isinstance(error, UncertainSubmitError):
-            shutil.rmtree(job.plan.layout.root, ignore_errors=True)
+            for root in created:
+                shutil.rmtree(root, ignore_errors=True)
         raise
 
 
@@ -161,7 +172,7 @@ def resume(
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, content if isinstance(content, bytes) else content.encode())
         add_submission(new, command, changes, facts)
-        return _submit(new, environment, has_preparation=has_preparation, earlier=submission)
+        return _submit([new], environment, has_preparation=has_preparation, earlier=submission)[0]
 
 
 def _forget_job(layout: RunLayout, submission: Submission | None) -> None:
@@ -208,18 +219,20 @@ def _restored_if_refused(*paths: Path) -> Iterator[None]:
 
 
 def _submit(
-    plan: RunPlan | ScriptPlan,
+    plans: Sequence[RunPlan | ScriptPlan],
     environment: Mapping[str, str],
     *,
     has_preparation: bool,
+    tasks: str = "",
     earlier: Submission | None = None,
     after: SubmittedRun | None = None,
-) -> SubmittedRun:
+) -> list[SubmittedRun]:
+    plan = plans[0]
     scheduler = scheduler_for(plan.cluster.scheduler)
     check_first = f"check with 'ftkit status {plan.id}', which finds its job; if there is none: ftkit resume {plan.id}"
     try:
         submission = scheduler.submit(
-            plan.layout, environment, has_preparation=has_preparation, after=after.job_id if after else None
+            plan.layout, environment, has_preparation=has_preparation, tasks=tasks, after=after
         )
     except (UncertainSubmitError, ProgramTimeoutError) as error:
         meaning = f"{error.meaning}; a job may exist anyway"
@@ -229,8 +242,12 @@ def _submit(
         raise InterruptedSubmitError(what, meaning="a job may exist", fix=check_first) from error
     if earlier:
         submission = replace(submission, earlier_job_ids=(*earlier.earlier_job_ids, earlier.job_id))
-    write_json(plan.layout.submission, submission)
-    return SubmittedRun(plan.layout, submission)
+    runs = []
+    for each in plans:
+        own = submission.of_task(each.number) if tasks else submission
+        write_json(each.layout.submission, own)
+        runs.append(SubmittedRun(each.layout, own))
+    return runs
 
 
 def _check_it_ended(run: SubmittedRun, plan: RunPlan | ScriptPlan) -> Job:
@@ -266,25 +283,29 @@ def _override_for_more_steps(plan: RunPlan) -> str:
     end = read_last_record(plan.layout.metrics)
     if isinstance(end, EndRecord) and end.early_stopping_patience is not None:
         return "evaluation.early_stopping_patience=null"
-    return f"training.{'max_steps' if plan.recipe.training.num_epochs is None else 'num_epochs'}=N"
+    key = f"training.{'max_steps' if plan.recipe.training.num_epochs is None else 'num_epochs'}"
+    return f"{key}=N --allow {key}"
 
 
-def cancel(run: SubmittedRun) -> Job | None:
-    """Cancel a run; return its final state if it had already ended, else None.
+def cancel(runs: Sequence[SubmittedRun]) -> dict[str, Job]:
+    """Cancel runs; return the final states of those that had already ended. Slurm is called once for all.
 
-    The file that marks the run as canceled is written first, so that the job script does not requeue itself. Raises
-    `FtkitError` if the scheduler could not end it.
+    The files that mark them as canceled are written first, so that no job script requeues itself. Raises `FtkitError`
+    if the scheduler could not end all of them.
     """
-    seen = observe(run)
-    if seen.is_final:
-        return seen
-    run.layout.canceled.touch()
-    try:
-        scheduler_for(run.submission.scheduler).cancel(run)
-    except FtkitError:
-        run.layout.canceled.unlink(missing_ok=True)
-        raise
-    return None
+    states = observe_all(runs).states
+    to_cancel = [run for run in runs if not states[run.id].is_final]
+    for run in to_cancel:
+        run.layout.canceled.touch()
+    for name in dict.fromkeys(run.submission.scheduler for run in to_cancel):
+        own = [run for run in to_cancel if run.submission.scheduler == name]
+        try:
+            scheduler_for(name).cancel(own)
+        except FtkitError:
+            for run in own:
+                run.layout.canceled.unlink(missing_ok=True)
+            raise
+    return {run_id: seen for run_id, seen in states.items() if seen.is_final}
 
 
 def check_removable(folder: RunFolder) -> None:

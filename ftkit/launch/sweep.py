@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ftkit.config.load import read_recipe
 from ftkit.errors import ConfigError, Problem
+from ftkit.launch.render import render_array, render_preparation
 from ftkit.launch.resolve import RunArgs, recipe_name, resolve
 from ftkit.planning.plan import RunPlan, SweepPlan
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ftkit.config.context import Context
+    from ftkit.launch.submission import NewJob
 
 MAX_RUNS = 200  # more are probably a mistake
 _BEFORE_QUOTE = ("", "[", "{", ",", ":")
@@ -67,6 +71,7 @@ def plan_sweep(trials: Sequence[Trial], ctx: Context) -> list[RunPlan]:
     """Plan all runs of a sweep. Raises as `resolve` does, with the problems of all impossible runs."""
     plans: list[RunPlan] = []
     problems: list[Problem] = []
+    first: RunPlan | None = None
     for number, trial in enumerate(trials, start=1):
         try:
             plan = resolve(trial.args, ctx)
@@ -75,11 +80,11 @@ def plan_sweep(trials: Sequence[Trial], ctx: Context) -> list[RunPlan]:
                 where = [_format_values(trial)] + [each.where] * bool(each.where)
                 problems.append(replace(each, where=": ".join(where)))
             continue
-        base, _, stamp = plan.id.rpartition("-")[0].rpartition("-")
-        sweep = plans[0].sweep if plans and plans[0].sweep else SweepPlan(f"{base}-{stamp}", plan.name, {})
+        first = first or plan
+        rest = first.id.removeprefix(first.name)  # the same for all: their job array finds a folder by its number
+        sweep = SweepPlan(first.id.rpartition("-")[0], first.name, trial.values)
         name = f"{plan.name}-{number}"
-        plan_id = f"{name}{plan.id.removeprefix(plan.name)}"
-        plans.append(replace(plan, id=plan_id, name=name, sweep=replace(sweep, values=trial.values)))
+        plans.append(replace(plan, id=f"{name}{rest}{number}", name=name, sweep=sweep))
     if problems:
         raise ConfigError(problems)
     return plans
@@ -98,6 +103,41 @@ def find_other_documents(plans: Sequence[RunPlan]) -> str | None:
     else:
         return None
     return f"the runs train on different documents, so their losses are not of the same data: {reason}"
+
+
+def make_arrays(
+    jobs: Sequence[NewJob[RunPlan]], max_parallel: int | None, project: Path | None
+) -> list[tuple[list[NewJob[RunPlan]], str]]:
+    """Return what is submitted together: on Slurm, a job array of the runs with equal resources; else a single run.
+
+    The first job of an array has its scripts; the text is the value of sbatch's `--array`. All tasks of an array get
+    the same resources, so runs with others are in another array.
+    """
+    groups: dict[tuple[str, str], list[NewJob[RunPlan]]] = {}
+    for job in jobs:
+        plan, is_local = job.plan, job.plan.cluster.scheduler == "local"
+        text = plan.id if is_local else render_array(plan, plan.layout.script, job.script, project)
+        groups.setdefault((plan.cluster.name, text), []).append(job)
+    return [_make_array(group, text, max_parallel, project) for (_, text), group in groups.items()]
+
+
+def _make_array(
+    jobs: list[NewJob[RunPlan]], text: str, max_parallel: int | None, project: Path | None
+) -> tuple[list[NewJob[RunPlan]], str]:
+    plan = jobs[0].plan
+    if plan.cluster.scheduler == "local":
+        return jobs, ""
+    files = {plan.layout.array_script.name: text}
+    if any(job.preparation for job in jobs):  # each task depends on the preparation's task with its number
+        scripts = [render_preparation(job.plan, project) for job in jobs]
+        jobs = [replace(job, preparation=script) for job, script in zip(jobs, scripts, strict=True)]
+        preparation = render_array(plan, plan.layout.preparation_script, scripts[0], project)
+        files[plan.layout.preparation_array.name] = preparation
+    numbers = [job.plan.number for job in jobs]
+    is_range = int(numbers[-1]) - int(numbers[0]) == len(jobs) - 1 > 0
+    tasks = f"{numbers[0]}-{numbers[-1]}" if is_range else ",".join(numbers)
+    first = replace(jobs[0], files={**jobs[0].files, **files})
+    return [first, *jobs[1:]], f"{tasks}%{max_parallel}" if max_parallel else tasks
 
 
 def _alternatives(override: str, args: RunArgs, ctx: Context) -> list[str]:

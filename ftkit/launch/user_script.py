@@ -45,6 +45,7 @@ class ScriptArgs:
     accelerate_config: Path | None = None
     stop_signal: StopSignal = "TERM"
     can_restart: bool = False  # whether it continues from its own checkpoint when it is restarted
+    is_proved: bool = False  # whether its first steps are watched and checked
 
 
 class _OnlyResources(Spec):
@@ -79,6 +80,7 @@ def resolve_script(
         can_restart=args.can_restart,
         resources=base.resources if base else _resources(run_args.overrides),
         recipe=base.recipe.name if base else None,
+        is_proved=args.is_proved,
     )
     code = tuple(copy.plan for copy in everything)
     if base:

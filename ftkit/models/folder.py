@@ -181,6 +181,12 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return _read_json(folder / ADAPTER_CONFIG)
 
 
+def max_lora_rank(folder: Path) -> int:
+    """Return vLLM's `max_lora_rank` for the adapters of a folder, or their rank if it is too large; 0 without any."""
+    rank = int(read_adapter_config(folder)["r"]) if holds_adapters(folder) else 0
+    return next((each for each in (0, *VLLM_LORA_RANKS) if each >= rank), rank)
+
+
 def read_generation_config(folder: Path) -> dict[str, Any]:
     """Return the generation settings of a model, empty if it has none; raise NotFoundError if they can't be read."""
     path = folder / GENERATION_FILE

@@ -62,6 +62,7 @@ def check_job(
     gpus = "resources.gpus_per_node" if request.gpus_per_node is None else "--gpus-per-node"
     if num_nodes < 1 or per_node < 1:
         yield Problem(COMMAND_LINE, "--nodes, --gpus-per-node", "must be at least 1.")
+    yield from _wrong_size_key(cluster, request, resources)
     if cluster.scheduler == "local" and num_nodes > 1:
         what = f"cluster '{name}' is a single machine, got {num_nodes} nodes."
         yield Problem(where, nodes, what, "Use --nodes 1, or a Slurm cluster with --cluster.")
@@ -70,15 +71,26 @@ def check_job(
     elif cluster.max_nodes is not None and num_nodes + spare > cluster.max_nodes:
         requested = plural(num_nodes, "node") + (f" and {spare} spare" if spare else "")
         yield Problem(where, nodes, f"{requested} requested, the cluster has {cluster.max_nodes}.")
-    if cluster.device == "cuda" and per_node > cluster.gpus_per_node:
-        what = f"{plural(per_node, 'GPU')} requested, a node has {cluster.gpus_per_node}."
-        yield Problem(where, gpus, what, f"Use at most {cluster.gpus_per_node}, and more --nodes.")
+    if cluster.device == "cuda" and per_node > cluster.max_processes:
+        what = f"{plural(per_node, 'GPU')} requested, a node has {cluster.max_processes}."
+        yield Problem(where, gpus, what, f"Use at most {cluster.max_processes}, and more --nodes.")
     if cluster.scheduler == "local" and resources.sbatch_options:
         yield Problem(COMMAND_LINE, "resources.sbatch_options", f"cluster '{name}' has no Slurm.", "Omit them.")
     for conflict in cluster.find_conflicts(resources.sbatch_options):
         yield Problem(COMMAND_LINE, "resources.sbatch_options", f"has {conflict}.", "Omit it.")
     yield from _time_limit(cluster, resources.time_limit)
     yield from _image(cluster, request)
+
+
+def _wrong_size_key(cluster: ClusterProfile, request: RunRequest, resources: ResourcesSpec) -> Iterator[Problem]:
+    wrong, right, where = "gpus", "processes", "CPUs"
+    if cluster.device == "cuda":
+        wrong, right, where = "processes", "gpus", "GPUs, one process each"
+    what = f"'{cluster.name}' trains on {where}."
+    if getattr(request, f"{wrong}_per_node"):
+        yield Problem(COMMAND_LINE, f"--{wrong}-per-node", what, f"Use --{right}-per-node.")
+    if getattr(resources, f"{wrong}_per_node"):
+        yield Problem("recipe", f"resources.{wrong}_per_node", what, f"Use resources.{right}_per_node.")
 
 
 def _time_limit(cluster: ClusterProfile, wanted: str | None) -> Iterator[Problem]:

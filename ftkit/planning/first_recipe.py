@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ftkit.config.training import ADAPTER_LEARNING_RATE, FULL_LEARNING_RATE, Method
+from ftkit.config.objectives import Objective, usual_learning_rate
+from ftkit.models.adapters import LoraSpec
+
+if TYPE_CHECKING:
+    from ftkit.config.training import Method
 
 _SHORTEST, _PERCENTILE = 256, 0.95
 _TOKENS_PER_STEP: Final = 32_768
@@ -71,13 +75,15 @@ def choose_data(found: DocumentLengths, length: int, *, has_validation: bool) ->
 
 
 def choose_training(
-    found: DocumentLengths, length: int, method: Method, num_parameters: int, num_processes: int
-) -> Iterator[Choice]:
+    found: DocumentLengths, length: int, method: Method, num_parameters: int, num_processes: int,
+    objective: Objective = "next_token",
+) -> Iterator[Choice]:  # fmt: skip
     """Yield the settings of `training`; the batch is a multiple of the processes that compute different packs."""
     fits = "all weights: they fit" if method == "full" else "trains adapters"
     yield Choice("method", method, "adapters on 4-bit weights, to fit" if method == "qlora" else fits)
     if method != "full":
-        yield Choice("lora", {"rank": 16}, "adapters of rank 16 on all linear layers")
+        rank = LoraSpec().rank
+        yield Choice("lora", {"rank": rank}, f"adapters of rank {rank} on all linear layers")
     longer = found.num_longer(length)
     share = f"{1 - longer / len(found.lengths):.1%} of documents fit" if longer else "all documents fit"
     yield Choice("sequence_length", length, f"tokens in a pack; {'longer texts are split' if found.is_text else share}")
@@ -86,9 +92,11 @@ def choose_training(
     packs = 1 << (packs.bit_length() - 1)
     packs = -(-packs // num_processes) * num_processes
     yield Choice("global_batch_size", packs, f"packs in a step: {packs * length:,} tokens")
-    num_epochs = next((epochs for most, epochs in ((2e6, 3), (2e7, 2)) if found.num_tokens < most), 1)
+    passes = ((2e6, 3), (2e7, 2)) if objective == "next_token" else ()  # preferences are overfitted sooner
+    num_epochs = next((epochs for most, epochs in passes if found.num_tokens < most), 1)
     yield Choice("num_epochs", num_epochs, f"passes over about {float(f'{found.num_tokens:.2g}'):,.0f} tokens")
-    usual, paper = (FULL_LEARNING_RATE, "Tulu 2") if method == "full" else (ADAPTER_LEARNING_RATE, "QLoRA")
+    usual = usual_learning_rate(objective, method)
+    paper = "Zephyr" if objective != "next_token" else "Tulu 2" if method == "full" else "QLoRA"
     is_large = num_parameters >= _LARGE
     size = "from 30B parameters on" if is_large else "for models below 30B"
     yield Choice("learning_rate", usual / 2 if is_large else usual, f"as in {paper} {size}")

@@ -32,8 +32,10 @@ CPU_LIBRARIES_GIB = 0.45
 """Resident set of a process on a CPU besides the predicted tensors. Measured with the recipe `demo` and torch's build
 for CPUs: 0.42 with FSDP2, 0.45 with LoRA, 0.51 with QLoRA. The formulas for tensors were fitted to GPUs: 45 million
 parameters took 0.4 to 0.7 GiB more than predicted."""
+_STATE_BYTES: Final = {"adamw": 2 * FP32, "adamw8bit": 2 * (1 + FP32 / 256)}
+"""Bytes of an optimizer's states per trained parameter: two in fp32, or of one byte with a scale per 256 of them."""
 PROCESS_GIB: Final = 4.0  # host memory of a process without offloaded tensors: torch, CUDA and NCCL. Assumed.
-Moment = Literal["loading", "loss", "backward", "optimizer"]
+Moment = Literal["teacher", "loading", "loss", "backward", "optimizer"]
 
 
 @dataclass(frozen=True)
@@ -119,9 +121,7 @@ class Tensors:
     def states(self) -> float:
         if self.training.offload != "none":
             return 0
-        # fp32, or one byte per state and an fp32 scale per 256 of them.
-        each = FP32 if self.training.optimizer == "adamw" else 1 + 4 / 256
-        return 2 * each * self.stored / self.num_shards
+        return _STATE_BYTES[self.training.optimizer] * self.stored / self.num_shards
 
     # In a step
 
@@ -280,6 +280,16 @@ class _Zero3Tensors(Tensors):
     @property
     def reduced_last(self) -> float:
         return FP32 * min(ZERO3_LIVE_WEIGHTS, self.trained / self.num_shards)
+
+
+def teacher_memory(setup: Setup) -> MemoryPlan:
+    """Predict the peak memory of a process while a frozen model, whose setup this is, computes its distributions."""
+    tensors, is_offloaded, size = Tensors(setup), setup.training.offload == "all", setup.shape.vocab_size
+    weights = 0 if is_offloaded else tensors.width * tensors.total / setup.num_shards
+    gathered = tensors.around + 2 * tensors.layer if setup.num_shards > 1 or is_offloaded else 0
+    activations = tensors.activations.layer + 2 * tensors.activations.hidden + tensors.activations.mask
+    logits = (tensors.width + 2 * FP32) * logits_rows(setup.tokens, size) * size
+    return MemoryPlan("teacher", weights / GIB, 0, 0, activations / GIB, logits / GIB, gathered / GIB)
 
 
 # --- Does it fit? -------------------------------------------------------------------------------------

@@ -75,17 +75,21 @@ class RunLayout:
     script = FilePath("job.sbatch")
     preparation_script = FilePath("prepare.sbatch")
     """The script of the job that prepares data and weights, if one was needed."""
+    array_script = FilePath("array.sbatch")  # of a sweep's job array, in the folder of the first of its runs
+    preparation_array = FilePath("prepare-array.sbatch")
     submission = FilePath("submission.json")
     manifest = FilePath("manifest.json")  # the inputs of the run, with which it can be repeated elsewhere
     code_changes = FilePath("code.diff")
     """The diff of ftkit's code from its commit, for `git apply`; missing if there is none."""
     code = FilePath("code")  # the run's copies of the user's code: a folder for each
     accelerate_config = FilePath("accelerate.json")  # the script's configuration for accelerate, if it has one
+    proof = FilePath("proof.json")  # the checks of a script's first steps
     original = FilePath("original.json")  # the data of the run that this one repeats, as far as a comparison needs it
     logs = FilePath("logs")
     job_log = FilePath("logs/job.log")  # the output of the job script and of its processes
     rank_log = NumberedPath("logs/rank-{:05d}.log")
     rank_error = NumberedPath("logs/error-{:05d}.json")
+    rank_steps = NumberedPath("logs/steps-{:05d}.json")  # what a rank of a script observed in its first steps
     rank_timing = NumberedPath("logs/timing-{:05d}.json")
     hang_report = NumberedPath("logs/hang-{:05d}.json")
     stacks = NumberedPath("logs/stacks-{:05d}.txt")

@@ -17,7 +17,7 @@ from ftkit.config.recipe import RecipePlan, ResourcesSpec
 from ftkit.errors import UnusableFileError
 from ftkit.files import InvalidJsonError, parse_json, to_json
 from ftkit.planning.choices import EnginePlan, ExecutionPlan
-from ftkit.planning.fit import HostMemoryPlan, MemoryPlan
+from ftkit.planning.fit import Fit, HostMemoryPlan, MemoryPlan
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 from ftkit.planning.step_time import StepTimePlan
 from ftkit.planning.training_setup import GPUS, Setup
@@ -98,6 +98,11 @@ class JobPlan(ABC):
         return tuple(self.layout.code / code.name / code.import_from for code in self.code)
 
     @property
+    def number(self) -> str:
+        """The number of a sweep's run, which is that of its task in a job array."""
+        return self.name.rpartition("-")[2]
+
+    @property
     def has_preflight(self) -> bool:
         """Whether the nodes are checked before the run starts."""
         setting, place = self.resources.preflight, self.placement
@@ -132,6 +137,7 @@ class DocumentFit:
     longest: int
     is_complete: bool  # whether these are all documents, rather than those of the first rows
     too_long: dict[str, int] = field(default_factory=dict)  # longer ones, by what happens with them
+    saved: float | None = None  # fraction of tokens that prompts computed once save; None if they are not
 
     @property
     def num_whole(self) -> int:
@@ -176,6 +182,22 @@ class RunPlan(JobPlan):
     def training_seconds(self) -> float | None:
         """Predicted time of all steps; None if it is not predicted, or while the number of steps is unknown."""
         return None if self.speed is None or self.num_steps is None else self.num_steps * self.speed.step_seconds
+
+    def on_nodes(self, num_nodes: int) -> RunPlan | None:
+        """Return the plan on fewer nodes: with the same global batch, so that the order of the data stays.
+
+        None if they are fewer than `resources.min_nodes`, can't divide the batch, or have too little memory.
+        """
+        most, engine, batch = self.placement.num_nodes, self.engine, self.batch
+        placement = replace(self.placement, num_nodes=num_nodes)
+        ranks, odd_ranks = divmod(placement.world_size, self.recipe.training.gpus_per_pack)
+        replicas, odd_shards = divmod(engine.num_replicas * num_nodes, most) if engine.num_replicas > 1 else (1, 0)
+        steps, odd_packs = divmod(batch.global_batch_size, batch.micro_batch_size * max(1, ranks))
+        if not (self.resources.min_nodes or most) <= num_nodes <= most or odd_ranks or odd_shards or odd_packs:
+            return None
+        engine, batch = replace(engine, num_replicas=replicas), replace(batch, accumulation_steps=steps)
+        new = replace(self, placement=placement, engine=engine, batch=batch)
+        return new if new.setup.gpu is None or Fit(new.setup).on_gpu(new.setup.gpu.usable_gib) else None
 
     @property
     def setup(self) -> Setup:
@@ -246,6 +268,7 @@ class Script:
     can_restart: bool  # whether it resumes from its own checkpoint when it is restarted
     resources: ResourcesSpec
     recipe: str | None = None  # name of the recipe that the configuration was made from; null without one
+    is_proved: bool = False  # whether its first steps are watched and checked
 
     @property
     def asks_for_sharding(self) -> bool:

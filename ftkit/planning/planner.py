@@ -14,7 +14,7 @@ from ftkit.config.cluster import ClusterProfile, site_folders
 from ftkit.config.execution import are_quantized, method_counts
 from ftkit.config.image_reference import AnyImage, ImageFile, NamedImage, RegistryImage
 from ftkit.config.layers import COMMAND_LINE
-from ftkit.config.recipe import RecipePlan, RecipeSpec, ResourcesSpec
+from ftkit.config.recipe import RecipePlan, RecipeSpec, ResourcesSpec, shares_prompts
 from ftkit.errors import ConfigError, Problem, one_line, plural
 from ftkit.models.adapters import default_targets
 from ftkit.models.architecture import ArchitecturePlan, CountSource, ModelCounts, ModelPlan, ModelSpec
@@ -23,7 +23,7 @@ from ftkit.models.families import MEASURED, UNPACKED
 from ftkit.models.parameters import count_by_config, count_model
 from ftkit.planning.choices import choose_engine, choose_execution, least_memory, with_sharding
 from ftkit.planning.compatibility import check_job, check_mounts, find_problems
-from ftkit.planning.fit import Fit
+from ftkit.planning.fit import Fit, teacher_memory
 from ftkit.planning.flops import has_linear_attention
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import (
@@ -38,8 +38,8 @@ from ftkit.planning.plan import (
 )
 from ftkit.planning.step_time import PADDING, predict_step_time
 from ftkit.planning.suggestions import suggest_changes, suggest_faster
-from ftkit.planning.training_checks import RunInputs, notes_on_settings, why_undivided
-from ftkit.planning.training_setup import GPUS, Setup
+from ftkit.planning.training_checks import RunInputs, notes_on_settings, notes_on_teacher, why_undivided
+from ftkit.planning.training_setup import GPUS, Setup, teacher_setup
 
 if TYPE_CHECKING:
     from ftkit.config.image import ImageSpec
@@ -80,17 +80,19 @@ def plan_run(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | Non
                 trained_packs = packs_of_epochs(chosen.num_epochs, num_packs)
             num_tokens = round(trained_packs * request.num_tokens / num_packs)
     predicted = Fit(setup)
+    teacher = teacher_setup(setup, request.teacher.architecture) if request.teacher else None
+    needed = [predicted.memory, *([teacher_memory(teacher)] if teacher else [])]
     return RunPlan(
         **job,
         fingerprint=fingerprint(recipe, model, request.data_stamp),
-        recipe=RecipePlan.extend(recipe, model=model, training=chosen),
+        recipe=RecipePlan.extend(recipe, model=model, training=chosen, teacher=request.teacher),
         engine=engine.resolved(setup),
         batch=BatchPlan(
             chosen.micro_batch_size,
             chosen.global_batch_size // (chosen.micro_batch_size * setup.num_data_ranks),
             chosen.global_batch_size,
         ),
-        memory=predicted.memory,
+        memory=max(needed, key=lambda each: each.total),
         speed=None if setup.gpu is None else predict_step_time(setup, setup.gpu, padding, fill or 1.0),
         num_parameters=count_model(shape).total,
         num_trained=method_counts(shape, chosen).trained,
@@ -100,6 +102,7 @@ def plan_run(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | Non
         notes=(
             *_notes_on_fit(run, predicted),
             *_notes_on_kernels(setup, trained_in, padding),
+            *notes_on_teacher(run, teacher),
             *_notes_on_data(run),
             *notes_on_settings(run),
             *_notes_on_model(run),
@@ -202,16 +205,19 @@ def plan_for_counts(plan: RunPlan, counts: ModelCounts) -> RunPlan:
 
 def fingerprint(recipe: RecipeSpec, model: ModelPlan, data_stamp: str) -> str:
     """Return the name of the prepared data, which depends on all inputs that determine the packs."""
+    shared = shares_prompts(recipe, model.architecture)
+    pairs = {"kto": recipe.training.objective == "kto", "drop": recipe.data.contradictions == "drop"}
+    out: dict[str, bool | set[str]] = {"packing": True, "contradictions": True, "share_prompts": True, "task": {"file"}}
+    pairs[f"share {shared}"] = shared is not False
     parts = (
         str(PREPARATION_VERSION),
-        # Documents are packed on disk with either value of `packing`.
-        recipe.data.model_dump_json(exclude={"packing": True, "task": {"file"}}),
+        recipe.data.model_dump_json(exclude=out),
         model.tokenizer.model_dump_json(),
         f"{model.weights}@{recipe.model.revision}" if model.tokenizer.source == "model" else "",
         *model.added_tokens,
-        str(recipe.training.sequence_length),
-        str(model.architecture.vocab_size),  # the upper limit of token ids
+        *map(str, (recipe.training.sequence_length, model.architecture.vocab_size)),  # the upper limit of token ids
         data_stamp,
+        *(name for name, is_so in pairs.items() if is_so),
     )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
@@ -250,7 +256,8 @@ def _plan_job(cluster: ClusterProfile, request: RunRequest, resources: Resources
     """Return the fields of every kind of plan: one process for each GPU, among which a node's CPUs are divided."""
     if cluster.device == "auto":
         raise AssertionError("device 'auto' is resolved before a run is planned")
-    per_node = request.gpus_per_node or resources.gpus_per_node or cluster.gpus_per_node
+    key = cluster.size_key
+    per_node = getattr(request, key) or getattr(resources, key) or cluster.max_processes
     threads = max(1, (cluster.cpus_per_node or per_node) // per_node)
     has_container, name = cluster.runtime != "none", request.name or name
     return {

@@ -124,6 +124,12 @@ def predict_step_time(setup: Setup, gpu: Gpu, padding: float = 1.0, fill: float 
     return StepTimePlan(bound, step, total, total * flops / peak)
 
 
+def predict_teacher_hours(setup: Setup, gpu: Gpu, num_tokens: float) -> float:
+    """Predict the GPU hours in which a teacher, whose setup this is, computes its distributions: forward passes."""
+    seconds = FORWARD_SHARE[False] * num_tokens / predict_step_time(setup, gpu).tokens_per_second
+    return setup.num_processes * seconds / 3600
+
+
 def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound, float]:
     """Return how many seconds each resource is busy with a micro-batch; the longest is the bottleneck."""
     links, network = _collective_seconds(setup, gpu, is_last=is_last)
@@ -147,8 +153,9 @@ def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound
         "main memory": _offload_seconds(setup, gpu_seconds),
     }
     training = setup.training
-    is_computed = training.has_reference and not training.stores_reference  # with one more forward pass
-    passes = 1 + FORWARD_SHARE[True] if is_computed else 1
+    is_computed = training.has_reference and not training.stores_reference
+    forwards = 1 + 2 * is_computed if training.objective == "kto" else int(is_computed)  # more ones
+    passes = 1 + FORWARD_SHARE[True] * forwards
     return {resource: passes * seconds for resource, seconds in busy.items()}
 
 

@@ -8,16 +8,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ftkit.config.cluster import ClusterProfile
+from ftkit.config.data import label_of
 from ftkit.config.execution import FP8_MULTIPLE, ROUTERS, indivisible_sizes
 from ftkit.config.image import ImageSpec
-from ftkit.config.recipe import RecipeSpec
+from ftkit.config.objectives import ENTRY_BYTES
+from ftkit.config.recipe import RecipeSpec, why_not_shared
 from ftkit.config.request import RunRequest
 from ftkit.errors import Problem, plural
 from ftkit.models.architecture import ArchitecturePlan, ModelPlan
 from ftkit.models.families import MEASURED, WITHOUT_OUT_PROJ_ADAPTERS
 from ftkit.models.parameters import count_model
 from ftkit.planning.plan import PlacementPlan
-from ftkit.planning.training_setup import GPUS
+from ftkit.planning.step_time import predict_teacher_hours
+from ftkit.planning.training_setup import GPUS, Setup
 
 if TYPE_CHECKING:
     from ftkit.config.training import TrainingSpec
@@ -62,18 +65,34 @@ def notes_on_settings(run: RunInputs) -> Iterator[str]:
     if run.recipe.model.weights == "random":
         return  # how fast new weights learn depends on their size
     highest, usual = (3e-4, "1e-6 to 1e-4") if adapters is None else (3e-3, "5e-5 to 5e-4")
+    how = "full fine-tuning" if adapters is None else "adapters"
+    if training.preferences is not None:
+        highest, usual = (3e-5, "1e-7 to 1e-5") if adapters is None else (3e-4, "1e-6 to 1e-4")
+        how = f"{training.objective} of {'all weights' if adapters is None else 'adapters'}"
     if training.learning_rate > highest:
-        how = "full fine-tuning" if adapters is None else "adapters"
         yield f"training.learning_rate={training.learning_rate:g} is high: usual for {how} are {usual}"
     if training.num_epochs is not None and training.num_epochs > _MANY_EPOCHS:
         yield f"training.num_epochs={training.num_epochs:,} is high: usual are 1 to 5; a pretrained model overfits"
+
+
+def notes_on_teacher(run: RunInputs, teacher: Setup | None) -> Iterator[str]:
+    """Yield what computing a teacher's distributions takes, from its setup."""
+    options, request = run.training.distillation, run.request
+    if teacher is None or options is None:
+        return
+    tokens = (1_000_000, 1_000_000) if request.num_targets is None else (request.num_tokens or 0, request.num_targets)
+    parts = [f"{tokens[1] * (options.top_k + 1) * ENTRY_BYTES / 2**30:.2g} GiB next to the data"]
+    if (gpu := teacher.gpu) is not None:
+        parts.append(f"about {predict_teacher_hours(teacher, gpu, tokens[0]):.2g} GPU hours before step 1")
+    per = "per million trained tokens" if request.num_targets is None else "once for all runs with this data"
+    yield f"teacher {options.teacher}: {' and '.join(parts)}, {per}"
 
 
 def check_training(run: RunInputs) -> Iterator[Problem]:
     """Yield the reasons why the model can't be trained like this on these GPUs."""
     checks = (
         _adapters, _batch, _context_parallel, _tensor_parallel, _layers, _hardware, _fp8, _engine, _targets,
-        _preferences,
+        _packs, _preferences, _shared_prompts, _teacher,
     )  # fmt: skip
     for check in checks:
         yield from check(run)
@@ -182,27 +201,46 @@ def _targets(run: RunInputs) -> Iterator[Problem]:
             yield problem("training.lora.use_dora", what, fix)
 
 
-def _preferences(run: RunInputs) -> Iterator[Problem]:
-    training, data, objective = run.training, run.recipe.data, run.training.objective
+def _packs(run: RunInputs) -> Iterator[Problem]:
+    """Check that each process computes whole packs, as objectives other than the next token need."""
+    training, objective = run.training, run.training.objective
     if objective == "next_token":
         return
     for key in ("context_parallel", "tensor_parallel"):
         if getattr(training, key) > 1:
-            what = f"divides the tokens of a pair among GPUs, which objective '{objective}' does not support yet."
+            what = f"divides the tokens of a pack among GPUs, which objective '{objective}' does not support yet."
             yield problem(f"training.{key}", what, "Leave it out; use a shorter sequence_length, or offload.")
     if training.engine == "zero3":
         yield problem("training.engine", f"'zero3' does not train on '{objective}' yet.", "Use 'auto' or 'fsdp2'.")
-    if data.packing == "off":
-        what = f"'off' would separate the pairs of objective '{objective}'."
+    if run.recipe.data.packing == "off" and (objective != "kto" or training.stores_reference):
+        what = f"'off' would separate the pairs of objective '{objective}', or what its stored reference is of."
         yield problem("data.packing", what, "Use 'auto', and a model that packs.")
-    if data.format.kind not in {"auto", "preferences"}:
-        what = f"'{data.format.kind}' has no pairs for objective '{objective}'."
+
+
+def _teacher(run: RunInputs) -> Iterator[Problem]:
+    options, teacher, length = run.training.distillation, run.request.teacher, run.training.sequence_length
+    if options is None or teacher is None:
+        return
+    shape, size = teacher.architecture, run.shape.vocab_size
+    if teacher.adapter is not None:
+        fix = "Merge them, and give the folder: ftkit export RUN --merge."
+        yield problem("training.distill.teacher", f"{options.teacher} has adapters.", fix)
+    if length > shape.max_position_embeddings:
+        what = f"{length} is longer than the teacher's {shape.max_position_embeddings} positions."
+        yield problem("training.sequence_length", what, "Use a shorter one, or another teacher.")
+    if options.top_k > (smaller := min(shape.vocab_size, size)):
+        yield problem("training.distill.top_k", f"the vocabulary has {smaller} tokens.", f"Use at most {smaller}.")
+
+
+def _preferences(run: RunInputs) -> Iterator[Problem]:
+    training, data, objective = run.training, run.recipe.data, run.training.objective
+    if training.preferences is None:
+        return
+    if data.format.kind not in {"auto", "preferences"} and not (objective == "kto" and label_of(data.format)):
+        what = f"'{data.format.kind}' has no {'label' if objective == 'kto' else 'pairs'} for objective '{objective}'."
         yield problem("data.format", what, "Use 'preferences', or omit it.")
-    if run.recipe.evaluation.generation is not None:
-        what = f"pairs of objective '{objective}' have no single reference to score completions by."
-        yield problem("evaluation.generation", what, "Omit it; every_steps measures accuracy and margin.")
     if training.router_aux_loss_coef:
-        what = f"the load-balancing loss is a mean over tokens, and that of objective '{objective}' one over pairs."
+        what = f"the load-balancing loss is a mean over tokens, and that of objective '{objective}' one over samples."
         yield problem("training.router_aux_loss_coef", what, "Leave it out.")
     if training.has_reference and not training.stores_reference and run.model.adapter is not None:
         what = f"{run.model.source} has adapters that continue: without them, the reference would be their base model."
@@ -265,6 +303,11 @@ def _tensor_parallel(run: RunInputs) -> Iterator[Problem]:
     if run.recipe.evaluation.generation is not None:
         what = "a divided model computes losses, but can't generate completions for the evaluation."
         yield problem(key, what, "Set evaluation.generation to null, and use 'ftkit eval' after training.")
+
+
+def _shared_prompts(run: RunInputs) -> Iterator[Problem]:
+    if run.recipe.data.share_prompts and (reason := why_not_shared(run.recipe, run.shape)):
+        yield problem("data.share_prompts", f"can't be true: {reason}.", "Leave it out.")
 
 
 def _groups(run: RunInputs, key: str, size: int) -> Iterator[Problem]:

@@ -80,6 +80,15 @@ def gpu_of_device(device_name: str) -> Gpu | None:
     return next((gpu for gpu in GPUS.values() if gpu.device_name == device_name), None)
 
 
+def teacher_settings(training: TrainingPlan) -> TrainingPlan:
+    """Return the settings with which a teacher computes: all weights are frozen, in the compute precision."""
+    kept = ("objective", "distill", "attention", "compile", "collectives", "shard_degree", "sequence_length",
+            "micro_batch_size", "global_batch_size", "max_steps", "num_epochs", "engine", "seed")  # fmt: skip
+    offload = "all" if training.offload == "all" else "none"
+    values = training.model_dump(include={*kept}) | {"offload": offload, "precision": training.compute_precision}
+    return TrainingPlan.model_validate(values)
+
+
 @dataclass(frozen=True)
 class Setup:
     """Model, training settings with every `auto` resolved, and devices of a run: what `fit` and the speed depend on."""
@@ -140,3 +149,10 @@ class Setup:
     def with_training(self, **changes: Any) -> Setup:
         """Return the setup with some fields of `training` changed."""
         return replace(self, training=self.training.model_copy(update=changes))
+
+
+def teacher_setup(setup: Setup, shape: ArchitectureSpec) -> Setup:
+    """Return what a teacher of this shape computes with before step 1, on the processes of a run."""
+    return replace(
+        setup, shape=shape, training=teacher_settings(setup.training), keeps_weights=False, defers_sync=False
+    )

@@ -44,6 +44,9 @@ class RunResults:
     loss: float | None = None
     validation_loss: float | None = None
     execution_accuracy: float | None = None
+    accuracy: float | None = None  # of preferences, as `margin` and `kl_per_token`: of the last evaluation, or step
+    margin: float | None = None
+    kl_per_token: float | None = None
     tokens_per_second_per_process: float | None = None
     mfu: float | None = None
     predicted_gib: float | None = None  # peak of a device
@@ -121,12 +124,14 @@ def read_run(layout: RunLayout) -> ComparedRun:
     is_on_gpus = mapping(plan.get("placement")).get("device") == "cuda"
     if is_on_gpus and isinstance(price, int | float) and history.process_seconds is not None:
         cost = price * history.process_seconds / 3600
+    scores = after.scores if after else last.scores if last else {}
     results = RunResults(
         step=last.step if last else None,
         tokens=last.tokens if last else None,
         loss=last.loss if last else None,
         validation_loss=after.loss if after else None,
         execution_accuracy=after.execution_accuracy if after else None,
+        **{name: scores.get(name) for name in ("accuracy", "margin", "kl_per_token")},
         tokens_per_second_per_process=history.speed,
         mfu=history.mfu,
         predicted_gib=sum(memory) if memory else None,

@@ -121,7 +121,8 @@ def find_slurms_words(layout: RunLayout, *, since: float | None = None, job_id: 
     """Return why Slurm ended a start, by its words in the job's log; None if there are none.
 
     The first word counts: what follows is its consequence. `since` is when that start recorded itself; another one has
-    begun since. By default, the start is the last one. If `job_id` is given, only words about that job count.
+    begun since. By default, the start is the last one. If `job_id` is given, only words about that job count; but they
+    have another number than the id of a task of a job array.
     """
     lines = log_tail(layout, num_lines=None, num_bytes=_LOG_BYTES)
     starts = {index: match[1] for index, line in enumerate(lines) if (match := _TRAINING.match(line))}
@@ -132,7 +133,7 @@ def find_slurms_words(layout: RunLayout, *, since: float | None = None, job_id: 
         lines = lines[max(begun, default=0) : max(starts, default=None)]
     for line in lines:
         found = _WORDS.search(line)
-        if found is None or (found["job"] and job_id not in (None, found["job"])):
+        if found is None or (found["job"] and "_" not in (job_id or "_") and job_id != found["job"]):
             continue
         if found["job"] is None:
             return End(Cause.OUT_OF_MEMORY)

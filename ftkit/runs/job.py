@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -13,8 +14,15 @@ from ftkit.planning.layout import RunLayout
 from ftkit.runs.records import Seconds
 
 SchedulerName = Literal["local", "slurm"]
-JobId = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,17}$")]
-"""A decimal number: the id of a Slurm job or of a process, which is passed to programs."""
+JobId = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,17}(_(0|[1-9][0-9]{0,17}))?$")]
+"""The id of a Slurm job or of a process, which is passed to programs: a decimal number; for a task of a job array,
+`ARRAY_TASK`. Such a task also has a number of its own, but that of one of them is the array's, and refers to all."""
+
+
+def own_job_id() -> str:
+    """Return the id of the Slurm job that this process belongs to; empty without one."""
+    job_id, task = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{os.environ.get('SLURM_ARRAY_JOB_ID', job_id)}_{task}" if task else job_id
 
 
 class RunState(StrEnum):
@@ -107,7 +115,12 @@ class Submission:
     messages: str = ""  # the scheduler's output at submission
     earlier_job_ids: tuple[JobId, ...] = ()
     preparation_job_id: JobId | None = None  # prepares data and weights; this one waits for it
-    after_job_id: JobId | None = None  # of an earlier run of its sweep, for whose end this one waits
+    after_job_id: JobId | None = None  # of an earlier job array of its sweep, for whose end this one waits
+
+    def of_task(self, number: str) -> Submission:
+        """Return the submission of a task of the job arrays that this one submitted."""
+        preparation = self.preparation_job_id and f"{self.preparation_job_id}_{number}"
+        return replace(self, job_id=f"{self.job_id}_{number}", preparation_job_id=preparation)
 
 
 @dataclass(frozen=True)
@@ -124,6 +137,11 @@ class SubmittedRun:
     @property
     def job_id(self) -> JobId:
         return self.submission.job_id
+
+    @property
+    def job_number(self) -> JobId:
+        """The id of its job; of a task, that of its job array."""
+        return self.job_id.partition("_")[0]
 
 
 def read_submission(layout: RunLayout) -> Submission | None:

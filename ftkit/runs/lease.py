@@ -12,7 +12,8 @@ A holder from an earlier start of the same Slurm job is not watched. Slurm start
 previous processes have ended on every node that responds. A node that only lost Slurm's controller may still train, but
 it is the one that must end: the later start creates the next number immediately, removes the holder's file, and waits
 for two heartbeats before it writes anything else. If the holder is alive, its next touch fails, on NFS too, and it
-ends. A holder that can't reach the file system can't write to it either.
+ends. A holder that can't reach the file system can't write to it either. A holder on the machine of the later start is
+killed: Slurm could not end it, because its slurmstepd was killed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -32,6 +34,7 @@ from typing import TYPE_CHECKING, Literal
 from ftkit import process
 from ftkit.errors import TrainingError
 from ftkit.files import InvalidJsonError, parse_json, to_json, write_json
+from ftkit.runs.job import own_job_id
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
@@ -65,7 +68,7 @@ class Holder:
     @classmethod
     def here(cls) -> Holder:
         """Return this process as a holder."""
-        pid, job_id = os.getpid(), os.environ.get("SLURM_JOB_ID", "")
+        pid, job_id = os.getpid(), own_job_id()
         start = int(os.environ.get("SLURM_RESTART_COUNT", "0")), int(os.environ.get("SLURM_STEP_ID", "0"))
         return cls(socket.gethostname(), _machine(), pid, process.start_time(pid) or "", job_id, time.time(), start)
 
@@ -123,7 +126,7 @@ def current_holder(layout: RunLayout) -> Holder | None:
 def is_held_by_another_job(layout: RunLayout) -> bool:
     """Return whether another Slurm job than this process's trains in the folder."""
     holder = current_holder(layout)
-    return holder is not None and holder.job_id != os.environ.get("SLURM_JOB_ID", "")
+    return holder is not None and holder.job_id != own_job_id()
 
 
 def last_touch(layout: RunLayout) -> float:
@@ -213,8 +216,13 @@ def _take(folder: Path, say: Callable[[str], None], pause: Callable[[float], Non
     if newest is not None and newest.may_be_alive():
         former = newest.holder
         is_of_this_job = former is not None and former.job_id == own.job_id != ""
-        if former is not None and is_of_this_job and former.start < own.start and not newest.is_running_here:
-            replaced = newest
+        if former is not None and is_of_this_job and former.start < own.start:
+            if newest.is_running_here:
+                say(f"ending {newest}: it is left from an earlier start of this job")
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(former.pid, signal.SIGKILL)
+            else:
+                replaced = newest
         else:
             _wait_until_dead(folder, newest, say, pause)
     number = newest.number + 1 if newest else 1

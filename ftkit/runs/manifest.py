@@ -23,6 +23,7 @@ from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 from ftkit.planning.plan import RunPlan, ScriptPlan, plan_to_json
 from ftkit.runs.checkpoints import list_checkpoints
 from ftkit.runs.ends import excluded_nodes, find_end
+from ftkit.runs.job import own_job_id
 
 Values = dict[str, object]  # values of a manifest, or of an object in it
 _PACKAGES = (
@@ -186,7 +187,7 @@ def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0)
     has_other_data = trained not in (None, prepared["data"].get("train", trained)) and bool(layout.list_checkpoints())
     start: Values = {
         "time": time.time(),
-        "job_id": os.environ.get("SLURM_JOB_ID", ""),
+        "job_id": own_job_id(),
         "host": socket.gethostname(),
         "container_image": os.environ.get("FTKIT_CONTAINER_IMAGE", ""),
         "ftkit_version": ftkit.__version__,

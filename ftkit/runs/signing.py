@@ -12,7 +12,7 @@ from typing import IO, Final, Literal
 from ftkit import process
 from ftkit.errors import NotFoundError, PrerequisiteError, UnusableFileError, one_line
 
-Purpose = Literal["ftkit-bundle", "ftkit-image"]
+Purpose = Literal["ftkit-bundle", "ftkit-certificate", "ftkit-image"]
 """Namespace of a signature: a signature with another namespace is not valid."""
 PRINCIPAL: Final = "ftkit"  # identity of the signer in an allowed-signers file
 _MAX_KEY_BYTES: Final = 1 << 20

@@ -42,6 +42,8 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
         rank.take_run(num_restarts)  # the other ranks wait for this one
         with rank.at_end:
             plan = read_plan(layout)
+            num_nodes = int(os.environ["WORLD_SIZE"]) // plan.placement.processes_per_node
+            plan = plan.on_nodes(num_nodes) or plan  # the job script leaves out nodes that no longer answer
             with faster_imports():
                 import_transformers()
                 from ftkit.train.private_apis.torch import record_collectives  # noqa: PLC0415

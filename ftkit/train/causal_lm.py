@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
-from ftkit.config.execution import LOGITS_ALIGNMENT, logits_rows
+from ftkit.train import fused_loss
+from ftkit.train.fused_loss import LogitTransform, linear_cross_entropy, linear_log_probs
 from ftkit.train.model.adapted_linear import TokenKeys
 from ftkit.train.model.attention import packed_masks
 from ftkit.train.model.hf_model import accepted_inputs, find_decoder, has_recurrent_layers
 from ftkit.train.model.lora import adapters_off
 from ftkit.train.model.routers import Routers
 from ftkit.train.objectives import Pairs, Preferences, completion_sums
-from ftkit.train.private_apis.torch import TORCH, Ctx, mark_dynamic
+from ftkit.train.private_apis.torch import mark_dynamic
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
+
+    from ftkit.config.objectives import DistillSpec
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,14 @@ class MicroBatch:
     is_token: torch.Tensor | None = None  # bool [B, T], false for padding; None without, or if nothing needs it
     attention_mask: torch.Tensor | None = None  # int64 [B, T], 0 for the padding on the right; None for packs
     label_sources: torch.Tensor | None = None  # int64 [N], indices in `data.source`, or [S]; None for a single source
-    completion_lengths: torch.Tensor | None = None  # int64 [2 S], labels of S pairs' documents; None for next tokens
-    # int32 [2 S], the bits of the stored reference's log-probabilities, which FSDP2 would cast if they were fp32.
+    completion_lengths: torch.Tensor | None = None  # int64 [C], labels of the completions of S samples on preferences
+    # int32 [C], the bits of the stored reference's log-probabilities, which FSDP2 would cast if they were fp32.
     reference_bits: torch.Tensor | None = None
+    is_desirable: torch.Tensor | None = None  # bool [S], for objective kto; whether mismatched completions count
+    kl_bits: torch.Tensor | None = None  # int32, the bits of the reference point of objective kto
+    teacher: torch.Tensor | None = None  # int32 [2, N, k + 1], as `fused_loss.Teacher.stored`
     token_keys: torch.Tensor | None = None  # int64 [B, T], random bits for dropout; * with tensor parallelism
+    visible_until: torch.Tensor | None = None  # int32 [B, T], as `packing.visible_until`, if documents share prompts
 
     def pinned(self) -> MicroBatch:
         """Return a copy in pinned memory, from which copies to a GPU don't block the host."""
@@ -81,154 +86,6 @@ class SourceLosses:
         return torch.cat([self.sums.flatten(), self.metrics])
 
 
-@dataclass(frozen=True)
-class LogitTransform:
-    """Transform of the output projection's products to logits: a scale, then a cap `c`, `c * tanh(x / c)`."""
-
-    scale: float = 1.0
-    cap: float | None = None
-
-    @classmethod
-    def of(cls, config: PretrainedConfig) -> LogitTransform:
-        """Read the transform from a model's configuration, in which families use different keys."""
-        divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
-        divisor *= getattr(config, "logits_mup_width_multiplier", None) or 1.0  # Inkling
-        factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
-        return cls(factor / divisor, getattr(config, "final_logit_softcapping", None))
-
-    def apply(self, products: torch.Tensor) -> torch.Tensor:
-        logits = products if self.scale == 1.0 else products * self.scale
-        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
-
-    def derivative(self, logits: torch.Tensor) -> torch.Tensor | float:
-        """Return the derivative of `apply`, from the logits that it returned."""
-        return self.scale if self.cap is None else self.scale * (1 - (logits / self.cap).square())
-
-
-def linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, transform: LogitTransform = LogitTransform()
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed cross-entropy of the logits of `hidden @ weight.T`, in fp32, and of each token, without graph.
-
-    The forward pass also computes the gradients, while a chunk's logits exist, so that logits are neither saved nor
-    recomputed. `hidden` is [N, H], `weight` [V, H], `targets` int64 [N].
-    """
-    loss, losses = _LinearCrossEntropy.apply(hidden, weight, targets, transform)  # type: ignore[no-untyped-call]
-    return loss, losses
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Ctx, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, transform: LogitTransform
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        needs_hidden, needs_weight, *_ = ctx.needs_input_grad  # a frozen projection needs none
-        losses, grad_hidden, grad_weight = _losses_in_chunks(
-            hidden, weight, targets, transform, (needs_hidden, needs_weight)
-        )
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.mark_non_differentiable(losses)
-        return losses.sum(), losses
-
-    @staticmethod
-    def backward(ctx: Ctx, grad_output: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_hidden, grad_weight = (None if grad is None else grad * grad_output for grad in ctx.saved_tensors)
-        return grad_hidden, grad_weight, None, None
-
-
-def linear_log_probs(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, transform: LogitTransform = LogitTransform()
-) -> torch.Tensor:
-    """Return the log-probability of each target, fp32 [N], as `linear_cross_entropy` computes it.
-
-    The gradient of the hidden states of each target is computed in the forward pass and scaled in the backward pass; a
-    trained projection's needs the scales, so its backward pass computes each chunk of logits again.
-    """
-    log_probs: torch.Tensor = _LinearLogProbs.apply(hidden, weight, targets, transform)  # type: ignore[no-untyped-call]
-    return log_probs
-
-
-class _LinearLogProbs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Ctx, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, transform: LogitTransform
-    ) -> torch.Tensor:
-        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
-        losses, grad_hidden, _ = _losses_in_chunks(hidden, weight, targets, transform, (needs_hidden, False))
-        ctx.save_for_backward(grad_hidden, *((hidden, weight, targets) if needs_weight else ()))
-        ctx.transform = transform
-        return -losses
-
-    @staticmethod
-    def backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_hidden, *inputs = ctx.saved_tensors
-        grad_weight = None
-        if inputs:
-            hidden, weight, targets = inputs
-            *_, grad_weight = _losses_in_chunks(hidden, weight, targets, ctx.transform, (False, True), -gradient)
-        if grad_hidden is not None:
-            grad_hidden = grad_hidden * -gradient[:, None].to(grad_hidden.dtype)
-        return grad_hidden, grad_weight, None, None
-
-
-def _losses_in_chunks(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    transform: LogitTransform,
-    needs: tuple[bool, bool],
-    scales: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return the losses of targets, fp32 [N], and the gradients of their sum, or of their sum weighted by `scales`.
-
-    `needs` says whether the gradients of hidden states and weight are needed.
-    """
-    vocabulary = weight.shape[0]
-    missing = -vocabulary % LOGITS_ALIGNMENT
-    if missing:  # matmuls have fast kernels for multiples
-        weight = functional.pad(weight, (0, 0, 0, missing))
-    grad_hidden = torch.empty_like(hidden) if needs[0] else None
-    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
-    losses = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-    compute = _compiled() if hidden.device.type == "cuda" else _losses_and_gradient
-    chunk = max(1, logits_rows(len(targets), weight.shape[0]))
-    for begin in range(0, len(targets), chunk):
-        part = slice(begin, begin + chunk)
-        logits = hidden[part] @ weight.T
-        losses[part], grad_logits = compute(logits, targets[part], vocabulary, transform)
-        if scales is not None:
-            grad_logits *= scales[part, None].to(grad_logits.dtype)
-        if grad_hidden is not None:
-            torch.mm(grad_logits, weight, out=grad_hidden[part])
-        if grad_weight is not None:
-            if hidden.is_cuda and hidden.dtype != torch.float32 and TORCH >= (2, 11):  # in one kernel
-                torch.addmm(grad_weight, grad_logits.T, hidden[part], out_dtype=torch.float32, out=grad_weight)
-            else:
-                grad_weight += grad_logits.T @ hidden[part]
-        del logits, grad_logits  # freed before the next chunk's logits
-    if grad_weight is not None:
-        grad_weight = grad_weight[:vocabulary].to(weight.dtype)
-    return losses, grad_hidden, grad_weight
-
-
-def _losses_and_gradient(
-    products: torch.Tensor, targets: torch.Tensor, vocabulary: int, transform: LogitTransform
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the losses of logits [N, V], and the gradient of their sum; columns from `vocabulary` on are padding."""
-    places = torch.arange(products.shape[1], device=products.device)
-    logits = transform.apply(products.float())
-    exact = logits.masked_fill(places >= vocabulary, -torch.inf)
-    lse = exact.logsumexp(dim=-1, keepdim=True)
-    chosen = exact.gather(1, targets[:, None])
-    gradient = (exact - lse).exp() - (places == targets[:, None]).float()
-    return (lse - chosen).squeeze(1), (gradient * transform.derivative(logits)).to(products.dtype)
-
-
-@cache
-def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    return torch.compile(_losses_and_gradient, dynamic=True)
-
-
 class CausalLM(nn.Module):
     """A transformers model, `hf_model`, with its loss.
 
@@ -247,6 +104,7 @@ class CausalLM(nn.Module):
         routers: Routers | None = None,
         by_weight: bool = True,
         objective: Preferences | None = None,
+        distill: DistillSpec | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """Wrap a model; its parameters may be on the meta device.
@@ -257,6 +115,7 @@ class CausalLM(nn.Module):
             by_weight: compute the loss from the output projection's weight, a chunk of logits at a time; otherwise call
                 the projection as a module, for an engine that gathers weights in hooks of every module.
             objective: an objective on preferences; None: the loss of the next token.
+            distill: add the divergence from a teacher to that loss.
             autocast: creates the autocast context if the compute dtype is not that of the parameters.
         """
         super().__init__()
@@ -269,7 +128,7 @@ class CausalLM(nn.Module):
         has_bias = getattr(projection, "bias", None) is not None
         self._tokens = TokenKeys.of(hf_model)
         self._is_chunked = by_weight and not has_bias and not self.has_head_layers
-        self.objective = objective
+        self.objective, self._distill = objective, distill
         self._autocast = autocast
 
     def forward(self, *, compute: Callable[..., Any] | None = None, **inputs: Any) -> Any:
@@ -288,13 +147,17 @@ class CausalLM(nn.Module):
         if self.objective is not None:
             loss, losses = self._preference_loss(self.objective, batch, source_losses)
         else:
-            states = self.label_states(batch)
-            if self._is_chunked:
-                weight = self.hf_model.get_output_embeddings().weight
-                loss, losses = linear_cross_entropy(states, weight, batch.labels, self.logit_transform)
-            else:
-                losses = self._unchunked_losses(states, batch)
-                loss = losses.sum()
+            hidden, weight, transform = self._head(self.label_states(batch))
+            teacher = None
+            if self._distill is not None:
+                if batch.teacher is None:
+                    raise TypeError("the batch has no distributions of the teacher")
+                teacher = fused_loss.Teacher(batch.teacher, self._distill)
+            loss, losses = linear_cross_entropy(hidden, weight, batch.labels, transform, teacher)
+            if teacher is not None:
+                losses, *metrics = losses.unbind(1)
+                if source_losses is not None:
+                    source_losses.metrics += torch.stack(metrics).sum(dim=1)
         if source_losses is not None and batch.label_sources is not None:
             source_losses.add(losses.detach(), batch.label_sources)
         return self.routers.balance(loss, batch.label_index)
@@ -308,24 +171,30 @@ class CausalLM(nn.Module):
             states = self.hidden_states(batch)
         return states.flatten(0, 1).index_select(0, batch.label_index)
 
-    def _unchunked_losses(self, states: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    def _head(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, LogitTransform]:
+        """Return what the logits of `label_states` are: `hidden @ weight.T`, or `hidden`, transformed."""
         projection = self.hf_model.get_output_embeddings()
-        logits = states if self.has_head_layers else self.logit_transform.apply(projection(states).float())
-        return functional.cross_entropy(logits.float(), batch.labels, reduction="none")
+        if self._is_chunked:
+            return states, projection.weight, self.logit_transform
+        if self.has_head_layers:
+            return states.float(), None, LogitTransform()
+        return projection(states).float(), None, self.logit_transform
 
     def log_probs(self, batch: MicroBatch, states: torch.Tensor | None = None) -> torch.Tensor:
         """Return the log-probability of each label, fp32 [N], from these `label_states` if given.
 
         Within `forward` only.
         """
-        states = self.label_states(batch) if states is None else states
-        if not self._is_chunked:
-            return -self._unchunked_losses(states, batch)
-        weight = self.hf_model.get_output_embeddings().weight
-        return linear_log_probs(states, weight, batch.labels, self.logit_transform)
+        hidden, weight, transform = self._head(self.label_states(batch) if states is None else states)
+        return linear_log_probs(hidden, weight, batch.labels, transform)
+
+    def top_log_probs(self, batch: MicroBatch, vocabulary: int, top_k: int) -> torch.Tensor:
+        """Return this model's distributions as those of a teacher, `Teacher.stored`. Within `forward` only."""
+        hidden, weight, transform = self._head(self.label_states(batch))
+        return fused_loss.linear_top_log_probs(hidden, weight, transform, vocabulary, top_k)
 
     def completion_log_probs(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the log-probability of each completion, fp32 [2 S]. Within `forward` only."""
+        """Return the log-probability of each completion, fp32 [C]. Within `forward` only."""
         if batch.completion_lengths is None:
             raise TypeError("the batch has no pairs")
         return completion_sums(self.log_probs(batch), batch.completion_lengths)
@@ -336,22 +205,39 @@ class CausalLM(nn.Module):
             return batch.reference_bits.view(torch.float32)
         if objective.stores_reference:
             raise TypeError("the batch has no log-probabilities of the reference")
-        if not objective.has_reference:
+        if not objective.has_reference or batch.completion_lengths is None:
             return None
-        with torch.no_grad(), adapters_off(self.hf_model):
-            return self.completion_log_probs(batch)
+        # With gradients in training: without, the compiler fuses other operations, which round differently in bf16.
+        with adapters_off(self.hf_model):
+            states = self.label_states(batch).detach()
+        return completion_sums(self.log_probs(batch, states).detach(), batch.completion_lengths)
+
+    def mismatched_sums(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the sum of the log-ratios of mismatched completions, and their number, fp32 [2]. See `kto`."""
+        reference = None if self.objective is None else self.reference_log_probs(batch, self.objective)
+        if reference is None or batch.is_desirable is None:
+            raise TypeError("the batch has no mismatched completions")
+        ratios = self.completion_log_probs(batch) - reference
+        return torch.stack([(ratios * batch.is_desirable).sum(), batch.is_desirable.sum()])
+
+    def pairs(self, batch: MicroBatch, reference: torch.Tensor | None, states: torch.Tensor | None = None) -> Pairs:
+        """Return the pairs, or single completions, with the reference's `completion_sums`. Within `forward` only."""
+        if (lengths := batch.completion_lengths) is None:
+            raise TypeError("the batch has no pairs")
+        shape = (-1, 2 if batch.is_desirable is None else 1)  # of pairs, chosen and rejected completions are in turn
+        sums = completion_sums(self.log_probs(batch, states), lengths).view(shape).T
+        expected = torch.zeros_like(sums) if reference is None else reference.view(shape).T
+        kl = None if batch.kl_bits is None else batch.kl_bits.view(torch.float32)
+        return Pairs(sums, expected, lengths.to(sums.dtype).view(shape).T, batch.is_desirable, kl)
 
     def _preference_loss(
         self, objective: Preferences, batch: MicroBatch, sums: SourceLosses | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss summed over the pairs, and that of each pair, fp32 [S]."""
-        if batch.completion_lengths is None:
-            raise TypeError("the batch has no pairs")
-        reference = self.reference_log_probs(batch, objective)
-        pairs = Pairs.of(self.log_probs(batch), reference, batch.completion_lengths)
+        pairs = self.pairs(batch, self.reference_log_probs(batch, objective))
         losses, rewards = objective.losses(pairs)
         if sums is not None:
-            sums.metrics += pairs.metrics(rewards.detach())
+            sums.metrics += pairs.metrics(rewards.detach(), has_reference=objective.has_reference)
         return losses.sum(), losses
 
     def hidden_states(self, batch: MicroBatch) -> torch.Tensor:
@@ -389,7 +275,7 @@ def model_inputs(module: PreTrainedModel, batch: MicroBatch) -> dict[str, object
             inputs["seq_idx"] = ((positions == 0).int().cumsum(1) - 1).int()
         mark_dynamic(batch.cu_seqlens, 0)  # one compiled graph for any number of documents
         inputs |= {
-            "attention_mask": packed_masks(module, positions),
+            "attention_mask": packed_masks(module, positions, batch.visible_until),
             "cu_seq_lens_q": batch.cu_seqlens,
             "cu_seq_lens_k": batch.cu_seqlens,
             "max_length_q": batch.max_seqlen,

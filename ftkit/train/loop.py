@@ -20,6 +20,7 @@ from ftkit.runs.records import EvaluationRecord, RouterStats, SourceLoss
 from ftkit.train.causal_lm import SourceLosses
 from ftkit.train.components.batches import BatchSchedule, StepBatch, prefetched
 from ftkit.train.components.optimizer import learning_rate_at
+from ftkit.train.components.references import reference_point
 from ftkit.train.model.routers import RouterSums
 
 if TYPE_CHECKING:
@@ -38,9 +39,14 @@ def train(world: World, engine: Engine, progress: Progress, observers: Observers
             batch = next(batches)
             torch.manual_seed(_seed_of_step(training.seed, progress.step, world))
             losses, source_losses = [], SourceLosses(num_sources, device, len(training.metric_names))
+            kl_bits = None
+            if batch.mismatched:
+                observers.begin("forward")
+                with engine.inference() as model:
+                    kl_bits = reference_point(model, batch.mismatched)
             for number, micro_batch in enumerate(batch.micro_batches, start=1):
                 observers.begin("forward")
-                loss = engine.forward(micro_batch, source_losses)
+                loss = engine.forward(replace(micro_batch, kl_bits=kl_bits), source_losses)
                 observers.begin("backward")
                 engine.backward(loss, batch.num_samples, is_last=number == len(batch.micro_batches))
                 losses.append(loss.detach())

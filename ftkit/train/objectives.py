@@ -1,14 +1,15 @@
-"""Objectives on preferences: losses and metrics of pairs, from the log-probabilities of their completions' tokens."""
+"""Objectives on preferences: losses and metrics of samples, from the log-probabilities of completions' tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.nn.functional import logsigmoid
 
-from ftkit.config.objectives import DpoSpec, IpoSpec, OrpoSpec, PreferenceSpec, SimpoSpec
+from ftkit.config.objectives import DpoSpec, IpoSpec, KtoSpec, OrpoSpec, PreferenceSpec, SimpoSpec
 
 if TYPE_CHECKING:
     from ftkit.config.training import TrainingPlan
@@ -16,21 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pairs:
-    """S pairs; each tensor is fp32 [2, S], of the chosen and of the rejected completions."""
+    """S pairs; each tensor is fp32 [2, S], of the chosen and of the rejected completions.
+
+    With `is_desirable`, they are single completions, and tensors are [1, S].
+    """
 
     log_probs: torch.Tensor  # sums over the tokens of a completion, in the graph
     reference: torch.Tensor  # the same by the reference, without a graph; zeros without one
     lengths: torch.Tensor  # tokens of a completion, with the end of its turn
-
-    @classmethod
-    def of(cls, log_probs: torch.Tensor, reference: torch.Tensor | None, lengths: torch.Tensor) -> Self:
-        """Return pairs by the log-probabilities of labels, fp32 [N], and the reference's `completion_sums`.
-
-        `lengths`, int64 [2 S], are those of the completions, chosen and rejected ones in turn.
-        """
-        sums = completion_sums(log_probs, lengths).view(-1, 2).T
-        expected = torch.zeros_like(sums) if reference is None else reference.view(-1, 2).T
-        return cls(sums, expected, lengths.to(sums.dtype).view(-1, 2).T)
+    is_desirable: torch.Tensor | None = None  # bool [S]
+    kl: torch.Tensor | None = None  # scalar, the reference point of objective kto
 
     @property
     def log_ratios(self) -> torch.Tensor:
@@ -42,15 +38,27 @@ class Pairs:
         """Mean log-probabilities per token."""
         return self.log_probs / self.lengths
 
-    def metrics(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Return the sums over the pairs of `PREFERENCE_METRICS`, fp32 [M], for rewards without a graph, [2, S]."""
-        margins = rewards[0] - rewards[1]
-        values = [(margins > 0).float(), margins, *rewards, *self.log_probs.detach(), *self.lengths]
-        return torch.stack([value.sum() for value in values])
+    def margins(self, values: torch.Tensor) -> torch.Tensor:
+        """Return by how much chosen values exceed rejected ones, [S]; of undesirable completions, the negative ones."""
+        if self.is_desirable is None:
+            return values[0] - values[1]
+        return torch.where(self.is_desirable, values[0], -values[0])
+
+    def metrics(self, rewards: torch.Tensor, *, has_reference: bool) -> torch.Tensor:
+        """Return the sums over the pairs of the objective's metrics, fp32 [M], for rewards without a graph."""
+        margins, ratios = self.margins(rewards), self.log_ratios.detach()
+        sides, others = [rewards, self.log_probs.detach(), self.lengths, ratios], []
+        is_right = margins > 0
+        if self.is_desirable is not None and self.kl is not None:
+            sides = [torch.cat([each * self.is_desirable, each * ~self.is_desirable]) for each in sides]
+            is_right, others = self.margins(ratios - self.kl) > 0, [self.kl.expand_as(margins), self.is_desirable]
+        *sides, (of_chosen, _) = sides
+        values = [is_right, margins, *torch.cat(sides), *[of_chosen] * has_reference, *others]
+        return torch.stack([value.float().sum() for value in values])
 
 
 def completion_sums(log_probs: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Sum the log-probabilities of labels, fp32 [N], over completions of these lengths, int64 [2 S]: fp32 [2 S]."""
+    """Sum the log-probabilities of labels, fp32 [N], over completions of these lengths, int64 [C]: fp32 [C]."""
     # In a fixed order, unlike `index_add`; the checks of lengths would wait for the device.
     return torch.segment_reduce(log_probs, "sum", lengths=lengths, unsafe=True)
 
@@ -74,27 +82,16 @@ class Preferences:
             return None
         return cls(training.preferences, training.has_reference, training.stores_reference)
 
-    @property
-    def initial_loss(self) -> float | None:
-        """The loss of each pair while the model equals the reference; None if it depends on the pair."""
-        zero = torch.zeros(2, 1, dtype=torch.float64)
+    def initial_loss(self, pairs: Pairs) -> float | None:
+        """Return the mean loss while the model equals the reference; None if it depends on the completions."""
         if not self.has_reference or (isinstance(self.options, DpoSpec) and self.options.loss_weight_sft):
             return None
-        return float(self.losses(Pairs(zero, zero, torch.ones_like(zero)))[0])
+        zeros = torch.zeros_like(pairs.reference)
+        return float(self.losses(replace(pairs, log_probs=zeros, reference=zeros))[0].mean())
 
     def losses(self, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss of each pair, [S], and the rewards of both completions, [2, S]."""
-        match self.options:
-            case DpoSpec() as options:
-                return dpo(pairs, options)
-            case IpoSpec() as options:
-                return ipo(pairs, options)
-            case OrpoSpec() as options:
-                return orpo(pairs, options)
-            case SimpoSpec() as options:
-                return simpo(pairs, options)
-            case _:
-                raise TypeError(self.options)
+        return _LOSSES[type(self.options)](pairs, self.options)
 
 
 def dpo(pairs: Pairs, options: DpoSpec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,6 +117,21 @@ def ipo(pairs: Pairs, options: IpoSpec) -> tuple[torch.Tensor, torch.Tensor]:
     return (ratios[0] - ratios[1] - 1 / (2 * options.beta)).square(), options.beta * ratios
 
 
+def kto(singles: Pairs, options: KtoSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024, equation 8).
+
+    `λ_D (1 - sigmoid(β (h - z)))` for a desirable completion, `λ_U (1 - sigmoid(β (z - h)))` for an undesirable one,
+    with `h = log π(y|x) - log π_ref(y|x)`. The reference point z, without a gradient, estimates the divergence from
+    the reference: the mean of h over prompts with the completions of others (`mismatch_completions`), at least 0. It
+    is the mean over a step; the paper's is that over a micro-batch. Rewards are `β h`.
+    """
+    if singles.is_desirable is None or singles.kl is None:
+        raise TypeError("the completions have no labels, or the step no reference point")
+    weights = torch.where(singles.is_desirable, options.desirable_weight, options.undesirable_weight)
+    ratios = singles.log_ratios
+    return weights * torch.sigmoid(-options.beta * singles.margins(ratios - singles.kl)), options.beta * ratios
+
+
 def orpo(pairs: Pairs, options: OrpoSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Odds ratio preference optimization (Hong et al. 2024, equations 3 to 7).
 
@@ -138,3 +150,8 @@ def simpo(pairs: Pairs, options: SimpoSpec) -> tuple[torch.Tensor, torch.Tensor]
     """
     rewards = options.beta * pairs.means
     return -logsigmoid(rewards[0] - rewards[1] - options.gamma), rewards
+
+
+_LOSSES: dict[type[PreferenceSpec], Callable[[Pairs, Any], tuple[torch.Tensor, torch.Tensor]]] = {
+    DpoSpec: dpo, IpoSpec: ipo, KtoSpec: kto, OrpoSpec: orpo, SimpoSpec: simpo
+}  # fmt: skip

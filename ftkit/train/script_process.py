@@ -1,7 +1,8 @@
 """`python -m ftkit.train.script_process PLAN [RESTARTS]`: one process of a run that executes a user's script.
 
 torchrun starts it. It sets accelerate's environment variables, then runs the unchanged script as `__main__` in this
-process. Before the script's first optimizer step, it checks how the model is sharded, and reports it.
+process. Before the first optimizer step, it checks how the model is sharded, and reports it; with `--prove`, it also
+watches the first steps for what trains wrongly.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import os
 import runpy
 import signal
+import socket
 import sys
 import threading
 import time
@@ -21,20 +23,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from ftkit.errors import FtkitError, TrainingError, plural
+from ftkit.files import parse_json, write_json
 from ftkit.planning.layout import SCRIPT_CODE, RunLayout
 from ftkit.planning.plan import RUN_FOLDER, ScriptPlan, read_job_plan
 from ftkit.runs.failure import RankError, write_rank_error
 from ftkit.runs.metrics_file import append_record
 from ftkit.runs.records import EndRecord, Record, ScriptStepRecord, ShardingRecord
+from ftkit.runs.script_checks import judge
+from ftkit.runs.script_facts import RankFacts
+from ftkit.train.heartbeats import NODES
 from ftkit.train.launcher import RunRank, end_with_launcher
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from ftkit.train.step_watch import StepWatch
+
 Sharding = Literal["fsdp2", "fsdp1", "zero3", "ddp", "none"]
 
 _POLL_SECONDS: Final = 2.0
 _SECONDS_BETWEEN_RECORDS: Final = 20.0
+_SECONDS_FOR_RANKS: Final = 60.0
 _MIN_UNITS: Final = 3  # two decoder layers and the rest: with fewer, the model is all-gathered in one piece
 
 
@@ -82,8 +91,7 @@ class FoundSharding:
 
 def find_sharding(modules: Sequence[nn.Module], world_size: int) -> FoundSharding:
     """Determine how the parameters of a model that ftkit did not build are sharded; `modules` lists submodules too."""
-    from torch import distributed  # noqa: PLC0415 - after the logs are set up
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # noqa: PLC0415
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # noqa: PLC0415 - after the logs are set up
     from torch.distributed.tensor import DTensor  # noqa: PLC0415
     from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
 
@@ -104,7 +112,9 @@ def find_sharding(modules: Sequence[nn.Module], world_size: int) -> FoundShardin
     held = sum(part.numel() for part in parts)
     if sharding == "fsdp1":  # flat parameters are one shard each
         total = held * world_size
-    return FoundSharding(sharding, units or flat_units, total, held, world_size, distributed.is_initialized())
+    return FoundSharding(
+        sharding, units or flat_units, total, held, world_size, sys.modules["torch.distributed"].is_initialized()
+    )
 
 
 class ScriptRank:
@@ -113,9 +123,10 @@ class ScriptRank:
     def __init__(self, plan: ScriptPlan) -> None:
         self.plan = plan
         self.rank = int(os.environ["RANK"])
-        self.num_steps = 0
+        self.step = 0
         self.began = time.time()
         self.is_stop_requested = False
+        self._watch: StepWatch | None = None
         self._next_record = 0.0
         self._is_checked = False
 
@@ -127,29 +138,69 @@ class ScriptRank:
     def record_end(self) -> None:
         outcome: Literal["completed", "stopped"] = "stopped" if self.is_stop_requested else "completed"
         seconds = time.time() - self.began
-        self.record(EndRecord(time.time(), outcome, self.num_steps, seconds, None, has_checkpoint=False))
+        self.record(EndRecord(time.time(), outcome, self.step, seconds, None, has_checkpoint=False))
 
     def watch_optimizer(self) -> None:
-        # The import can fail: it comes after the logs are set up.
+        # The imports can fail: they come after the logs are set up.
         from torch.optim import optimizer as torch_optimizer  # noqa: PLC0415
 
+        from ftkit.train.watchdog import Watchdog  # noqa: PLC0415
+
+        local_size, (_, *nodes) = int(os.environ["LOCAL_WORLD_SIZE"]), os.environ.get(NODES, "start").split()
+        hosts = nodes or [socket.gethostname()]
+        processes = [(host, 0) for host in hosts for _ in range(local_size)]
+        watchdog = Watchdog(self.plan.layout, self.rank, processes, self, self.plan.resources.hang_timeout_seconds)
+        watchdog.start()
+
         def after(*_: object) -> None:
-            self.num_steps += 1
+            self.step += 1
+            watchdog.end_step()
             if time.time() >= self._next_record:
                 self._next_record = time.time() + _SECONDS_BETWEEN_RECORDS
-                self.record(ScriptStepRecord(time.time(), self.num_steps))
+                self.record(ScriptStepRecord(time.time(), self.step))
 
         torch_optimizer.register_optimizer_step_pre_hook(lambda *_: self.check_sharding())
         torch_optimizer.register_optimizer_step_post_hook(after)
+        if self.plan.script.is_proved:
+            from ftkit.train.step_watch import StepWatch  # noqa: PLC0415 - as above
+
+            self.plan.layout.rank_steps(self.rank).unlink(missing_ok=True)  # of an earlier start
+            self._watch = StepWatch(self.rank, self.plan.placement.world_size, self.report_steps)
+            self._watch.start()
+
+    def report_steps(self, facts: RankFacts) -> None:
+        """Write what this rank observed; rank 0 then judges all ranks, without holding up the script."""
+        try:
+            write_json(self.plan.layout.rank_steps(self.rank), facts)
+        except OSError as error:  # a full disk must not end the script
+            say(f"prove: nothing is checked: {error}")
+            return
+        if self.rank == 0:
+            threading.Thread(target=self.prove, args=(facts,), name="prove").start()
+
+    def prove(self, facts: RankFacts) -> None:
+        """Check the first steps of all ranks that report within a minute; write and print the verdict."""
+        paths = [self.plan.layout.rank_steps(rank) for rank in range(1, self.plan.placement.world_size)]
+        deadline = time.monotonic() + _SECONDS_FOR_RANKS
+        while time.monotonic() < deadline and not all(path.exists() for path in paths):
+            time.sleep(_POLL_SECONDS / 10)
+        others = [parse_json(path.read_bytes(), RankFacts) for path in paths if path.exists()]
+        verdict = judge([facts, *others])
+        for finding in verdict.findings:
+            say(f"prove: {finding.check}: {finding.what} {finding.fix}")
+        for name, reason in verdict.not_checked.items():
+            say(f"prove: not checked: {name}: {reason}")
+        counts = f"{plural(len(verdict.findings), 'finding')}, {len(verdict.passed)} checks passed"
+        say(f"prove: {counts}: {', '.join(verdict.passed)} ({verdict.seconds:.1f} s)")
+        with suppress(OSError):
+            write_json(self.plan.layout.proof, verdict)
 
     def check_sharding(self) -> None:
         if self._is_checked:
             return
         self._is_checked = True
-        from torch import nn  # noqa: PLC0415 - as above
-
         # By type, not isinstance, which would make lazy objects of libraries import their modules.
-        modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+        modules = [each for each in gc.get_objects() if issubclass(type(each), sys.modules["torch.nn"].Module)]
         script, place = self.plan.script, self.plan.placement
         found = find_sharding(modules, place.world_size)
         warning = found.explain_missing(was_asked=script.asks_for_sharding, device=place.device)
@@ -190,6 +241,8 @@ class ScriptRank:
             say(str(end.code))
             return 1
         finally:
+            if self._watch:
+                self._watch.finish(can_replay=self.plan.placement.world_size == 1)  # another rank may have failed
             distributed = sys.modules["torch.distributed"]
             if distributed.is_available() and distributed.is_initialized():
                 # Most scripts leave their process group open: gloo's threads can abort at exit then.

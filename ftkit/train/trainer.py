@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
+import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -18,20 +20,22 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ftkit.config.execution import ParameterCounts, method_counts
 from ftkit.data.prepared_data import PackStore, PreparedData
-from ftkit.data.tokenizers import load_saved_tokenizer
+from ftkit.data.tokenizers import check_same_tokenizer, load_saved_tokenizer, load_tokenizer
 from ftkit.errors import FtkitError, TrainingError, one_line
 from ftkit.planning.plan import RunPlan
 from ftkit.planning.planner import count_steps, packs_of_epochs, plan_for_counts
+from ftkit.planning.training_setup import teacher_settings
 from ftkit.runs.checkpoints import TrainState
 from ftkit.runs.records import EndRecord, EvaluationRecord, StageRecord, StartRecord, VerificationRecord
 from ftkit.train.checkpoint.loading import load_best, load_newest
 from ftkit.train.checkpoint.saving import Checkpointer
-from ftkit.train.components.batches import BatchSchedule, to_micro_batch, with_pairs
+from ftkit.train.components.batches import BatchSchedule
 from ftkit.train.components.evaluate import Evaluator
 from ftkit.train.components.exporter import ExportedParts, export
 from ftkit.train.components.generation import Generation
 from ftkit.train.components.recorder import Recorder, open_trackers
 from ftkit.train.components.references import References, compute_references
+from ftkit.train.components.teacher import TeacherSplit, compute_distributions
 from ftkit.train.distributed import verification
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.pack_parallel import check_context_parallel, check_tensor_parallel, whole_pack_attention
@@ -47,15 +51,14 @@ from ftkit.train.model.hf_model import (
     make_config,
     read_config,
 )
-from ftkit.train.model.lora import init_adapters, load_adapters, prepare_method
+from ftkit.train.model.lora import freeze, init_adapters, load_adapters, prepare_method
 from ftkit.train.model.pretrained import fetch_weights, init_weights, load_weights
 from ftkit.train.model.token_mixers import choose_token_mixers
-from ftkit.train.observers import Evaluation, FirstStep, Profiler, RankTimes, Saving, check_profile
+from ftkit.train.observers import Evaluation, FirstStep, HangWatch, Profiler, RankTimes, Saving, check_profile
 from ftkit.train.observers.step_metrics import AnomalyWatch, StepMetrics, Stopwatch
-from ftkit.train.observers.watchdog import Watchdog
 from ftkit.train.param_count import count_method, count_modules
 from ftkit.train.private_apis.torch import start_compile_workers
-from ftkit.train.world import World, with_tensor_parallel
+from ftkit.train.world import DTYPES, World, with_tensor_parallel
 
 if TYPE_CHECKING:
     from torch import nn
@@ -110,12 +113,41 @@ class Trainer:
         check_profile(self.plan.recipe.profile, num_steps)
         check_free_host_memory(self.plan, self.world)
         with out_of_memory_explained(self.plan, self.world, self.trace):
+            teacher = self._compute_teacher()
             self._stage("building the model")
             engine, parts, expected, num_parameters = self._build_engine()
         with out_of_memory_explained(self.plan, self.world, self.trace, engine.tensors):
-            is_packed, references = self._verify(engine, expected, store, parts.pretrained)
-            progress = self._train(engine, parts, store, num_parameters, references, is_packed=is_packed)
+            is_packed, references = self._verify(engine, expected, store, teacher)
+            progress = self._train(engine, parts, store, num_parameters, (references, teacher), is_packed=is_packed)
         log.info("%s after %d steps, %.0f s in total", progress.outcome, progress.step, time.time() - began)
+
+    def _compute_teacher(self) -> list[TeacherSplit]:
+        """Return the stored distributions of the teacher, which is freed, for both splits; none without a teacher."""
+        teacher, training = self.plan.recipe.teacher, teacher_settings(self.plan.recipe.training)
+        if teacher is None:
+            return []
+        self._stage("computing the teacher's distributions")
+
+        def build() -> Engine:
+            folder = fetch_weights(teacher, self.world, is_teacher=True)
+            own = load_tokenizer(teacher.model_copy(update={"weights": str(folder)}), None)
+            check_same_tokenizer(self.tokenizer, own, teacher.weights)
+            config = read_config(folder, teacher.architecture).text
+            model = build_empty(config, self._attention(config))
+            choose_token_mixers(model, self.world)
+            freeze(model, DTYPES[training.compute_precision])
+            chosen = replace(self.plan.engine, keeps_weights=False, defers_sync=False)
+            engine = make_engine(chosen, model, training, self.world, lambda sharded: load_weights(sharded, folder))
+            size = teacher.architecture.vocab_size
+            verification.verify_logits(verification.choose_packing(engine, self.world, "auto", size, training)[0])
+            return engine
+
+        def report(progress: str) -> None:
+            text = f"computing the teacher's distributions: {progress}"
+            self.recorder.write(StageRecord(time.time(), text))
+            log.info("%s", text)
+
+        return compute_distributions(self.plan, self.data, self.world, build, report)
 
     def _build_engine(self) -> tuple[Engine, ExportedParts, ParameterCounts, int]:
         """Return the engine with its weights, an export's parts, the expected counts, and that without adapters."""
@@ -160,7 +192,8 @@ class Trainer:
 
     def _attention(self, config: PretrainedConfig) -> str:
         """Return transformers' name of the attention function; register one if several ranks divide a pack."""
-        kernel, reason = choose_kernel(self.plan.recipe.training, config, self.world)
+        training, shares = self.plan.recipe.training, self.data.read_train().shares_prompts
+        kernel, reason = choose_kernel(training, config, self.world, shares_prompts=shares)
         log.info("attention: %s (%s)", kernel, reason)
         exchange, tensor_parallel = self.world.exchange, self.world.tensor_parallel
         if tensor_parallel > 1:
@@ -173,7 +206,7 @@ class Trainer:
         return whole_pack_attention(kernel, exchange) if is_divided else register_kernel(kernel)
 
     def _verify(
-        self, engine: Engine, expected: ParameterCounts, store: PackStore, weights: Path | None
+        self, engine: Engine, expected: ParameterCounts, store: PackStore, teacher: list[TeacherSplit]
     ) -> tuple[bool, References | None]:
         """Run the checks before step 1; return whether documents are trained in packs, and the stored reference."""
         self._stage("verifying sharding and document isolation")
@@ -181,8 +214,9 @@ class Trainer:
         checks = verification.verify_sharding(engine.sharding_stats(), training, expected, self.plan.engine.name)
         checks |= verification.verify_targets(store.num_targets)
         probe, reason = verification.choose_packing(
-            engine, self.world, recipe.data.packing, recipe.model.architecture.vocab_size, self.plan.batch, training
-        )
+            engine, self.world, recipe.data.packing, recipe.model.architecture.vocab_size, training,
+            shares_prompts=store.shares_prompts,
+        )  # fmt: skip
         if reason is not None:
             log.info("documents are padded instead of packed, which is slower: %s", reason)
         checks |= {"documents are": "packed" if reason is None else "padded rows"}
@@ -191,12 +225,18 @@ class Trainer:
         references = None
         if training.stores_reference:
             self._stage("computing the log-probabilities of the reference")
-            references = compute_references(engine, self.plan, self.data, self.world, weights)
-        if training.documents_per_sample > 1:
-            chosen = range(min(len(store), training.micro_batch_size))
-            packs, known = store.read(chosen), references and references.train[store.documents(chosen)]
-            batch = with_pairs(to_micro_batch(packs, self.world.device), packs, known)
-            checks |= verification.verify_pairs(engine, batch)
+            references = compute_references(engine, self.plan, self.data, self.world)
+        if training.completions_per_sample or teacher:
+            batches = BatchSchedule.outside(
+                training, store, self.world, is_packed=reason is None, reference=references and references.train,
+                teacher=teacher[0].read if teacher else None,
+            )  # fmt: skip
+            first = range(min(len(store), training.micro_batch_size))  # on each rank
+            batch = next(replace(batches, rank=0, size=1).in_turn(first)).on(self.world.device)
+            if not teacher:
+                checks |= verification.verify_pairs(engine, batch, training.compute_precision)
+            else:
+                checks |= verification.verify_teacher(engine, batch, recipe)
         record = VerificationRecord(time.time(), checks)
         self.recorder.write(record)
         log.info("verified: %s", ", ".join(f"{name} {value}" for name, value in record.texts.items()))
@@ -204,9 +244,9 @@ class Trainer:
 
     def _train(
         self, engine: Engine, parts: ExportedParts, store: PackStore, num_parameters: int,
-        references: References | None, *, is_packed: bool,
+        stored: tuple[References | None, list[TeacherSplit]], *, is_packed: bool,
     ) -> Progress:  # fmt: skip
-        plan, world = self.plan, self.world
+        plan, world, (references, teacher) = self.plan, self.world, stored
         manifest = self.data.read_manifest()
         self.trace.begin("loading the newest checkpoint")
         state = load_newest(engine, plan.layout, world, manifest.identity) or TrainState(0, manifest.identity)
@@ -221,16 +261,19 @@ class Trainer:
             is_packed=is_packed,
             is_mixed=bool(sources),
             marks_padding=engine.model.routers.exist,
-            documents_per_sample=plan.recipe.training.documents_per_sample,
+            completions_per_sample=plan.recipe.training.completions_per_sample,
             reference=references and references.train,
+            teacher=teacher[0].read if teacher else None,
             context=world.context,
             state=state,
         )
         progress = Progress.resume(plan, batches, state)
         self._record_start(progress, num_parameters)
-        evaluator = Evaluator(plan, self.data, self.tokenizer, parts.generation, world, is_packed, references)
+        held_out = teacher[1] if teacher else None
+        evaluator = Evaluator(plan, self.data, self.tokenizer, parts.generation, world, is_packed, references, held_out)
         if state.step == 0:
             check_is_measured(self._evaluate(evaluator, engine, 0, "before"), plan.recipe.evaluation.selection)
+        processes = world.gather_objects((socket.gethostname(), os.getpid()))
         training_began = time.time()
         with Checkpointer(plan, world, self.recorder.write) as checkpointer:
             recorder, trace, stopwatch = self.recorder, self.trace, Stopwatch()
@@ -238,7 +281,7 @@ class Trainer:
                 StepMetrics(progress, world, stopwatch, recorder, trace, sources),
                 FirstStep(progress, trace, recorder),
                 AnomalyWatch(plan.id, plan.recipe.training.on_nonfinite, recorder, batches.packs_of_step),
-                Watchdog(plan.layout, world, progress, plan.recipe.resources.hang_timeout_seconds),
+                HangWatch(plan.layout, world.rank, processes, progress, plan.recipe.resources.hang_timeout_seconds),
                 stopwatch,  # what follows takes long, and counts neither as a hang nor as a step's time
                 Evaluation(progress, engine, evaluator, recorder),  # may end training, and selects the best checkpoint
                 # Writes its file before the last save, in which all ranks wait for each other.

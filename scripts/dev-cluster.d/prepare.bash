@@ -74,7 +74,7 @@ apt_install() {
 
 # --- the state folder -----------------------------------------------------------------------------------------------
 
-make_state() { # NUM_NODES
+make_state() { # NUM_NODES CGROUPS
   local i
   mkdir -p "$STATE"
   touch "$STATE/.dev-cluster"
@@ -90,6 +90,7 @@ make_state() { # NUM_NODES
   chown "$OUR_USER:" "$STATE/home" "$STATE/shared"
   for i in {0..7}; do mknod --mode=666 "$STATE/gpus/nvidia$i" c 1 3; done # each is another /dev/null
   write_configuration "$1"
+  [[ -z $2 ]] || write_cgroups
   write_containers
   write_paths
   write_home
@@ -116,6 +117,16 @@ write_configuration() { # NUM_NODES
   chown munge: "$etc/munge.key"
   chown slurm: "$etc/slurmdbd.conf"
 }
+
+# Each node sees its own part of the machine's cgroups as all cgroups: machine-init mounts it.
+write_cgroups() {
+  cgroup_of >"$STATE/etc/cgroups"
+  sed -i -e 's|^ProctrackType=.*|ProctrackType=proctrack/cgroup|' -e 's|^TaskPlugin=.*|TaskPlugin=task/cgroup|' \
+    "$STATE/etc/slurm.conf"
+  printf '%s\n' CgroupPlugin=cgroup/v1 CgroupMountpoint=/sys/fs/cgroup ConstrainRAMSpace=yes >"$STATE/etc/cgroup.conf"
+}
+
+cgroup_of() { echo "/ftkit-dev${STATE//\//-}"; } # of this cluster, in each hierarchy
 
 # With enroot and pyxis on this machine, srun starts containers here too. enroot's settings are a copy of the machine's,
 # which the nodes mount over them: containers are on a node's own disk, where a power cut leaves them, and the hook for

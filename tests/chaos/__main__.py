@@ -42,6 +42,7 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=2, help="nodes of each run, with one process each (2)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="inject no fault after this many minutes")
     parser.add_argument("--clusters", type=int, default=None, metavar="N", help="start N clusters, and use all at once")
+    parser.add_argument("--cgroups", action="store_true", help="with --clusters: their Slurm uses cgroups")
     parser.add_argument("--only", nargs="*", choices=kinds, default=kinds, metavar="KIND")
     parser.add_argument(
         "--record", type=Path, metavar="DIR", help="add the results to the record faults-slurm.json there"
@@ -52,7 +53,7 @@ def main() -> int:
     deadline = asked.minutes * 60 + time.time()
     results = Results()
     with (
-        own_clusters(asked.clusters) as clusters,
+        own_clusters(asked.clusters, *["--cgroups"] * asked.cgroups) as clusters,
         ProcessPoolExecutor(len(clusters), multiprocessing.get_context("spawn")) as processes,
     ):
         campaigns = []

@@ -27,10 +27,10 @@ DEFAULT_STATE = Path(os.environ.get("FTKIT_DEV_CLUSTER_DIR", "/var/lib/ftkit-dev
 DEFAULT_USER = os.environ.get("FTKIT_DEV_CLUSTER_USER", "ftkit-dev")
 WORKSPACE_MIB = 128
 OPTIONS = (
-    "training.global_batch_size=12", "training.micro_batch_size=1",
+    "training.global_batch_size=12", "training.micro_batch_size=1", "training.sequence_length=128",
     "training.learning_rate=1e-3", "training.checkpoint_every_steps=8", "training.log_every_steps=1",
     "training.precision=fp32", "training.max_failed_checkpoints=1000", "evaluation.generation=null",
-    "resources.max_restarts=1000",
+    "resources.max_restarts=1000", "resources.hang_timeout_seconds=45",
 )  # fmt: skip
 SIZES = ((1, 1), (2, 1), (3, 1), (2, 2))
 """Number of nodes, and processes per node."""
@@ -70,6 +70,14 @@ class DevCluster:
     def slurm(self, *command: str, check: bool = False) -> str:
         """Run a command on the login node."""
         return self.call("exec", "--", *command, check=check)
+
+    def resume_nodes(self) -> None:
+        """Let nodes take jobs again that Slurm has drained."""
+        drained = self.slurm(
+            "sinfo", "--noheader", "--Node", "--partition=dev", "--states=drain", "--format=%N"
+        ).split()
+        for node in drained:
+            self.call("node", node, "--", "scontrol", "update", f"nodename={node}", "state=resume", check=False)
 
     def ftkit(self, *arguments: str) -> str:
         """Run ftkit on the login node."""
@@ -138,12 +146,16 @@ class SlurmRun(Run):
 
     def _ask(self, job: str) -> bool:
         # Of all jobs: only then is an empty answer that of Slurm, and not of a controller that is too busy.
-        fields = "--Format=JobID: ,State: ,RestartCnt: ,Reason"
+        fields = "--Format=JobID: ,State: ,RestartCnt: ,Reason:100"
         try:
             rows = self.cluster.slurm("squeue", "--noheader", "--states=all", fields, check=True).splitlines()
         except RuntimeError:
             return False
         answer = next((row.split()[1:] for row in rows if row.split()[:1] == [job]), [])
+        if "DRAINED" in answer:  # by Slurm, after a node that had no network came back with steps of the last start
+            self.cluster.resume_nodes()
+        if answer[-1:] == ["held"]:  # for the same reason: the run has not survived
+            self.cluster.slurm("scancel", job)
         if answer[:1] == ["PENDING"] and answer[2:] == ["BeginTime"] and (job, answer[1]) not in self.hurried:
             # Later: slurmd rejects a new credential of a job in the second in which it revoked the previous one.
             self.cluster.slurm("scontrol", "update", f"jobid={job}", "StartTime=now+3")
@@ -175,7 +187,7 @@ class SlurmRun(Run):
                 words = (entry / "cmdline").read_bytes().split(b"\0")
                 if str(self.folder / "plan.json").encode() not in words or b"bash" in words[0]:
                     continue
-                if (b"srun" in words[0]) != (kind == "srun"):
+                if words[0].endswith(b"srun") != (kind == "srun"):
                     continue
                 rank = ""
                 if kind == "rank" and b"ftkit.train.launcher" not in words:
@@ -207,7 +219,7 @@ class SlurmSite:
         self.cluster.unmount_workspace()
 
     def start(self, name: str) -> SlurmRun:
-        size = ("--nodes", str(self.nodes), "--gpus-per-node", "1")
+        size = ("--nodes", str(self.nodes), "--processes-per-node", "1")
         said = self.cluster.ftkit("run", str(ROOT / "tests/train/tiny.yaml"), "--cluster", "dev", *size, "--name", name,
                                   "--no-follow", *OPTIONS, f"training.max_steps={self.steps}")  # fmt: skip
         return SlurmRun(self.cluster.workspace / "runs" / said.split()[-1], self.steps, self.cluster)
@@ -220,6 +232,7 @@ class SlurmSite:
             node = self.dead.pop()
             self.cluster.call("revive-node", node)
             self.cluster.mount_workspace(node)
+        self.cluster.resume_nodes()
 
     @property
     def faults(self) -> dict[str, Callable[[SlurmRun, Random], object]]:
@@ -245,7 +258,7 @@ class SlurmSite:
         self.cluster.slurm("scancel", run.job)
         wait_for(run, run.is_over)
         nodes, processes = chance.choice(SIZES)
-        size = ("--nodes", str(nodes), "--gpus-per-node", str(processes)) if changes_size else ()
+        size = ("--nodes", str(nodes), "--processes-per-node", str(processes)) if changes_size else ()
         self.cluster.ftkit("resume", run.id, *size, "--no-follow")
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def own_clusters(number: int | None) -> Iterator[list[DevCluster]]:
+def own_clusters(number: int | None, *options: str) -> Iterator[list[DevCluster]]:
     """Start clusters within the context, all at once; without a number, use the one that is up."""
     if number is None:
         yield [DevCluster()]
@@ -31,7 +31,7 @@ def own_clusters(number: int | None) -> Iterator[list[DevCluster]]:
     ]
     with ThreadPoolExecutor(number) as threads:
         try:
-            list(threads.map(lambda cluster: cluster.call("up", "--nodes", str(MOST_NODES)), clusters))
+            list(threads.map(lambda cluster: cluster.call("up", "--nodes", str(MOST_NODES), *options), clusters))
             yield clusters
         finally:
             list(threads.map(lambda cluster: cluster.call("down", check=False), clusters))

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,14 @@ while True:
     client.close()
 """
 
+_GLUTTON = """
+import os, sys, time
+with open(f"{sys.argv[1]}/cgroup.procs", "w") as file:
+    file.write(str(os.getpid()))
+taken = bytearray(b"1") * 2**26
+time.sleep(3600)
+"""
+
 
 def signal_rank(number: int, run: SlurmRun, chance: Random) -> None:
     """Send a signal to a rank at random."""
@@ -43,19 +51,28 @@ def pause_rank(run: SlurmRun, chance: Random) -> None:
     pid = ranks[chance.choice(sorted(ranks))]
     os.kill(pid, signal.SIGSTOP)
     time.sleep(5)
-    os.kill(pid, signal.SIGCONT)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
 
 
 def starve_rank(run: SlurmRun, chance: Random) -> None:
-    """Put a rank into a cgroup (v1) with less memory than it needs, until the kernel kills it."""
-    group = Path("/sys/fs/cgroup/memory/ftkit-chaos")
-    group.mkdir(exist_ok=True)
-    (group / "memory.limit_in_bytes").write_text(str(2**20))
+    """Fill the memory cgroup (v1) of a rank, Slurm's or a new one, until the kernel kills the rank."""
     ranks = wait_for(run, run.ranks)
     pid = ranks[chance.choice(sorted(ranks))]
-    (group / "cgroup.procs").write_text(str(pid))
-    wait_for(run, lambda: not Path(f"/proc/{pid}").exists() or not (group / "cgroup.procs").read_text())
-    group.rmdir()
+    groups = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    own = next(line.partition(":memory:/")[2] for line in groups if ":memory:" in line)
+    group = Path("/sys/fs/cgroup/memory", own if "/slurm" in own else f"ftkit-chaos-{pid}")
+    group.mkdir(exist_ok=True)
+    if "/slurm" not in own:
+        (group / "cgroup.procs").write_text(str(pid))
+    Path(f"/proc/{pid}/oom_score_adj").write_text("1000")  # of the group's processes, the kernel kills this one
+    used = int((group / "memory.usage_in_bytes").read_text())
+    (group / "memory.limit_in_bytes").write_text(str(used + 2**24))
+    with subprocess.Popen(["python3", "-c", _GLUTTON, str(group)]) as glutton:
+        wait_for(run, lambda: not Path(f"/proc/{pid}").exists())
+        glutton.kill()
+    if "/slurm" not in own:
+        group.rmdir()
 
 
 def kill_stepd(run: SlurmRun, chance: Random) -> None:
@@ -135,9 +152,9 @@ def suspend(run: SlurmRun, _: Random) -> None:
     run.cluster.call("node", node, "--", "scontrol", "resume", run.job)
 
 
-def cut_network(seconds: float, run: SlurmRun, _: Random) -> None:
-    """Take down the network of a node without the job script; no connection is reset."""
-    link = ("node", wait_for(run, run.nodes)[-1], "--", "ip", "link", "set", "eth0")
+def cut_network(which: int, seconds: float, run: SlurmRun, _: Random) -> None:
+    """Take down the network of a node; no connection is reset. The first one has the job script and rank 0."""
+    link = ("node", wait_for(run, run.nodes)[which], "--", "ip", "link", "set", "eth0")
     run.cluster.call(*link, "down")
     time.sleep(seconds)
     run.cluster.call(*link, "up")
@@ -149,6 +166,7 @@ SLURM_FAULTS: dict[str, Callable[[SlurmRun, Random], object]] = {
         for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGTERM)
     },
     "SIGSTOP of a rank for 5 s": pause_rank,
+    "SIGSTOP of a rank": partial(signal_rank, signal.SIGSTOP),
     "OOM kill of a rank by its cgroup": starve_rank,
     "kill -9 of srun": lambda run, _: kill(wait_for(run, run.sruns)),
     "kill -9 of slurmstepd": kill_stepd,
@@ -161,6 +179,8 @@ SLURM_FAULTS: dict[str, Callable[[SlurmRun, Random], object]] = {
     "node drained for 5 s": drain,
     "job suspended for 5 s": suspend,
     "scancel --signal=TERM": lambda run, _: run.cluster.slurm("scancel", "--signal=TERM", run.job),
-    "network of a node down for 3 s": partial(cut_network, 3),
-    "network of a node down for 40 s": partial(cut_network, 40),
+    "network of a node down for 3 s": partial(cut_network, -1, 3),
+    "network of a node down for 40 s": partial(cut_network, -1, 40),
+    "network of the first node down for 3 s": partial(cut_network, 0, 3),
+    "network of the first node down for 40 s": partial(cut_network, 0, 40),
 }

@@ -75,6 +75,8 @@ CHATS = """echo '{"prompt": "How many pets?", "completion": "SELECT 2"}' | tee c
 LOGIN_NODE = ("touch $MACHINE/is-login-node",)
 
 BEFORE_PAGE = {
+    "README": (*EXPORT, "cp -rn $MACHINE/export ~/model; mkdir -p data", CHATS, "cp chats.jsonl ~"),
+    "distill": (*TRAINED, PROMPTS, "mkdir -p data", CHATS),
     "use-the-model": EXPORT,
     "when-something-fails": STOPPED,
     "on-a-cluster": (*LOGIN_NODE, "rm ftkit.yaml"),

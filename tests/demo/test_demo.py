@@ -69,11 +69,11 @@ def ftkit(workspace: Path, *arguments: str, typed: str = "", **variables: str) -
 
 def test_the_demo_model_answers_questions_about_unseen_tables(tmp_path: Path) -> None:
     done = ftkit(
-        tmp_path, "run", "demo", "--cluster", "local", "training.max_steps=700", "data.source.num_train=4000",
+        tmp_path, "run", "demo", "--cluster", "local", "training.max_steps=250", "data.source.num_train=4000",
         "evaluation.generation.num_rows=100",
     )  # fmt: skip
     (run,) = json.loads(ftkit(tmp_path, "runs", "--json").stdout)
-    assert (run["state"], run["step"]) == ("completed", 700)
+    assert (run["state"], run["step"]) == ("completed", 250)
     records = [*read_records(Path(run["folder"]) / "metrics.jsonl")]
     before, after = (record for record in records if isinstance(record, EvaluationRecord))
     assert before.execution_accuracy == 0.0
@@ -83,7 +83,7 @@ def test_the_demo_model_answers_questions_about_unseen_tables(tmp_path: Path) ->
     steps = [record for record in records if isinstance(record, StepRecord)]
     assert steps[-1].loss < steps[0].loss / 10
     # Without a terminal: plain lines on stderr, and only the run id on stdout.
-    assert "step 700/700" in done.stderr
+    assert "step 250/250" in done.stderr
     assert "execution accuracy 0% →" in done.stderr
     assert "\x1b" not in done.stdout + done.stderr
     # What it prints to type next needs no package that scripts/demo does not install.

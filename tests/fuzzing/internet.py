@@ -18,6 +18,7 @@ from urllib3 import HTTPHeaderDict, HTTPResponse
 
 from ftkit.config.image_reference import Digest
 from ftkit.images import events
+from ftkit.images.oci import connection
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,6 +134,7 @@ def connected_to(internet: Internet) -> Iterator[None]:
     adapter = Adapter(internet)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(requests.Session, "get_adapter", lambda *_, **__: adapter)
+        patch.setattr(connection, "trusting_adapter", lambda _: adapter)  # each reads all certificates of the system
         patch.setattr(events, "RETRY_SECONDS", (0.0, 0.0, 0.0))
         yield
     adapter.close()

@@ -89,7 +89,7 @@ def test_a_local_script_and_package_are_sent_and_run_on_the_cluster(ready: Lapto
     )
     (ready.project / "accelerate.yaml").write_text("distributed_type: 'NO'\nmixed_precision: 'no'\n")
     words = ("run", "--script=scripts/train.py", "--with-code", "../code/mine", "--dev", "--accelerate-config")
-    place = ("accelerate.yaml", "--cluster", "far", "--no-follow", "--gpus-per-node", "1", "--name", "code")
+    place = ("accelerate.yaml", "--cluster", "far", "--no-follow", "--processes-per-node", "1", "--name", "code")
     done = ready.ftkit(*words, *place, "resources.time_limit=1:00:00", "--", "--follow", "1")
     assert "sending code (" in done.stderr
     run = done.stdout.strip()

@@ -124,7 +124,7 @@ class Cluster:
 
         Each process needs seven seconds of CPU to import torch and transformers, so tests use few processes.
         """
-        size = ("--nodes", "2", "--gpus-per-node", "1")
+        size = ("--nodes", "2", "--processes-per-node", "1")
         done = self.ftkit("run", TINY, "--cluster", "dev", *size, "--name", name, "--no-follow", *arguments)
         return done.stdout.strip().splitlines()[-1].split()[-1]
 
@@ -160,14 +160,20 @@ class Cluster:
         """Return the job state from squeue; empty once Slurm has forgotten the job."""
         return self.execute("squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job).stdout.strip()
 
-    def start_again(self, run: str) -> None:
-        """Wait until a job is requeued, and start it without Slurm's delay."""
-        job = self.job(run)
-        self._wait(run, lambda: self.slurm_state(job) == "PENDING")
+    def start_again(self, run: str, *, starts: int | None = None) -> None:
+        """Wait until a job is requeued, and start it without Slurm's delay.
 
+        With `starts`, the starts before it: a job that has started again already is not waited for.
+        """
+        job, log = self.job(run), self.folder(run) / "logs" / "job.log"
+
+        def has_started() -> bool:
+            return starts is not None and log.read_text(encoding="utf-8").count("ftkit: job ") > starts
+
+        self._wait(run, lambda: has_started() or self.slurm_state(job) == "PENDING")
         # slurmd rejects a job's new credential within the second in which it revoked the previous one.
         soon = ("scontrol", "update", f"jobid={job}", "StartTime=now+3")
-        self._wait(run, lambda: self.execute(*soon).returncode == 0)
+        self._wait(run, lambda: has_started() or self.execute(*soon).returncode == 0)
         self._wait(run, lambda: self.slurm_state(job) == "RUNNING")
 
     def _wait(self, run: str, condition: Callable[[], bool], *, ends: bool = False) -> None:

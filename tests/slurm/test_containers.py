@@ -42,7 +42,7 @@ def profile(cluster: Cluster, shared_folder: Path) -> str:
 def test_a_run_in_containers_of_pyxis_is_staged_trains_and_exports(
     cluster: Cluster, profile: str, shared_folder: Path
 ) -> None:
-    place = ("--cluster", profile, "--image", f"{shared_folder}/tiny.sqsh", "--nodes", "2", "--gpus-per-node", "1")
+    place = ("--cluster", profile, "--image", f"{shared_folder}/tiny.sqsh", "--nodes", "2", "--processes-per-node", "1")
     done = cluster.ftkit(
         "run", "tests/train/tiny.yaml", *place, "--name", "contained", "--no-follow", "training.max_steps=2"
     )
@@ -55,7 +55,7 @@ def test_a_run_in_containers_of_pyxis_is_staged_trains_and_exports(
 
 
 def test_a_run_continues_on_a_node_that_lost_its_power(cluster: Cluster, profile: str, shared_folder: Path) -> None:
-    place = ("--cluster", profile, "--image", f"{shared_folder}/tiny.sqsh", "--nodes", "1", "--gpus-per-node", "1")
+    place = ("--cluster", profile, "--image", f"{shared_folder}/tiny.sqsh", "--nodes", "1", "--processes-per-node", "1")
     steps = ("training.max_steps=1000000", "training.checkpoint_every_steps=5", "evaluation.generation=null")
     done = cluster.ftkit(
         "run", "tests/train/tiny.yaml", *place, "--name", "cut", "--no-follow", "training.log_every_steps=1", *steps

@@ -100,7 +100,7 @@ def test_doctor_reports_the_fault_of_each_node(cluster: Cluster, image: str) -> 
 
 def run_excluding(cluster: Cluster, image: str, name: str) -> tuple[dict[str, str], set[str]]:
     """Train on two nodes of four; return the excluded nodes with their reasons, and the nodes that trained."""
-    short = ("--gpus-per-node", "1", "training.max_steps=2", "evaluation.generation=null")
+    short = ("--processes-per-node", "1", "training.max_steps=2", "evaluation.generation=null")
     done = ftkit(
         cluster, "run", TINY, "--cluster", "boxes", "--nodes", "2", "--image", image, "--name", name,
         "--prepare", "here", "resources.preflight=true", *short,

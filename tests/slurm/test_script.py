@@ -14,7 +14,7 @@ def test_a_script_with_accelerate_and_peft_runs_unchanged_on_two_nodes_with_a_wa
     cluster: Cluster,
 ) -> None:
     about = ("--script", f"{SCRIPTS}/sft.py", "--accelerate-config", f"{SCRIPTS}/accelerate.yaml")
-    place = ("--cluster", "dev", "--nodes", "2", "--gpus-per-node", "1", "--no-follow")
+    place = ("--cluster", "dev", "--nodes", "2", "--processes-per-node", "1", "--no-follow")
     done = cluster.ftkit("run", *about, *place, "--name", "sft", "--", "--output_dir", "{run}/model")
     run = done.stdout.strip().splitlines()[-1]
     status = cluster.wait_for_completion(run)

@@ -27,7 +27,7 @@ LONG = (
 @pytest.fixture(scope="module")
 def followed(cluster: Cluster) -> str:
     """A run on two nodes whose log was followed to its end."""
-    run = cluster.submit("followed", "--gpus-per-node", "2", "training.global_batch_size=16")
+    run = cluster.submit("followed", "--processes-per-node", "2", "training.global_batch_size=16")
     log = cluster.ftkit("logs", run, "-f").stdout
     assert "step 20/20" in log
     assert "completed after 20 steps" in log
@@ -47,7 +47,7 @@ def test_a_followed_run_trains_on_two_nodes_and_exports_a_model(cluster: Cluster
 
 
 def test_a_slurm_run_is_repeated_on_another_cluster_with_another_size(cluster: Cluster, followed: str) -> None:
-    told = cluster.ftkit("rerun", followed, "--cluster", "local", "--gpus-per-node", "1", "--name", "elsewhere")
+    told = cluster.ftkit("rerun", followed, "--cluster", "local", "--processes-per-node", "1", "--name", "elsewhere")
     for difference in ("name is local, was dev", "num_nodes is 1, was 2", "processes_per_node is 1, was 2"):
         assert f"warning: cluster: {difference}" in told.stderr
     assert "2 packs × 1 process × 8 accumulation = 16 packs" in told.stderr
@@ -62,7 +62,7 @@ def test_a_failing_rank_is_reported_with_the_same_reason_everywhere(cluster: Clu
     config = {"model_type": "qwen3"} | {key: value for key, value in shape.items() if key in CONFIG_KEYS}
     (shared_folder / "config.json").write_text(json.dumps(config))
     (shared_folder / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")  # no tensors
-    arguments = ("run", "tests/train/tiny.yaml", "--cluster", "dev", "--gpus-per-node", "1", "--name", "failing")
+    arguments = ("run", "tests/train/tiny.yaml", "--cluster", "dev", "--processes-per-node", "1", "--name", "failing")
     done = cluster.ftkit(*arguments, f"model.weights={shared_folder}", expect=9)
     assert "of the model's parameters are not in" in done.stderr
     shown = cluster.ftkit("status", "failing").stdout
@@ -99,7 +99,7 @@ def test_a_workspace_with_an_unusual_name_works(cluster: Cluster) -> None:
     script = """
     export FTKIT_WORKSPACE="$0/it's 100% \\"\\$(odd)\\" ;&"
     mkdir -p "$FTKIT_WORKSPACE"
-    exec ftkit run tests/train/tiny.yaml --cluster dev --gpus-per-node 1 training.max_steps=2
+    exec ftkit run tests/train/tiny.yaml --cluster dev --processes-per-node 1 training.max_steps=2
     """
     done = cluster.execute("bash", "-c", script, settings["workspace"]["value"])
     assert done.returncode == 0, done.stdout + done.stderr

@@ -127,7 +127,9 @@ def make_run(workspace: Path, ranks: ForkedRanks) -> Callable[..., Run]:
         ctx = Context.here()
         recipe = load_recipe(str(base), ctx, overrides)
         local = load_cluster("local", ctx)
-        cluster = local.model_copy(update={"device": "cpu", "gpus_per_node": processes, "cpus_per_node": processes})
+        cluster = local.model_copy(
+            update={"device": "cpu", "processes_per_node": processes, "cpus_per_node": processes}
+        )
         request = RunRequest(name, None, None, None, False, workspace, sys.executable, datetime.now(UTC), "test")
         if recipe.model.weights.startswith(RUN) or recipe.model.added_tokens:
             request = replace(request, model=resolve_model(recipe.model, os.environ, Workspace(workspace)))

@@ -33,7 +33,7 @@ def watch(policy: OnNonfinite, recorder: Recorder) -> AnomalyWatch:
 
 
 def step(number: int, loss: float = 1.0, norm: float = 0.5) -> StepResult:
-    batch = StepBatch([], 0, np.empty(0, np.int64))
+    batch = StepBatch([], 0, *[np.empty(0, np.int64)] * 2)
     return StepResult(number, batch, loss, {}, norm, 1e-3, stop_requested=False, timing=StepTiming(1.0, 1.0, 0.0))
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from ftkit.cli.main import main
 from ftkit.cli.terminal.format import printable
+from ftkit.data.prepared_data import PreparedData
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -352,3 +353,67 @@ def test_statistics_predict_the_duration_of_an_epoch_on_the_chosen_cluster(
     assert epochs[1]["gpu_hours"] == pytest.approx(8 * epochs[1]["seconds"] / 3600)
     for command in ("show", "stats", "check"):
         assert call(capsys, command, file, "--cluster", "nowhere")[0] == 4
+
+
+def test_contradicting_labels_are_refused_and_unbalanced_ones_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"q{number}", "completion": "a", "label": number < 3} for number in range(4)]
+    settings = ("training.objective=kto", "training.method=lora")
+    code, _, err = call(capsys, "check", write(tmp_path / "labels.jsonl", *rows), *settings)
+    assert code == 0
+    assert "3 desirable and 1 undesirable completions" in " ".join(err.split())
+    assert "training.kto.undesirable_weight=3" in err
+    file = write(tmp_path / "both.jsonl", *rows, rows[0] | {"label": False}, rows[1], rows[2] | {"label": None})
+    code, out, _ = call(capsys, "check", file, *settings, "--all")
+    assert code == 8
+    assert f"{file}:5\n  an earlier row prefers what this one rejects" in out
+    assert f"{file}:7\n  column 'label' is not a label: None" in out
+    assert f"{file}:6" not in out
+    code, out, _ = call(capsys, "show", file, *settings, "-n", "4")
+    assert [word in out for word in (":1, desirable:", ":4, undesirable:")] == [True, True]
+
+
+def test_pairs_that_contradict_each_other_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "q", "chosen": one, "rejected": two} for one, two in (("a", "b"), ("a", "b"), ("b", "a"))]
+    for objective in ("dpo", "kto"):
+        settings = (f"training.objective={objective}", "training.method=lora")
+        code, out, _ = call(capsys, "check", write(tmp_path / "pairs.jsonl", *rows), *settings)
+        assert code == 8
+        assert "1 row: an earlier row prefers what this one rejects" in out
+
+
+@pytest.mark.parametrize(("objective", "num_kept"), [("dpo", 4), ("kto", 5)])
+def test_contradictions_are_dropped_and_counted_if_the_recipe_says_so(
+    objective: str, num_kept: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "q", "chosen": one, "rejected": two} for one, two in (("a", "b"), ("b", "a"), ("c", "c"))]
+    rows += [{"prompt": "q", "chosen": "a", "rejected": " ".join(map(str, range(900)))}, rows[0]]
+    settings = (
+        f"training.objective={objective}", "training.method=lora", "training.sequence_length=256",
+        "data.contradictions=drop", "data.too_long=drop", "--cluster", "local",
+    )  # fmt: skip
+    (tmp_path / "ftkit.yaml").write_text("workspace: ./work\n")
+    file = write(tmp_path / "pairs.jsonl", *rows)
+    code, _, err = call(capsys, "check", file, *settings)
+    assert code == 0, err
+    assert "2 equal or contradicting ones are dropped" in " ".join(err.split())
+    code, _, err = call(capsys, "prepare", file, *settings)
+    assert code == 0, err
+    assert "2 equal or contradicting pairs dropped" in " ".join(err.split())
+    (folder,) = (tmp_path / "work" / "data").iterdir()
+    assert PreparedData(folder).read_manifest().num_train_documents == num_kept
+    code, out, _ = call(capsys, "check", file, *settings, "data.contradictions=refuse")
+    assert code == 8
+    assert "are the same" in out
+
+
+def test_packs_of_a_single_completion_are_warned_of_for_kto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"q{number}", "completion": "a", "label": number % 2} for number in range(4)]
+    file = write(tmp_path / "labels.jsonl", *rows)
+    (tmp_path / "ftkit.yaml").write_text("workspace: ./work\n")
+    settings = ("training.objective=kto", "training.method=lora", "--cluster", "local")
+    for length, is_warned in ((24, True), (256, False)):
+        code, _, err = call(capsys, "prepare", file, *settings, f"training.sequence_length={length}")
+        assert code == 0, err
+        assert ("many packs have a single completion" in " ".join(err.split())) is is_warned

@@ -85,12 +85,16 @@ class Packs:
 
     sequence_length = 16
     num_targets = np.full(5, 11)
+    shares_prompts = False
 
     def __len__(self) -> int:
         return 5
 
     def document_lengths(self, packs: list[int]) -> Any:
         return np.tile([7, 4], len(packs))
+
+    def document_starts(self, packs: list[int]) -> Any:
+        return np.zeros(2 * len(packs), np.int64)
 
     def read(self, packs: list[int]) -> Any:
         place = np.arange(16)
@@ -234,7 +238,7 @@ def test_outputs_and_gradients_are_those_of_peft(base: nn.Module, *, use_dora: b
     inputs = torch.randn(3, 24, requires_grad=True)
     dropout = dropout_of(0.3, range(3))
     mask.draw = dropout.draw(inputs)
-    adapted = AdaptedLinear(layer, spec, dropout)
+    adapted = AdaptedLinear(layer, spec, torch.ones(()), dropout)
     for is_training in (True, False):
         results = []
         for module in (adapted, layer.train(is_training)):

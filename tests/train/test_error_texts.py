@@ -60,7 +60,7 @@ def shortened() -> None:
 def not_finite() -> None:
     recorder: Any = SimpleNamespace(write=lambda _: None)
     result = StepResult(
-        3, StepBatch([], 0, np.empty(0, np.int64)), float("nan"), {}, 1.0, 1e-3,
+        3, StepBatch([], 0, *[np.empty(0, np.int64)] * 2), float("nan"), {}, 1.0, 1e-3,
         stop_requested=False, timing=StepTiming(1.0, 1.0, 0.0),
     )  # fmt: skip
     AnomalyWatch("demo-1", "stop", recorder, lambda _: [4, 5]).report(result)

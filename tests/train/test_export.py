@@ -230,6 +230,11 @@ def test_the_command_exports_a_zero3_checkpoint_and_removes_a_failed_export(
     with pytest.raises(NotFoundError, match="its steps: 3;"):
         export_run(run.layout, ExportRequest("2", False, None, None), None, lambda _: None)
 
+    record = json.loads((folder / EXPORT_RECORD).read_text())
+    (folder / EXPORT_RECORD).write_text(json.dumps(record | {"run": "another"}))
+    with pytest.raises(NotFoundError, match="an export of another"):
+        export_run(run.layout, replace(failing, folder=folder), None, quiet)
+
     killed = subprocess.CompletedProcess((), -signal.SIGKILL, "", "")
     monkeypatch.setattr("ftkit.process.run_stoppable", lambda *_, **__: killed)
     done = CliRunner().invoke(cli, ["export", "zero3-export", "--to", str(tmp_path / "unverified")])

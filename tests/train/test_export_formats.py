@@ -8,53 +8,24 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from ftkit.errors import PrerequisiteError, TrainingError
-from ftkit.evaluate.export_formats import CONVERTER, check_gguf_model, find_converter, verify_vllm_lora, write_gguf
+from ftkit.evaluate.export_formats import CONVERTER, check_gguf_model, find_converter, write_gguf
 from ftkit.files import read_json
-from ftkit.models.folder import EXPORT_RECORD
+from ftkit.models.folder import EXPORT_RECORD, max_lora_rank
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from conftest import Run
 
-LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 
-
-def adapters(folder: Path, names: tuple[str, ...], **config: object) -> Path:
-    folder.mkdir()
-    save_file({name: torch.zeros(2, 2) for name in names}, folder / "adapter_model.safetensors")
-    values = {"r": 9, "target_modules": ["q_proj"], "bias": "none"} | config
-    (folder / "adapter_config.json").write_text(json.dumps(values))
-    return folder
-
-
-def test_adapters_that_vllm_supports_report_the_max_lora_rank_to_set(tmp_path: Path) -> None:
-    folder = adapters(tmp_path / "good", (f"{LAYER}.lora_A.weight", f"{LAYER}.lora_B.weight"))
-    assert verify_vllm_lora(folder) == 16
-
-
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        (f"{LAYER}.lora_magnitude_vector", {}),
-        (LAYER.removeprefix("base_model.") + ".lora_A.weight", {}),
-        (f"{LAYER.replace('q_proj', 'k_proj')}.lora_A.weight", {}),
-        (f"{LAYER}.lora_A.weight", {"modules_to_save": ["lm_head"]}),
-        (f"{LAYER}.lora_A.weight", {"bias": "all"}),
-    ],
-    ids=["DoRA", "prefix", "other module", "whole modules", "biases"],
-)
-def test_adapters_that_vllm_would_ignore_are_rejected_by_name(
-    name: str, config: dict[str, object], tmp_path: Path
-) -> None:
-    folder = adapters(tmp_path / "bad", (f"{LAYER}.lora_B.weight", name), **config)
-    with pytest.raises(TrainingError, match="vLLM would ignore parts"):
-        verify_vllm_lora(folder)
+@pytest.mark.parametrize(("rank", "expected"), [(8, 8), (9, 16), (512, 512), (513, 513)])
+def test_vllm_reserves_memory_for_the_next_larger_rank(rank: int, expected: int, tmp_path: Path) -> None:
+    assert max_lora_rank(tmp_path) == 0
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    assert max_lora_rank(tmp_path) == expected
 
 
 def test_a_missing_llama_cpp_converter_is_reported_with_what_to_install(

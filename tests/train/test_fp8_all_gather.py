@@ -140,6 +140,6 @@ def test_several_processes_train_as_one_that_gathers_nothing_and_resume_each_oth
         run.forget_after(1)
         assert "weights are all-gathered in FP8" in run.train()
         loss, norm = run.losses()[2]
-        assert loss == pytest.approx(expected[2][0], rel=1e-7), processes  # the same numbers were multiplied
+        assert loss == pytest.approx(expected[2][0], rel=1e-6), processes  # but for the order of the sum
         # Gradients in bf16 are rounded otherwise if they are divided by three: with six seeds, by up to 2.3e-3.
         assert norm == pytest.approx(expected[2][1], rel=5e-3 if processes == 3 else 1e-6), processes

@@ -67,6 +67,49 @@ def test_a_base_model_without_a_chat_template_gets_one() -> None:
     assert main(["plan", "chats.yaml"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("objective", "rows"),
+    [
+        ("dpo", [{"prompt": "river", "chosen": "stone " * 40, "rejected": "cloud " * 40}] * 120),
+        ("kto", [{"prompt": "river", "completion": f"stone {i}", "label": i % 2 == 0} for i in range(120)]),
+    ],
+)
+def test_preferences_get_an_objective_a_small_learning_rate_and_packs_that_hold_both_sides(
+    objective: str, rows: list[dict[str, object]]
+) -> None:
+    Path("rated.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert main(["init", "model", "rated.jsonl"]) == 0
+    training = load_recipe("./rated.yaml", Context.here()).training
+    assert (training.objective, training.learning_rate, training.num_epochs) == (objective, 5e-7, 1)
+    num_tokens = max(sum(len(str(each).split()) for each in row.values()) for row in rows)
+    assert training.sequence_length > num_tokens
+    assert main(["plan", "rated.yaml"]) == 0
+
+
+def test_columns_that_the_format_does_not_use_are_left_out_by_name() -> None:
+    turns = [{"from": "human", "value": "river"}, {"from": "gpt", "value": "stone cloud"}]
+    rows = [{"conversations": turns, "mood": 3, "note": ""}] * 99 + [{"conversations": turns, "place": "x"}]
+    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["init", "model", "chats.jsonl"]) == 0
+    recipe = load_recipe("./chats.yaml", Context.here())
+    assert recipe.data.ignore_columns == ("mood", "place")
+    assert main(["plan", "chats.yaml"]) == 0
+
+
+def test_typed_settings_are_used_and_written(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("pairs.csv").write_text("frage,antwort\n" + "river?,stone cloud\n" * 99)
+    assert main(["init", "model", "pairs.csv"]) == 8
+    advice = capsys.readouterr().err
+    words = ["data.format.kind=prompt-completion", 'data.format.prompt="{frage}"', 'data.format.completion="{antwort}"']
+    assert "{frage}" in advice
+    assert "{antwort}" in advice
+    assert main(["init", "model", "pairs.csv", *words, "training.learning_rate=1e-3", "tracking.project=mine"]) == 0
+    recipe = load_recipe("./pairs.yaml", Context.here())
+    assert (recipe.data.format.kind, recipe.training.learning_rate) == ("prompt-completion", 1e-3)
+    assert recipe.tracking.project == "mine"
+    assert main(["plan", "pairs.yaml"]) == 0
+
+
 def test_the_only_data_file_of_the_folder_is_found() -> None:
     chats()
     assert main(["init", "./model", "--name", "mine"]) == 0
@@ -90,6 +133,7 @@ def test_an_existing_recipe_is_changed_only_on_request() -> None:
         (["model", "none.jsonl"], 8),
         (["./nothing", "chats.jsonl"], 3),
         (["model", "empty.jsonl"], 8),
+        (["model", "torn.jsonl"], 8),
     ],
 )
 def test_nothing_is_written_for_what_cannot_be_read(
@@ -98,8 +142,10 @@ def test_nothing_is_written_for_what_cannot_be_read(
     chats()
     Path("other.jsonl").write_text("{}\n")
     Path("empty.jsonl").touch()
+    torn = Path("chats.jsonl").read_text().splitlines(keepends=True)
+    Path("torn.jsonl").write_text("".join([torn[0], torn[1][:20] + "\n", *torn[2:]]))
     assert main(["init", *words]) == code
-    assert not [*Path().glob("*s.yaml")]
+    assert not [each for each in Path().glob("*.yaml") if each.name != "ftkit.yaml"]
     assert tempfile.gettempdir() not in capsys.readouterr().err.replace(str(Path.cwd()), "")
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from ftkit.config import execution
-from ftkit.train.causal_lm import LogitTransform, linear_cross_entropy
+from ftkit.train.fused_loss import LogitTransform, linear_cross_entropy
 
 
 @pytest.mark.parametrize("vocabulary", [64, 77])

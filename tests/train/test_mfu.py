@@ -73,6 +73,14 @@ def test_flops_are_those_of_each_document_and_the_projection_of_targets_only(rec
     assert count_flops(no_window, training, lengths, 0) > count_flops(shape, training, lengths, 0)
 
 
+def test_flops_of_a_prompt_and_of_what_follows_it_are_those_of_the_whole_document(recipe: RecipePlan) -> None:
+    shape, training = recipe.model.architecture, recipe.training
+    for prompt, rest in ((20, 5), (3, 4), (8, 8)):
+        whole, first, last = (np.array([length]) for length in (prompt + rest, prompt, rest))
+        parts = count_flops(shape, training, first, 0) + count_flops(shape, training, last, rest, first)
+        assert parts == pytest.approx(count_flops(shape, training, whole, rest))
+
+
 def test_all_ranks_count_the_tokens_of_the_whole_step_once(store: PackStore) -> None:
     """Also if ranks divide packs, and in the last step of an epoch, which has fewer packs than the batch."""
     groups = [(rank, size, ContextGroup()) for size in (1, 2) for rank in range(size)]

@@ -23,7 +23,6 @@ from ftkit.errors import DataError, TrainingError
 from ftkit.models.architecture import ArchitectureSpec, ModelSpec
 from ftkit.models.families import MEASURED
 from ftkit.models.parameters import count_model
-from ftkit.planning.plan import BatchPlan
 from ftkit.train.causal_lm import CausalLM
 from ftkit.train.components.batches import pad_documents, to_micro_batch, to_padded_micro_batch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
@@ -261,9 +260,6 @@ def test_attention_across_documents_is_detected(
         verify_isolation(probe(engine, world))
 
 
-BATCH = BatchPlan(micro_batch_size=2, accumulation_steps=1, global_batch_size=2)
-
-
 def packing_of(model: Any, world: World, wanted: Packing = "auto") -> str | None:
     model.config.use_cache = False
     probe, reason = choose_packing(
@@ -271,8 +267,7 @@ def packing_of(model: Any, world: World, wanted: Packing = "auto") -> str | None
         world,
         wanted,
         320,
-        BATCH,
-        TRAINING.model_copy(update={"sequence_length": 256}),
+        TRAINING.model_copy(update={"micro_batch_size": 2, "sequence_length": 256}),
     )
     verify_causality(probe)
     verify_isolation(probe)

@@ -9,20 +9,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from preference_samples import change_adapters, change_weights, engine_of, log_probs_of, pack_completions
 
-from ftkit.config.training import TrainingPlan
 from ftkit.data.cases import ModelInput, make_evaluation_set
-from ftkit.data.packing import IGNORED, REJECTED, Document, build_pack
+from ftkit.data.packing import IGNORED
 from ftkit.data.rows import Row
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import TrainingError
 from ftkit.runs.records import EvaluationRecord, StepRecord, VerificationRecord
 from ftkit.train.causal_lm import SourceLosses
-from ftkit.train.components.batches import to_micro_batch, with_pairs
-from ftkit.train.distributed.fsdp2 import Fsdp2Engine
+from ftkit.train.components.batches import to_micro_batch, with_completions
 from ftkit.train.distributed.verification import verify_pairs
-from ftkit.train.model.lora import init_adapters, prepare_method
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,64 +46,20 @@ def draw_pairs() -> list[list[Pair]]:
     return [[tuple(rng.integers(0, 61, size).tolist() for size in pair) for pair in pack] for pack in sizes]  # type: ignore[misc]
 
 
-def pack_pairs(packs: list[list[Pair]], length: int = 64) -> np.ndarray[Any, Any]:
+def pack_pairs(packs: list[list[Pair]]) -> np.ndarray[Any, Any]:
     """Return packs as `PackStore.read` does."""
-    rows = []
-    for pairs in packs:
-        documents = [_document(prompt, side) for prompt, *sides in pairs for side in sides]
-        sources = np.zeros((1, length), np.int32)
-        begin = 0
-        for number, document in enumerate(documents):
-            end = begin + len(document.tokens)
-            sources[0, begin:end] = REJECTED * (number % 2)
-            begin = end
-        rows.append(np.concatenate([build_pack(documents, length), sources]))
-    return np.stack(rows)
-
-
-def _document(prompt: list[int], completion: list[int]) -> Document:
-    tokens = np.array(prompt + completion, np.int32)
-    labels = np.full(len(tokens), IGNORED, np.int32)
-    labels[len(prompt) - 1 : -1] = completion
-    return Document(tokens, labels)
+    return pack_completions(
+        [
+            [(prompt, side, number == 1) for prompt, *sides in pack for number, side in enumerate(sides)]
+            for pack in packs
+        ]
+    )
 
 
 def batch_of(packs: list[list[Pair]], world: World, reference: torch.Tensor | None = None) -> MicroBatch:
     read = pack_pairs(packs)
     stored = None if reference is None else reference.flatten().float().numpy()
-    return with_pairs(to_micro_batch(read, world.device), read, stored)
-
-
-def engine_of(objective: str, options: dict[str, Any], method: str, world: World, precision: str = "fp32") -> Any:
-    """Return an engine of a tiny model; its adapters change the model."""
-    training = TrainingPlan.model_validate(
-        {"objective": objective, objective: options, "method": method, "precision": precision, "max_steps": 1,
-         "micro_batch_size": 2, "activation_checkpointing": "none", "attention": "sdpa", "compile": "none"}
-    )  # fmt: skip
-    config = LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, attn_implementation="sdpa", use_cache=False,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).train()
-    base = deepcopy(model).double().eval()
-    prepare_method(model, training, world.device)
-    engine = Fsdp2Engine(model, training, world, lambda sharded: init_adapters(sharded, 1))
-    return engine, base
-
-
-def change_adapters(engine: Any, scale: float = 0.2) -> None:
-    generator = torch.Generator().manual_seed(9)
-    for name, parameter in engine.model.hf_model.named_parameters():
-        if ".lora_B" in name:
-            parameter.data.copy_(scale * torch.randn(parameter.shape, generator=generator))
-
-
-def change_weights(engine: Any) -> None:
-    generator = torch.Generator().manual_seed(9)
-    for parameter in engine.model.hf_model.parameters():
-        parameter.data.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return with_completions(to_micro_batch(read, world.device), read, 2, stored)
 
 
 # --- The papers, on one padded row for each completion, in float64 -----------------------------------
@@ -114,16 +67,8 @@ def change_weights(engine: Any) -> None:
 
 def plain_log_probs(model: Any, pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed log-probabilities of completions, [pairs, 2], and their numbers of tokens."""
-    rows = [(prompt, side) for prompt, *sides in pairs for side in sides]
-    width = max(len(prompt) + len(side) for prompt, side in rows)
-    ids, mask, is_target = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(3))
-    for row, (prompt, side) in enumerate(rows):
-        end = len(prompt) + len(side)
-        ids[row, :end], mask[row, :end] = torch.tensor(prompt + side), 1
-        is_target[row, len(prompt) : end] = 1
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    per_token = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0] * is_target[:, 1:]
-    return per_token.sum(1).view(-1, 2), is_target.sum(1).view(-1, 2).to(logits.dtype)
+    sums, lengths = log_probs_of(model, [(prompt, side) for prompt, *sides in pairs for side in sides])
+    return sums.view(-1, 2), lengths.view(-1, 2)
 
 
 def plain_loss(
@@ -174,7 +119,8 @@ def test_loss_and_gradient_are_those_of_the_paper_on_unpacked_rows(
     expected.backward()
     gradients = {name: each.grad for name, each in exact.named_parameters() if each.grad is not None}
 
-    sums = SourceLosses(0, world.device, 8)
+    num = 9 if has_reference else 8
+    sums = SourceLosses(0, world.device, num)
     losses = []
     for number, batch in enumerate(batches, start=1):  # two micro-batches
         loss = engine.forward(batch, sums)
@@ -194,9 +140,11 @@ def test_loss_and_gradient_are_those_of_the_paper_on_unpacked_rows(
     assert accuracy == pytest.approx(float((rewards[:, 0] > rewards[:, 1]).double().mean()))
     assert margin == pytest.approx(float((rewards[:, 0] - rewards[:, 1]).mean()), abs=1e-4)
     assert [reward_chosen, reward_rejected] == pytest.approx(rewards.mean(0).tolist(), abs=1e-4)
-    assert others == pytest.approx([*policy.detach().mean(0).tolist(), *lengths.mean(0).tolist()], abs=1e-3)
+    expected_others = [*policy.detach().mean(0).tolist(), *lengths.mean(0).tolist()]
+    expected_others += [float((policy.detach() - reference)[:, 0].mean())] * has_reference
+    assert others == pytest.approx(expected_others, abs=1e-3)
     with engine.inference() as model:
-        raised = SourceLosses(0, world.device, 8)
+        raised = SourceLosses(0, world.device, num)
         after = sum(float(model(batch=batch, source_losses=raised)) for batch in batches)
     assert after < sum(losses)
     assert float(raised.metrics[1]) > float(sums.metrics[1])
@@ -206,7 +154,7 @@ def test_a_rank_without_pairs_takes_part_with_zero_gradients(world: World) -> No
     engine, _ = engine_of("dpo", OBJECTIVES["dpo"], "lora", world)
     empty = pack_pairs(draw_pairs())
     empty[:, 1], empty[:, 2] = IGNORED, np.arange(64)
-    batch = with_pairs(to_micro_batch(empty, world.device), empty)
+    batch = with_completions(to_micro_batch(empty, world.device), empty, 2)
     loss = engine.forward(batch)
     engine.backward(loss, 1, is_last=True)
     assert float(loss.detach()) == 0
@@ -219,16 +167,16 @@ def test_pairs_are_checked_before_the_first_step(precision: str, world: World) -
     for objective, constant in (("dpo", np.log(2)), ("ipo", 1 / 0.16)):
         engine, _ = engine_of(objective, OBJECTIVES[objective], "lora", world, precision)
         batch = batch_of(draw_pairs(), world)
-        checks = verify_pairs(engine, batch)
+        checks = verify_pairs(engine, batch, precision)
         assert float(checks["first loss of pairs"]) == pytest.approx(
             constant, rel=1e-5 if precision == "fp32" else 2e-2
         )
         assert float(checks["margin of pairs"]) > 0
         change_adapters(engine, 2.0)
         with pytest.raises(TrainingError, match="not its own reference"):
-            verify_pairs(engine, batch)
+            verify_pairs(engine, batch, precision)
     engine, _ = engine_of("simpo", OBJECTIVES["simpo"], "full", world, precision)
-    assert set(verify_pairs(engine, batch_of(draw_pairs(), world))) == {"margin of pairs"}
+    assert set(verify_pairs(engine, batch_of(draw_pairs(), world), precision)) == {"margin of pairs"}
 
 
 # --- Runs ------------------------------------------------------------------------------------------

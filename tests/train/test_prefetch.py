@@ -19,7 +19,7 @@ NO_DOCUMENTS = np.empty(0, np.int64)
 
 
 def batch_of(step: int) -> StepBatch:
-    return StepBatch([], step, NO_DOCUMENTS)
+    return StepBatch([], step, NO_DOCUMENTS, NO_DOCUMENTS)
 
 
 def threads_that_build() -> list[threading.Thread]:
@@ -82,7 +82,7 @@ def test_a_run_records_how_long_it_waited_for_data(finished_run: Any) -> None:
 def test_batches_reach_a_gpu_from_pinned_memory() -> None:
     device = torch.device("cuda", 0)
     packs = np.arange(3 * 3 * 64, dtype=np.int32).reshape(3, 3, 64)
-    host = StepBatch([to_micro_batch(packs, HOST)], 1, NO_DOCUMENTS)
+    host = StepBatch([to_micro_batch(packs, HOST)], 1, NO_DOCUMENTS, NO_DOCUMENTS)
     assert host.pinned().micro_batches[0].tokens.is_pinned()
     with prefetched(lambda _: host, range(3), device) as batches:
         for batch in batches:

@@ -40,7 +40,7 @@ def test_a_run_is_repeated_bit_for_bit_from_its_bundle_and_gets_a_report(tmp_pat
     rows = [{"prompt": f"{n} plus {n % 7}", "completion": str(n + n % 7)} for n in range(200)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "sums.yaml").write_text(RECIPE)
-    ftkit(tmp_path, "here", "run", "sums.yaml", "--cluster", "local", "--gpus-per-node", "1")
+    ftkit(tmp_path, "here", "run", "sums.yaml", "--cluster", "local", "--processes-per-node", "1")
     ftkit(tmp_path, "here", "runs", "bundle", "sums", "-o", "sums.tar")
     told = ftkit(tmp_path, "there", "rerun", "sums.tar")
     assert "the losses of sums-" in told

@@ -38,11 +38,11 @@ def test_a_run_resumes_on_two_processes_and_on_one_again_with_the_same_losses(
     monkeypatch.setenv("FTKIT_WORKSPACE", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
-    run = ("run", str(TINY), "--cluster", "local", "--gpus-per-node", "1", *WORDS)
+    run = ("run", str(TINY), "--cluster", "local", "--processes-per-node", "1", *WORDS)
     assert main([*run, "--name", "moved", "training.max_steps=3"]) == 0
     assert main(["resume", "moved"]) == 6  # nothing is left to do
-    assert main(["resume", "moved", "--gpus-per-node", "2", "training.max_steps=6"]) == 0
-    assert main(["resume", "moved", "--gpus-per-node", "1", "training.max_steps=9"]) == 0
+    assert main(["resume", "moved", "--processes-per-node", "2", "training.max_steps=6"]) == 0
+    assert main(["resume", "moved", "--processes-per-node", "1", "training.max_steps=9"]) == 0
     moved = list_runs(Workspace(tmp_path))[0].layout
     straight = make_run("straight", *WORDS, "training.max_steps=9", processes=1)
     straight.train()

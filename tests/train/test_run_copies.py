@@ -196,7 +196,7 @@ def test_a_slow_call_that_makes_progress_does_not_time_out(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("client")
 def test_a_run_without_credentials_is_rejected_before_submission(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     import s3fs
 
@@ -204,10 +204,10 @@ def test_a_run_without_credentials_is_rejected_before_submission(
     s3fs.S3FileSystem.clear_instance_cache()
     for name in KEYS:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("FTKIT_WORKSPACE", str(workspace))
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(tmp_path))
     assert (
         main(["run", "demo", f"sync=s3://{BUCKET}/runs", "--cluster", "local", "--no-follow"])
         == PrerequisiteError.exit_code
     )
     assert "AWS_PROFILE" in capfd.readouterr().err
-    assert not list(workspace.glob("runs/demo-*"))
+    assert not list(tmp_path.glob("runs/*"))

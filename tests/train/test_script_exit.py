@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from waiting import wait_until
 
 from ftkit.config.context import Context
 from ftkit.launch.code import files_of
@@ -17,6 +19,7 @@ from ftkit.launch.resolve import RunArgs
 from ftkit.launch.user_script import ScriptArgs, resolve_script
 from ftkit.planning.plan import plan_to_json
 from ftkit.runs.failure import read_rank_error
+from ftkit.runs.hangs import describe_hang, read_hang_reports
 from ftkit.runs.script_log import read_script_step
 
 if TYPE_CHECKING:
@@ -69,21 +72,72 @@ Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows).train()
 """
 
 
-def run_script(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, RunLayout]:
-    """Run a script as rank 0 of a run on this machine; return its exit code and the run's files."""
+def test_a_script_that_hangs_is_reported_and_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = prepare_script(HANGS, tmp_path, monkeypatch, "resources.hang_timeout_seconds=2", num_processes=2)
+    words = [sys.executable, "-m", "ftkit.train.launcher", "--heed-signals", "--standalone", "--nproc-per-node=2"]
+    words += ["--max-restarts=0", "-m", "ftkit.train.script_process", str(layout.plan), "0"]
+    with (
+        layout.job_log.open("w") as log,
+        subprocess.Popen(words, env=os.environ | {"FTKIT_STOP_FILE": "never"}, stdout=log, stderr=log) as launcher,
+    ):
+        wait_until(lambda: len(read_hang_reports(layout)) == 2 or launcher.poll() is not None, layout.job_log.read_text)
+        reports = read_hang_reports(layout)
+        assert launcher.poll() is None, layout.job_log.read_text()
+        launcher.kill()
+    host = socket.gethostname()
+    told = describe_hang(reports, dict.fromkeys(reports, host))
+    assert told.startswith(f"rank 1 on {host}: at train.py:11 in dawdle, after step 8, since")
+    assert "; rank 0: in all_reduce" in told
+
+
+HANGS = """
+import sys
+import time
+
+assert "transformers" not in sys.modules
+
+import torch
+from torch import distributed
+
+def dawdle():
+    time.sleep(3600)
+
+distributed.init_process_group("gloo")
+weight = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([weight])
+for step in range(20):
+    if step == 8 and distributed.get_rank() == 1:
+        dawdle()
+    weight.grad = torch.ones(1)
+    distributed.all_reduce(weight.grad)
+    optimizer.step()
+"""
+
+
+def prepare_script(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, num_processes: int = 1
+) -> RunLayout:
+    """Write the files of a run of a script on this machine."""
     (tmp_path / "train.py").write_text(script)
     monkeypatch.chdir(tmp_path)
     ctx = Context(tmp_path, tmp_path / "user", {"FTKIT_CLUSTER": "local"})
-    plan, copies = resolve_script(ScriptArgs(Path("train.py")), RunArgs(gpus_per_node=1), [], ctx)
+    args = RunArgs(processes_per_node=num_processes, overrides=overrides)
+    plan, copies = resolve_script(ScriptArgs(Path("train.py")), args, [], ctx)
     layout = plan.layout
     for name, content in files_of(copies).items():
         (layout.root / name).parent.mkdir(parents=True, exist_ok=True)
         (layout.root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     layout.logs.mkdir()
     layout.plan.write_text(plan_to_json(plan))
+    return layout
+
+
+def run_script(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, RunLayout]:
+    """Run a script as rank 0 of a run on this machine; return its exit code and the run's files."""
+    layout = prepare_script(script, tmp_path, monkeypatch)
     environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "FTKIT_STOP_FILE": "never"}
     words = [sys.executable, "-m", "ftkit.train.script_process", str(layout.plan), "0"]
-    environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "PYTHONUNBUFFERED": "1"}
+    environment |= {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0", "PYTHONUNBUFFERED": "1"}
     with layout.job_log.open("w") as log:
         done = subprocess.run(words, env=environment, stdout=log, stderr=log, check=False)
     return done.returncode, layout

@@ -115,6 +115,17 @@ def test_a_template_without_bounds_is_refused_before_it_takes_time_or_memory(nam
         ChatRenderer.of(tokenizer_with(HOSTILE[name] + TEMPLATES["chatml"].template), {}).find_unproven()
 
 
+@pytest.mark.parametrize("mebibytes", [480, 600, 720])
+def test_a_template_that_reaches_both_limits_at_once_is_refused_by_name(
+    mebibytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "CPU_SECONDS", 0.4)
+    monkeypatch.setattr(limits, "MEMORY_BYTES", mebibytes << 20)
+    template = HOSTILE["a date of a gigabyte"] + TEMPLATES["chatml"].template
+    with pytest.raises(TemplateLimitError):
+        ChatRenderer.of(tokenizer_with(template), {}).find_unproven()
+
+
 def row(user: str, assistant: str = "Yes.", number: int = 1) -> Row:
     turns = [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
     return Row({"messages": turns}, f"data.jsonl:{number}")

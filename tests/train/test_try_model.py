@@ -20,12 +20,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ftkit.cli.main import main
+from ftkit.config.data import AutoFormat, MessagesFormat
 from ftkit.data.prepared_data import PreparedData
-from ftkit.errors import NotFoundError
+from ftkit.data.readers import read_json_lines
+from ftkit.data.row_formats import resolve_format
+from ftkit.errors import NotFoundError, TrainingError
 from ftkit.evaluate.loaded_model import LoadedModel, load_model
-from ftkit.evaluate.source import ModelFolder, find_target
+from ftkit.evaluate.source import ModelFolder, TrainedStep, find_target
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.runs.records import EvaluationRecord
+from ftkit.train.checkpoint.loading import read_state
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,6 +106,33 @@ def test_an_interrupted_output_is_resumed_and_batch_size_changes_nothing(
     assert output.read_text() == whole
     assert main(["generate", "tried@0", *words[2:], "--output", str(output)]) == 8  # another model's
     assert "another model" in capfd.readouterr().err
+
+
+def test_completions_with_an_end_are_written_as_a_data_set_with_a_card(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
+    prompts, data = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text('{"prompt": "How many?"}\n{"messages": [{"role": "user", "content": "Which?"}]}\n')
+    words = ["generate", "tried", "--input", str(prompts), "--as-data", str(data), "--max-new-tokens", "2"]
+    assert main(words) == 0
+    card = json.loads(data.with_suffix(".card.json").read_text())
+    assert card["weights_sha256"].keys() == {"model.safetensors"}
+    assert card["rows"] + card["without_end"] == 2
+    assert {"model", "prompts", "engine", "max_new_tokens", "temperature", "seed", "created"} < card.keys()
+    completions = tmp_path / "answers.jsonl.completions"
+    done = [json.loads(line) | {"finish_reason": "stop"} for line in completions.read_text().splitlines()]
+    done[0] |= {"finish_reason": "length"}
+    completions.write_text("".join(json.dumps(each) + "\n" for each in done))
+    assert main(words) == 0  # all are there: only the data set is written
+    (row,) = read_json_lines(data)
+    assert row.columns == {
+        "messages": [
+            {"role": "user", "content": "Which?"},
+            {"role": "assistant", "content": done[1]["completion"]},
+        ]
+    }
+    assert isinstance(resolve_format(AutoFormat(), [row]), MessagesFormat)
 
 
 def test_an_output_that_is_a_pipe_gets_the_completions_of_all_batches(
@@ -330,3 +361,19 @@ def test_generate_and_chat_with_vllm_match_transformers(
     monkeypatch.setattr("sys.stdin", io.StringIO(QUESTION.replace("\n", "\\\n") + "\n/exit\n"))
     assert main(["chat", "tried", "--max-new-tokens", "8", "--engine", "vllm"]) == 0
     assert capfd.readouterr().out.strip() == expected["completion"]
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_an_error(
+    finished_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = finished_run.copy_to("removed")
+    shutil.rmtree(run.layout.export)
+
+    def read_too_late(state: Any, folder: Path) -> None:
+        for file in folder.glob("*.distcp"):
+            file.unlink()
+        read_state(state, folder)
+
+    monkeypatch.setattr("ftkit.evaluate.loaded_model.read_state", read_too_late)
+    with pytest.raises(TrainingError, match="can't be loaded"):
+        load_model(TrainedStep(run.layout, run.plan, 20), torch.device("cpu"))

@@ -5,8 +5,8 @@ CONTRIBUTING.md says how to install it on a CPU.
 
 from __future__ import annotations
 
-import gc
 import shutil
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
 from ftkit.data.tokenizers import learn_tokenizer
+from ftkit.evaluate.certificate import certify
 from ftkit.evaluate.loaded_model import load_model
 from ftkit.evaluate.scoring import measure_target
 from ftkit.evaluate.source import MeasureSettings, ModelFolder, Target, TrainedStep
@@ -74,12 +75,9 @@ def small_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failed_checks(folder: Path) -> list[str]:
-    from ftkit.evaluate.vllm import verify_with_vllm
-
-    checks = verify_with_vllm(folder, read_record(folder))
-    gc.collect()  # the engine
-    assert len(checks) == 4
-    return [check.name for check in checks if not check.passed]
+    result = certify("vllm", folder, read_record(folder), print, (), sys.executable, None)
+    assert len(result.checks) == 4
+    return [check.name for check in result.checks if not check.passed]
 
 
 def rename(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -123,13 +121,11 @@ def test_adapters_that_vllm_silently_ignores_fail_the_check(
 ) -> None:
     export = shutil.copytree(runs["lora"].layout.export, tmp_path / "export")
     save_file(change(load_file(export / ADAPTER_FILE)), export / ADAPTER_FILE, metadata={"format": "pt"})
-    assert "vLLM: and the trained model's" in failed_checks(export)
+    assert "log-probabilities" in failed_checks(export)
 
 
-def test_a_different_template_or_end_token_fails_the_check(runs: dict[str, Run], tmp_path: Path) -> None:
+def test_a_different_end_token_fails_the_check(runs: dict[str, Run], tmp_path: Path) -> None:
     export = shutil.copytree(runs["full"].layout.export, tmp_path / "export")
-    template = export / "chat_template.jinja"
-    template.write_text(template.read_text() + "\n{{- 'Answer:' }}")
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         content = (export / name).read_text()
         end = read_record(export).end_tokens[0]
@@ -138,7 +134,7 @@ def test_a_different_template_or_end_token_fails_the_check(runs: dict[str, Run],
                 '"eos_token": "<end_of_turn>"', '"eos_token": "<unk>"'
             )
         )
-    assert failed_checks(export) == ["vLLM: end of turn", "vLLM: chat template"]
+    assert failed_checks(export) == ["end of turn"]
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])

@@ -9,8 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from ftkit.cli.main import cli
-from ftkit.evaluate.verify_export import read_record
-from ftkit.evaluate.vllm import VllmError, start_engine, verify_with_vllm
+from ftkit.evaluate.vllm import VllmError, start_engine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,6 +86,3 @@ def test_a_model_that_the_engine_does_not_load_is_reported(finished_run: Run, st
     folder = finished_run.layout.export
     with pytest.raises(VllmError, match="NoneForCausalLM"):
         start_engine(folder, folder)
-    (check,) = verify_with_vllm(folder, read_record(folder))
-    assert not check.passed
-    assert "NoneForCausalLM" in check.found

@@ -10,16 +10,15 @@ import pytest
 
 from ftkit.planning.layout import RunLayout
 from ftkit.runs.hangs import HangReport, describe_hang
-from ftkit.train.observers import watchdog
-from ftkit.train.observers.watchdog import Watchdog
+from ftkit.train import watchdog
+from ftkit.train.watchdog import Watchdog
 
 
 def test_the_time_limit_is_derived_from_previous_steps(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock.now)
-    world: Any = SimpleNamespace(rank=0, size=2)
     progress: Any = SimpleNamespace(step=0)
-    watch = Watchdog(RunLayout(tmp_path), world, progress, 60.0)
+    watch = Watchdog(RunLayout(tmp_path), 0, [("n1", 1), ("n2", 2)], progress, 60.0)
     limits = []
     for seconds in [300.0, 2.0, 2.0, 2.0, 2.0, *[9.0] * 20]:  # the first step compiles
         watch.begin("batch")

@@ -26,7 +26,7 @@ from ftkit.runs.job import Submission, SubmittedRun
 from ftkit.runs.records import EndRecord, StepRecord, to_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from ftkit.models.architecture import ArchitectureSpec
     from ftkit.runs.records import Record
@@ -34,6 +34,21 @@ if TYPE_CHECKING:
 NOWHERE = Context(Path("/nowhere/project"), Path("/nowhere/user"), {})
 OVERRIDES = ("training.max_steps=400", "training.micro_batch_size=8", "training.global_batch_size=32")
 LONG_AGO = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_templates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep compiled templates of job scripts for all tests, since each has a home folder of its own."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ftkit.launch.templates.cache_folder", lambda _: folder)
+        yield
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the drawing of charts, which takes most of a report's time, to the tests of charts."""
+    monkeypatch.setattr("ftkit.cli.page.charts._svg", lambda *_: "")
 
 
 @pytest.fixture
@@ -110,7 +125,7 @@ def end(outcome: Any = "completed", number: int = 400, export: str | None = "/w/
     return EndRecord(time=1e9, outcome=outcome, step=number, training_seconds=75.0, export=export)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def records() -> Any:
     """Ready-made records: `records.step(10)`, `records.end()`, and `records.write(run, ...)`."""
 

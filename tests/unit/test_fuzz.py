@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NAMES = sorted(AREAS.keys() - {"checkpoints"})
 """Those need torch: tests/train/test_fuzz_checkpoints.py"""
-NUM_CASES = 25
+NUM_CASES = 10
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -264,19 +265,25 @@ def _pair_charts(tokens: list[int], steps: Sequence[StepRecord]) -> list[Chart]:
     def of_sides(name: str, title: str) -> str:
         sides = ("chosen", "rejected")
         lines = [
-            Line(side, tokens, [each.scores[f"{name}_{side}"] for each in steps], is_raw=True, color=color)
+            Line(
+                side, tokens, [each.scores.get(f"{name}_{side}", math.nan) for each in steps], is_raw=True, color=color
+            )
             for color, side in enumerate(sides)
         ]
         return draw_lines(name, f"{title} by tokens", title, lines)
 
     if not steps or not all(each.scores for each in steps):
         return []
+    if "agreement" in steps[0].scores:
+        line = Line("kl", tokens, [each.scores["kl"] for each in steps], is_raw=True, color=2)
+        chart = draw_lines("kl", "Divergence by tokens", "kl", [line], from_zero=True)
+        return [Chart("Divergence from the teacher", chart)]
     line = Line("accuracy", tokens, [each.scores["accuracy"] for each in steps], is_raw=True, color=2)
     accuracy = draw_lines("accuracy", "Accuracy by tokens", "accuracy", [line], from_zero=True)
     return [
         Chart("Rewards", of_sides("reward", "reward")),
         Chart("Log-probabilities: both falling is a known trap", of_sides("log_prob", "log-probability")),
-        Chart("Accuracy of pairs", accuracy),
+        Chart("Accuracy of preferences", accuracy),
     ]
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 def plan_facts(plan: RunPlan) -> Facts:
     image = plan.image if plan.container_image in (None, plan.image) else f"{plan.image}: {plan.container_image}"
+    saved = plan.documents and plan.documents.saved
     return [
         ("run", Styled(plan.id, "bold")),
         ("model", _model(plan)),
@@ -36,6 +37,7 @@ def plan_facts(plan: RunPlan) -> Facts:
         *_place(plan),
         ("data", _data(plan)),
         ("documents", _documents(plan)),
+        *([("prompts", f"computed once for both sides of a pair: {saved:.0%} fewer tokens")] if saved else []),
         *([("sources", _shares(plan))] if len(plan.recipe.data.sources) > 1 else []),
         *_code(plan),
         *([("image", image)] if image else []),
@@ -215,6 +217,7 @@ _PARTS = (
 )  # fmt: skip
 """Names of the parts of `MemoryPlan`, with the letter and the color of each in the bar."""
 _MOMENTS: dict[Moment, str] = {
+    "teacher": "while the teacher computes",
     "loading": "while loading the weights",
     "loss": "while computing the loss",
     "backward": "in the backward pass",

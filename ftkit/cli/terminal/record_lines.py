@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import get_args
 
 from ftkit.cli.terminal.format import count, duration
-from ftkit.config.objectives import PREFERENCE_METRICS
+from ftkit.config.objectives import DISTILL_METRICS, PREFERENCE_METRICS
 from ftkit.config.training import ActivationCheckpointing
 from ftkit.errors import plural
 from ftkit.runs import records
@@ -35,8 +35,8 @@ _CHECKS = {
     "documents are": ("documents are {}", ""),
     "documents isolated": ("they do not attend to each other ({})", ""),
     "later tokens unseen": ("tokens do not attend to later ones ({})", ""),
-    "first loss of pairs": ("the loss of pairs is {} while the model is its reference", ""),
-    "margin of pairs": ("a step along the gradient raises their margin by {}", ""),
+    "first loss of pairs": ("the loss is {} while the model is its reference", ""),
+    "margin of pairs": ("a step along the gradient raises the margin by {}", ""),
     "logits of the model's own class": ("logits are those of the model's class ({})", ""),
 }
 """The checks before step 1 in words, with the noun of what was counted, in the order in which they are printed."""
@@ -115,23 +115,29 @@ def early_stopping(record: records.EndRecord) -> str:
 def measured(record: records.EvaluationRecord) -> str:
     accuracy = record.execution_accuracy
     scores = [f"execution accuracy {accuracy:.0%}"] if accuracy is not None else []
-    own = {name: score for name, score in record.scores.items() if name != "sql" and name not in PREFERENCE_METRICS}
+    hidden = ("sql", *PREFERENCE_METRICS, *DISTILL_METRICS, "kl_per_token", "desirable")
+    own = {name: score for name, score in record.scores.items() if name not in hidden}
     scores += [f"{name.replace('_', ' ')} {score:.0%}" for name, score in own.items()]
-    pairs = [f"loss {record.loss:.4g}", *pair_texts(record.scores)] if "margin" in record.scores else []
+    pairs = [f"loss {record.loss:.4g}", *texts] if (texts := pair_texts(record.scores)) else []
     return ", ".join([*pairs, f"perplexity {record.perplexity:.4g}", *scores])
 
 
 def pair_texts(scores: Mapping[str, float]) -> list[str]:
-    """Return the metrics of pairs in words; both sides apart, because training may make both less likely."""
-    if "margin" not in scores:
+    """Return the objective's metrics in words; both sides apart, because training may make both less likely."""
+    if "agreement" in scores:
+        losses = f"kl {scores['kl']:.3g}, next token loss {scores['next_token_loss']:.3g}"
+        return [losses, f"agreement with the teacher {scores['agreement']:.0%}"]
+    if not {"log_prob_chosen", "log_prob_rejected"} & scores.keys():
         return []
 
     def both(name: str) -> str:
-        return f"{scores[f'{name}_chosen']:.3g} and {scores[f'{name}_rejected']:.3g}"
+        keys = (f"{name}_{side}" for side in ("chosen", "rejected"))
+        return " and ".join(f"{scores[key]:.3g}" if key in scores else "-" for key in keys)
 
     return [
         f"accuracy {scores['accuracy']:.0%}",
-        f"margin {scores['margin']:.3g}",
+        *([f"margin {scores['margin']:.3g}"] if "margin" in scores else []),
         f"rewards {both('reward')}",
         f"log-probabilities {both('log_prob')} (chosen and rejected)",
+        *(f"{name.replace('_', ' ')} {scores[name]:.3g}" for name in ("kl_per_token", "kl") if name in scores),
     ]

@@ -183,7 +183,9 @@ def _result_facts(summary: RunSummary) -> Facts:
         facts.append(("sharding", Styled(sharding.warning, "yellow") if sharding.warning else sharding_text(sharding)))
     if summary.first_step and summary.last_step:
         facts += _step_facts(summary.first_step, summary.last_step)
-    moments = [measured(record) for record in (summary.before, summary.after) if record]
+    moments = [measured(summary.before)] if summary.before else []
+    if (last := summary.last_evaluation) and last.when != "before":
+        moments.append(measured(last) + ("" if last.when == "after" else f" at step {last.step}"))
     facts += [("validation", " → ".join(moments))] if moments else []
     if end:
         what = "of training" if end.has_checkpoint else "from start to end"
@@ -202,13 +204,11 @@ def _result_facts(summary: RunSummary) -> Facts:
 
 def _step_facts(first: StepRecord, last: StepRecord) -> Facts:
     tokens = f"{count(last.tokens)} tokens ({count(last.targets)} of them trained)"
-    speed = f"{count(last.tokens_per_second)} tokens/s in total"
-    facts: Facts = [
-        ("progress", f"step {last.step}/{last.num_steps}, {tokens}, {speed}"),
-        ("loss", f"{first.loss:.4f} → {last.loss:.4f}"),
-    ]
+    speed = f"{count(last.tokens_per_second)} tokens/s in total in the last steps"
+    progress = f"step {last.step}/{last.num_steps}, {tokens}, {speed}"
+    facts: Facts = [("progress", progress), ("loss", f"{first.loss:.4f} → {last.loss:.4f}")]
     if last.scores:
-        facts.append(("pairs", ", ".join(pair_texts(last.scores))))
+        facts.append(("teacher" if "agreement" in last.scores else "preferences", ", ".join(pair_texts(last.scores))))
     if routers := last.routers:
         balance = routers.load_balancing_loss
         text = (

@@ -58,7 +58,7 @@ class Connection:
         self._reference = reference
         self._credentials = credentials
         self._authorization = ""
-        self._root = urlsplit(f"{'http' if reference.is_loopback else 'https'}://{reference.host}")
+        self._root = urlsplit(f"{'http' if is_loopback(reference.host) else 'https'}://{reference.host}")
         self._repository = f"{self._root.geturl()}/v2/{reference.path}/"
 
     @contextmanager
@@ -152,7 +152,7 @@ class Connection:
         if target is None:
             raise self.protocol_error(f"redirects to {shortened(location)}, which is not an address")
         host = str(target.hostname)
-        if is_loopback(host) and not self._reference.is_loopback:
+        if is_loopback(host) and not is_loopback(self._reference.host):
             raise self.protocol_error(f"redirects to {shortened(host)}, which is this machine")
         if target.scheme == "http" and self._root.scheme == "https" and not has_digest:
             raise self.protocol_error(f"redirects to {shortened(host)} without TLS: anyone could change the content")
@@ -225,7 +225,7 @@ class Connection:
         if target is None:
             raise self.protocol_error(f"names a token service with an invalid address: {shortened(realm)}")
         host = str(target.hostname)
-        if target.scheme == "http" and not (is_loopback(host) and self._reference.is_loopback):
+        if target.scheme == "http" and not (is_loopback(host) and is_loopback(self._reference.host)):
             raise self.protocol_error(f"requires the login at {shortened(host)} without TLS: anyone could read it")
         query = {"scope": challenge.get("scope") or f"repository:{self._reference.path}:pull"}
         if challenge.get("service"):

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ftkit.data.packing import IGNORED, find_padding, pack_at, row_width
+from ftkit.data.packing import (
+    IGNORED,
+    REJECTED,
+    document_begins,
+    find_padding,
+    mismatch_completions,
+    pack_at,
+    row_width,
+    visible_until,
+)
 from ftkit.data.prepared_data import PackStore
 from ftkit.planning.plan import BatchPlan
 from ftkit.runs.checkpoints import TrainState
 from ftkit.train.causal_lm import MicroBatch
 from ftkit.train.model.adapted_linear import token_keys
 from ftkit.train.world import ContextGroup
+
+if TYPE_CHECKING:
+    from ftkit.config.training import TrainingPlan
+    from ftkit.train.world import World
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -37,7 +50,9 @@ class StepBatch:
     micro_batches: list[MicroBatch]
     num_targets: int  # tokens in the loss
     document_lengths: NDArray[np.int64]  # [documents], without padding
-    num_pairs: int = 0  # of an objective on preferences
+    document_starts: NDArray[np.int64]  # [documents], tokens before these that documents share
+    num_rated: int = 0  # pairs, or completions with a label, of an objective on preferences
+    mismatched: Sequence[MicroBatch] = ()  # of objective kto: prompts with the completions of others
 
     @property
     def num_tokens(self) -> int:
@@ -45,14 +60,18 @@ class StepBatch:
 
     @property
     def num_samples(self) -> int:
-        """What the loss is a mean over: pairs, or tokens."""
-        return self.num_pairs or self.num_targets
+        """What the loss is a mean over: pairs, completions with a label, or tokens."""
+        return self.num_rated or self.num_targets
 
     def pinned(self) -> StepBatch:
-        return replace(self, micro_batches=[micro_batch.pinned() for micro_batch in self.micro_batches])
+        return self._each(MicroBatch.pinned)
 
     def on(self, device: torch.device) -> StepBatch:
-        return replace(self, micro_batches=[micro_batch.on(device) for micro_batch in self.micro_batches])
+        return self._each(lambda micro_batch: micro_batch.on(device))
+
+    def _each(self, change: Callable[[MicroBatch], MicroBatch]) -> StepBatch:
+        micro_batches, mismatched = ([change(each) for each in both] for both in (self.micro_batches, self.mismatched))
+        return replace(self, micro_batches=micro_batches, mismatched=mismatched)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +92,26 @@ class BatchSchedule:
     is_packed: bool = True
     is_mixed: bool = False
     marks_padding: bool = True
-    documents_per_sample: int = 1
-    reference: NDArray[np.float32] | None = None  # [documents], stored log-probabilities of the completions of pairs
+    completions_per_sample: int = 0  # of an objective on preferences
+    is_mismatched: bool = False  # each prompt has the completion of another (`mismatch_completions`)
+    reference: NDArray[np.float32] | None = None  # as in `References`
+    teacher: Callable[[Sequence[int]], NDArray[np.int32]] | None = None  # reads `MicroBatch.teacher` of packs
     context: ContextGroup = ALONE
     state: TrainState = START  # of the checkpoint that the run resumes from
+
+    @classmethod
+    def outside(cls, training: TrainingPlan, store: PackStore, world: World, **settings: Any) -> Self:
+        """Return one for `in_turn`, outside of training."""
+        micro, size = training.micro_batch_size, world.data_size
+        return cls(
+            store=store, plan=BatchPlan(micro, 1, micro * size), seed=0, num_packs_in_run=None, rank=world.data_rank,
+            size=size, completions_per_sample=training.completions_per_sample, context=world.context, **settings,
+        )  # fmt: skip
+
+    def in_turn(self, packs: range) -> Iterator[MicroBatch]:
+        """Yield this process's part of packs; beyond the last one, empty packs. As many on each process."""
+        for first in range(packs.start, packs.stop, self.plan.global_batch_size):
+            yield from self.micro_batches(range(first, min(first + self.plan.global_batch_size, packs.stop)), 0)
 
     def packs_of_step(self, step: int) -> list[int]:
         """Return the packs of a step over all processes; fewer than a full batch at the end of the last epoch."""
@@ -100,18 +135,26 @@ class BatchSchedule:
         """Return this process's part of a step, counted from 0, in host memory."""
         packs = self.packs_of_step(step)
         num_targets, lengths = int(self.store.num_targets[packs].sum()), self.store.document_lengths(packs)
-        num_pairs = 0 if self.documents_per_sample == 1 else len(lengths) // self.documents_per_sample
-        micro, length = self.plan.micro_batch_size, self.store.sequence_length
-        first_token = self.num_packs_before(step) * length
+        starts = self.store.document_starts(packs)
+        num_rated = len(lengths) // self.completions_per_sample if self.completions_per_sample else 0
+        first_token = self.num_packs_before(step) * self.store.sequence_length
+        mismatched = []
+        if self.completions_per_sample == 1:
+            mismatched = replace(self, is_mismatched=True).micro_batches(packs, first_token)
+        return StepBatch(self.micro_batches(packs, first_token), num_targets, lengths, starts, num_rated, mismatched)
+
+    def micro_batches(self, packs: Sequence[int], first_token: int) -> list[MicroBatch]:
+        """Return this process's micro-batches of packs; `first_token` is the number of their first token."""
+        micro, length, num = self.plan.micro_batch_size, self.store.sequence_length, self.completions_per_sample
         if not self.is_packed:
-            rows = pad_documents(self.store.read(packs), micro * length, self.size)[self.rank :: self.size]
+            rows = pad_documents(self._read(packs), micro * length, self.size)[self.rank :: self.size]
             padded = [to_padded_micro_batch(each, HOST, first_token, is_mixed=self.is_mixed) for each in rows]
-            return StepBatch(padded, num_targets, lengths)
+            return [with_completions(batch, each.values, num) for batch, each in zip(padded, rows, strict=True)]
         micro_batches = []
         for accumulation in range(self.plan.accumulation_steps):
             begin = (accumulation * self.size + self.rank) * micro
             chosen = packs[begin : begin + micro]
-            read = self.store.read(chosen)
+            read = self._read(chosen)
             if len(chosen) < micro:
                 token = int(self.store.read(packs[:1])[0, 0, 0])
                 read = np.concatenate([read, _empty_packs(micro - len(chosen), length, token)])
@@ -123,12 +166,20 @@ class BatchSchedule:
                 marks_padding=self.marks_padding,
                 context=self.context,
             )
-            if self.documents_per_sample > 1:
-                batch = with_pairs(
-                    batch, read, None if self.reference is None else self.reference[self.store.documents(chosen)]
-                )
+            stored = None
+            if self.reference is not None:
+                stored = self.reference[int(self.is_mismatched), self.store.documents(chosen)]
+            batch = with_completions(batch, read, num, stored)
+            if self.store.shares_prompts:
+                batch = with_shared_prompts(batch, read)
+            if self.teacher is not None:
+                batch = replace(batch, teacher=torch.from_numpy(self.teacher(chosen)))
             micro_batches.append(batch)
-        return StepBatch(micro_batches, num_targets, lengths, num_pairs)
+        return micro_batches
+
+    def _read(self, packs: Sequence[int]) -> NDArray[np.int32]:
+        read = self.store.read(packs)
+        return mismatch_completions(read) if self.is_mismatched else read
 
 
 def to_micro_batch(
@@ -169,19 +220,32 @@ def to_micro_batch(
     return batch.on(device)
 
 
-def with_pairs(batch: MicroBatch, packs: NDArray[np.int32], reference: NDArray[np.float32] | None = None) -> MicroBatch:
-    """Return the micro-batch of whole packs of pairs, int32 [packs, 4, length], with the labels of each document.
+def with_completions(
+    batch: MicroBatch, packs: NDArray[np.int32], num: int, reference: NDArray[np.float32] | None = None
+) -> MicroBatch:
+    """Return the micro-batch of whole packs, int32 [packs, 4, length], with the labels of each document.
 
-    Of several sources, it has that of each pair; and the reference's log-probability of each completion, [2 S].
+    `num` are the completions of a sample; with 0, nothing changes. Of several sources, it has that of each sample; and
+    the reference's log-probability of each completion, [C].
     """
-    begins = np.flatnonzero(packs[:, 2] == 0)
+    if not num:
+        return batch
+    begins = np.flatnonzero(document_begins(packs[:, 2]))
     index = np.flatnonzero(packs[:, 1] != IGNORED)
     documents, counts = np.unique(np.searchsorted(begins, index, side="right") - 1, return_counts=True)
-    sources = packs[:, 3].reshape(-1)[begins[documents[::2]]].astype(np.int64)
-    lengths, of_pairs = (torch.from_numpy(each).to(batch.labels.device) for each in (counts, sources))
-    bits = None if reference is None else torch.from_numpy(reference.view(np.int32)).to(batch.labels.device)
-    label_sources = None if batch.label_sources is None else of_pairs
-    return replace(batch, completion_lengths=lengths, label_sources=label_sources, reference_bits=bits)
+    sources = packs[:, 3].reshape(-1)[begins[documents[::num]]].astype(np.int64)
+    return replace(
+        batch,
+        completion_lengths=torch.from_numpy(counts),
+        label_sources=None if batch.label_sources is None else torch.from_numpy(sources & ~np.int64(REJECTED)),
+        is_desirable=torch.from_numpy(sources < REJECTED) if num == 1 else None,
+        reference_bits=None if reference is None else torch.from_numpy(reference.view(np.int32)),
+    ).on(batch.labels.device)
+
+
+def with_shared_prompts(batch: MicroBatch, packs: NDArray[np.int32]) -> MicroBatch:
+    """Return the micro-batch of whole packs with the mask of documents that share prompts."""
+    return replace(batch, visible_until=torch.from_numpy(visible_until(packs[:, 2])).to(batch.labels.device))
 
 
 def to_padded_micro_batch(

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal
 
@@ -19,9 +19,10 @@ from ftkit.data.prepared_data import PreparedData
 from ftkit.planning.plan import RunPlan
 from ftkit.runs.records import EvaluationRecord, Sample, SourceLoss
 from ftkit.train.causal_lm import CausalLM, SourceLosses
-from ftkit.train.components.batches import pad_documents, to_micro_batch, to_padded_micro_batch, with_pairs
+from ftkit.train.components.batches import BatchSchedule
 from ftkit.train.components.generation import Generation
-from ftkit.train.components.references import References
+from ftkit.train.components.references import References, reference_point
+from ftkit.train.components.teacher import TeacherSplit
 from ftkit.train.model.attention import generation_attention
 from ftkit.train.world import World
 
@@ -47,13 +48,17 @@ class Evaluator:
     world: World
     is_packed: bool = True
     references: References | None = None
+    teacher: TeacherSplit | None = None  # of the validation split
 
     def evaluate(self, engine: Engine, step: int, when: When) -> EvaluationRecord:
         with engine.inference() as model:
             loss, sources, metrics = self._loss(model)
             scores, samples = self._score(model, when)
-        # Of pairs, that of the chosen completions; exp(loss) overflows above 709.
-        token_loss = -metrics["log_prob_chosen"] / metrics["length_chosen"] if metrics else loss
+        # On preferences, that of the chosen completions; exp(loss) overflows above 709.
+        side = "chosen" if "length_chosen" in metrics else "rejected"
+        token_loss = metrics.get("next_token_loss", loss)
+        if f"log_prob_{side}" in metrics:
+            token_loss = -metrics[f"log_prob_{side}"] / metrics[f"length_{side}"]
         perplexity, scores = math.exp(min(token_loss, 700.0)), metrics | scores
         return EvaluationRecord(time.time(), step, when, loss, perplexity, scores.get("sql"), samples, sources, scores)
 
@@ -67,40 +72,27 @@ class Evaluator:
         return make_evaluation_set(model, rows, recipe.data, log.warning)
 
     def _loss(self, model: CausalLM) -> tuple[float, dict[str, SourceLoss], dict[str, float]]:
-        """Return the mean loss over the targets or pairs, that of each source, and the metrics of pairs."""
+        """Return the mean loss over the targets or samples, that of each source, and the metrics of preferences."""
         names = self.data.read_manifest().mixed_sources
-        store = self.data.read_validation()
-        num_packs = min(len(store), self.plan.recipe.evaluation.max_packs)
-        training = self.plan.recipe.training
-        micro = training.micro_batch_size
-        total = torch.zeros((), device=self.world.device)
-        source_losses = SourceLosses(len(names), self.world.device, len(training.metric_names))
-        per_sample = training.documents_per_sample
-        for first in range(0, num_packs, micro * self.world.data_size):
-            if not self.is_packed:
-                packs = store.read(range(first, min(first + micro * self.world.size, num_packs)))
-                rows = pad_documents(packs, micro * packs.shape[2], self.world.size)
-                for own in rows[self.world.rank :: self.world.size]:
-                    batch = to_padded_micro_batch(own, self.world.device, is_mixed=bool(names))
-                    total += model(batch=batch, source_losses=source_losses)
-                continue
-            # Ranks beyond the end compute the last pack again, uncounted: each forward is a collective.
-            begin = first + self.world.data_rank * micro
-            counts = begin < num_packs
-            chosen = range(begin, min(begin + micro, num_packs)) if counts else range(num_packs - 1, num_packs)
-            packs = store.read(chosen)
-            batch = to_micro_batch(packs, self.world.device, is_mixed=bool(names), context=self.world.context)
-            if per_sample > 1:
-                reference = self.references and self.references.validation[store.documents(chosen)]
-                batch = with_pairs(batch, packs, reference)
-            loss = model(batch=batch, source_losses=source_losses if counts else None)
-            total += loss if counts else 0
+        store, training, device = self.data.read_validation(), self.plan.recipe.training, self.world.device
+        packs = range(min(len(store), self.plan.recipe.evaluation.max_packs))
+        batches = BatchSchedule.outside(
+            training, store, self.world, is_packed=self.is_packed, is_mixed=bool(names),
+            reference=self.references and self.references.validation, teacher=self.teacher and self.teacher.read,
+        )  # fmt: skip
+        total, bits = torch.zeros((), device=device), None
+        source_losses = SourceLosses(len(names), device, len(training.metric_names))
+        if training.completions_per_sample == 1:
+            mismatched = replace(batches, is_mismatched=True).in_turn(packs)
+            bits = reference_point(model, (batch.on(device) for batch in mismatched))
+        for batch in batches.in_turn(packs):
+            total += model(batch=replace(batch.on(device), kl_bits=bits), source_losses=source_losses)
         own_sums = torch.cat([total.reshape(1), source_losses.flatten()])
         summed, *others = self.world.sum(own_sums.tolist())  # host sync: once an evaluation
         by_source, metrics = others[: 2 * len(names)], others[2 * len(names) :]
-        num = int(store.num_targets[:num_packs].sum())
-        if per_sample > 1:
-            num = len(store.document_lengths(range(num_packs))) // per_sample
+        num = int(store.num_targets[packs].sum())
+        if training.completions_per_sample:
+            num = len(store.documents(packs)) // training.completions_per_sample
         return summed / max(1, num), mean_losses(names, by_source), mean_metrics(training.metric_names, metrics, num)
 
     def _score(self, model: CausalLM, when: When) -> tuple[dict[str, float], tuple[Sample, ...]]:
@@ -154,8 +146,15 @@ class Evaluator:
 
 
 def mean_metrics(names: tuple[str, ...], sums: list[float], num_samples: int) -> dict[str, float]:
-    """Return the means of the metrics of pairs, from their sums over all ranks."""
-    return {name: value / max(1, num_samples) for name, value in zip(names, sums, strict=True)}
+    """Return the means of the metrics of preferences, from their sums over all ranks; none of a side without one."""
+    found, num = dict(zip(names, sums, strict=True)), max(1, num_samples)
+    num_chosen = found.get("desirable", num)
+    num_rejected = num - num_chosen if "desirable" in found else num
+    counts = {"chosen": num_chosen, "rejected": num_rejected, "token": found.get("length_chosen", num)}
+    means = {name: value / count for name, value in found.items() if (count := counts.get(name.split("_")[-1], num))}
+    if "desirable" in found and means.pop("margin") is not None and num_chosen and num_rejected:
+        means["margin"] = means["reward_chosen"] - means["reward_rejected"]
+    return means
 
 
 def mean_losses(sources: tuple[str, ...], sums: list[float]) -> dict[str, SourceLoss]:

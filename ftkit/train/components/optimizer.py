@@ -40,16 +40,15 @@ def parameter_groups(model: nn.Module, training: TrainingPlan) -> list[Group]:
         is_matrix = len(parameter.shape if partition is None else partition.shape) >= 2  # noqa: PLR2004
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups.setdefault((training.weight_decay if is_matrix else 0.0, mesh), []).append(parameter)
-    return [{"params": parameters, "weight_decay": decay} for (decay, _), parameters in groups.items()]
+    return [{"params": parameters, "weight_decay": decay} for (decay, _), parameters in groups.items()] or [
+        {"params": []}  # of a teacher
+    ]
 
 
 def make_optimizer(model: nn.Module, training: TrainingPlan) -> FusedAdamW:
     """Create the optimizer that the recipe names, for engine fsdp2; each step sets the learning rate."""
-    kind: type[FusedAdamW] = FusedAdamW
-    if training.optimizer == "adamw8bit":
-        kind = AdamW8bit
-    elif training.offload == "optimizer":
-        kind = HostStateAdamW
+    kinds: dict[str, type[FusedAdamW]] = {"adamw": FusedAdamW, "adamw8bit": AdamW8bit}
+    kind = HostStateAdamW if training.offload == "optimizer" else kinds[training.optimizer]
     return kind(parameter_groups(model, training), 0.0, training.betas)
 
 

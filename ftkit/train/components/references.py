@@ -6,27 +6,29 @@ computation continues; runs with other settings of the objective find them compl
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ftkit.errors import TrainingError
 from ftkit.files import publish
 from ftkit.train.causal_lm import CausalLM
-from ftkit.train.components.batches import to_micro_batch, with_pairs
+from ftkit.train.components.batches import BatchSchedule
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from ftkit.data.prepared_data import PackStore, PreparedData
+    from ftkit.data.prepared_data import PreparedData
     from ftkit.planning.plan import RunPlan
+    from ftkit.train.causal_lm import MicroBatch
     from ftkit.train.engine import Engine
     from ftkit.train.world import World
 
@@ -36,52 +38,59 @@ _PACKS_PER_WRITE = 256
 """Packs after which a part is written: what a killed computation loses at most."""
 _PACKS_COMPARED = 8
 """Packs of which a start computes the log-probabilities again, and compares them with the stored ones."""
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""Largest relative difference of a completion's log-probability from the stored one: what rounding explains."""
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+"""Largest relative difference of a completion's log-probability from the stored one: what rounding explains, by the
+precision of operations. In bf16, other kernels moved it by at most 4e-4 (a model of 1B parameters on an H100)."""
 
 
 class References(NamedTuple):
-    """Log-probabilities of the documents of both splits, fp32 [documents]."""
+    """Log-probabilities of the documents of both splits, fp32 [1, documents]; of objective kto [2, documents].
+
+    The second row has those of mismatched completions.
+    """
 
     train: NDArray[np.float32]
     validation: NDArray[np.float32]
 
 
-def compute_references(
-    engine: Engine, plan: RunPlan, data: PreparedData, world: World, weights: Path | None
-) -> References:
+def compute_references(engine: Engine, plan: RunPlan, data: PreparedData, world: World) -> References:
     """Return the stored reference; compute what is missing with the model, which is not trained yet.
 
-    Collective. `weights` is the folder of the pretrained weights; None for random ones.
-
-    Raises TrainingError: the stored numbers are those of another model.
+    Collective. Raises TrainingError: the stored numbers are those of another model.
     """
-    folder = data.root / "references" / _key(plan, data, weights)
-    existing = next(each for each in (folder, folder.parent, data.root) if each.exists())
+    training, stores = plan.recipe.training, {"train": data.read_train(), "validation": data.read_validation()}
+    schedules = {name: [BatchSchedule.outside(training, store, world)] for name, store in stores.items()}
+    if training.completions_per_sample == 1:
+        schedules = {name: [each, replace(each, is_mismatched=True)] for name, (each,) in schedules.items()}
+    needed = [_file_name(name, each) for name, both in schedules.items() for each in both if len(each.store)]
+    folder = data.folder_of("references", plan.recipe.model.weights, _facts(plan), needed, plan.layout.root)
     found = []
-    for name, store in (("train", data.read_train()), ("validation", data.read_validation())):
-        path = folder / f"{name}.f32"
-        if not os.access(existing, os.W_OK) and not path.exists():  # another user's
-            path = plan.layout.root / "references" / path.name
-        found.append(_split(engine, plan, store, world, path))
-        _compare(engine, plan, store, world, path, found[-1])
+    for name, both in schedules.items():
+        rows = []
+        for each in both:
+            path = folder / _file_name(name, each)
+            rows.append(_split(engine, plan, each, world, path))
+            _compare(engine, each, world, path, rows[-1], training.compute_precision)
+        found.append(np.stack(rows))
     return References(*found)
 
 
-def _key(plan: RunPlan, data: PreparedData, weights: Path | None) -> str:
+def _file_name(split: str, schedule: BatchSchedule) -> str:
+    return f"{split}-mismatched.f32" if schedule.is_mismatched else f"{split}.f32"
+
+
+def _facts(plan: RunPlan) -> list[object]:
+    """Return what the log-probabilities depend on besides data and weights."""
     model, training = plan.recipe.model, plan.recipe.training
-    files = sorted((path.name, path.stat().st_size) for path in weights.glob("*.safetensors")) if weights else []
-    facts = {
-        "data": data.read_manifest().identity,
-        "weights": [model.weights, model.revision, model.adapter, files],
-        "seed": training.seed if weights is None else None,
-        "architecture": model.architecture.model_dump(mode="json"),
-        "precision": [training.precision, training.base_precision, training.method == "qlora"],
-    }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return [
+        model.revision, model.adapter, training.seed if model.weights == "random" else None,
+        model.architecture.model_dump(mode="json"),
+        training.precision, training.base_precision, training.method == "qlora",
+    ]  # fmt: skip
 
 
-def _split(engine: Engine, plan: RunPlan, store: PackStore, world: World, path: Path) -> NDArray[np.float32]:
+def _split(engine: Engine, plan: RunPlan, schedule: BatchSchedule, world: World, path: Path) -> NDArray[np.float32]:
+    store = schedule.store
     part = path.with_name(f"{path.stem}.{plan.id}.part")  # the runs of a sweep may compute them at the same time
     stored = np.empty(0, np.float32)
     if not len(store):
@@ -98,7 +107,7 @@ def _split(engine: Engine, plan: RunPlan, store: PackStore, world: World, path: 
     done = [stored[:num_kept]]
     for first in range(begin, len(store), _PACKS_PER_WRITE):
         last = min(first + _PACKS_PER_WRITE, len(store))
-        done.append(_log_probs(engine, plan, store, world, range(first, last)))
+        done.append(_log_probs(engine, schedule, world, range(first, last)))
         if world.is_first:
             with part.open("wb" if first == begin else "ab") as file:
                 file.write((np.concatenate(done) if first == begin else done[-1]).astype("<f4").tobytes())
@@ -110,37 +119,42 @@ def _split(engine: Engine, plan: RunPlan, store: PackStore, world: World, path: 
     return np.concatenate(done)
 
 
-def _log_probs(engine: Engine, plan: RunPlan, store: PackStore, world: World, packs: range) -> NDArray[np.float32]:
+def _log_probs(engine: Engine, schedule: BatchSchedule, world: World, packs: range) -> NDArray[np.float32]:
     """Return the log-probabilities of the documents of packs, fp32; each rank computes micro-batches of its own."""
-    micro = plan.recipe.training.micro_batch_size
-    own: list[tuple[int, NDArray[np.float32]]] = []
     with engine.inference() as model:
-        for first in range(packs.start, packs.stop, micro * world.data_size):
-            # Ranks beyond the end compute the last pack again: each forward is a collective.
-            begin = first + world.data_rank * micro
-            chosen = range(begin, min(begin + micro, packs.stop)) or packs[-1:]
-            read = store.read(chosen)
-            batch = with_pairs(to_micro_batch(read, world.device), read)
-            sums = model(compute=CausalLM.completion_log_probs, batch=batch)
-            if begin < packs.stop:
-                own.append((begin, sums.float().cpu().numpy()))  # host sync: before step 1
-    everything = sorted((each for rank in world.gather_objects(own) for each in rank), key=lambda each: each[0])
-    return np.concatenate([values for _, values in everything])
+        own = [
+            model(compute=CausalLM.completion_log_probs, batch=batch.on(world.device)).float().cpu().numpy()
+            for batch in schedule.in_turn(packs)  # host sync: before step 1
+        ]
+    return np.concatenate([sums for ranks in zip(*world.gather_objects(own), strict=True) for sums in ranks])
 
 
 def _compare(
-    engine: Engine, plan: RunPlan, store: PackStore, world: World, path: Path, stored: NDArray[np.float32]
+    engine: Engine, schedule: BatchSchedule, world: World, path: Path, stored: NDArray[np.float32], precision: str
 ) -> None:
-    packs = range(min(len(store), _PACKS_COMPARED))
+    packs = range(min(len(schedule.store), _PACKS_COMPARED))
     if not packs:
         return
-    again = _log_probs(engine, plan, store, world, packs)
+    again = _log_probs(engine, schedule, world, packs)
     expected = stored[: len(again)]
     difference = float(np.max(np.abs(again - expected) / np.abs(expected)))
-    if not difference <= TOLERANCE[engine.model.hf_model.dtype]:
+    log.info(
+        "reference of %s: %d completions computed again, largest difference %.2g", path.stem, len(again), difference
+    )
+    if not difference <= TOLERANCE[precision]:
         raise TrainingError(
             f"the stored reference is not this model: log-probabilities of completions in {path} differ by "
-            f"{difference:.1%} from those that it computes now",
+            f"{difference:.2g} of them from those that it computes now",
             meaning="the weights changed without a change of name and size, or the model is not deterministic",
             fix=f"delete {path.parent}, and run again",
         )
+
+
+def reference_point(model: CausalLM, batches: Iterable[MicroBatch]) -> torch.Tensor:
+    """Return the bits of the reference point of objective kto (`kto`), from the mismatched completions of all ranks.
+
+    Collective; within `Engine.inference`.
+    """
+    sums = torch.stack([model(compute=CausalLM.mismatched_sums, batch=batch) for batch in batches]).sum(0)
+    dist.all_reduce(sums)
+    return (sums[0] / sums[1].clamp(min=1)).clamp(min=0).view(torch.int32)

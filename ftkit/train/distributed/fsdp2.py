@@ -286,7 +286,8 @@ def _prepare_layers(hf_model: PreTrainedModel, training: TrainingPlan, world: Wo
     if training.adapters is not None and training.compute_precision == "bf16":
         # Adapters are trained in fp32, and cast where they are used.
         autocast = partial(torch.autocast, world.device.type, torch.bfloat16)
-    return CausalLM(hf_model, routers=routers, objective=Preferences.of(training), autocast=autocast)
+    objective = Preferences.of(training)
+    return CausalLM(hf_model, routers=routers, objective=objective, distill=training.distillation, autocast=autocast)
 
 
 def _shard(model: CausalLM, training: TrainingPlan, world: World, *, reshard_after_forward: bool) -> None:

@@ -239,7 +239,7 @@ class _DividedAdapter(AdaptedLinear):
         self, adapted: AdaptedLinear, mesh: DeviceMesh, *, base: Placement, down: Placement, up: Placement
     ) -> None:
         """Make the parameters DTensors; biases and magnitudes, one for each output, are divided as `up`."""
-        super().__init__(adapted, adapted.lora, adapted.dropout)
+        super().__init__(adapted, adapted.lora, adapted.effect, adapted.dropout)
         self._mesh = mesh
         _distribute(self.base_layer, mesh, lambda weight: base if weight.ndim > 1 else up)
         _distribute(self.lora_A, mesh, lambda _: down)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from ftkit.data.packing import IGNORED, row_width
+from ftkit.data.packing import IGNORED, document_begins, row_width
 from ftkit.errors import TrainingError
 from ftkit.train.causal_lm import CausalLM, MicroBatch, model_inputs
-from ftkit.train.components.batches import PaddedRows, to_micro_batch, to_padded_micro_batch
+from ftkit.train.components.batches import PaddedRows, to_micro_batch, to_padded_micro_batch, with_shared_prompts
 from ftkit.train.model.hf_model import accepted_inputs, find_decoder, find_decoder_layers
 
 if TYPE_CHECKING:
@@ -49,25 +50,31 @@ def run_probe(
     micro_batch_size: int,
     sequence_length: int,
     *,
-    is_packed: bool = True,
+    layout: Literal["packs", "pairs", "rows"] = "packs",
 ) -> ProbeResult:
     """Run a model on two micro-batches as in training: same shapes, same kernels, compiled, with gradients.
 
     Packs are filled with documents of uneven lengths, longer and shorter than most windows; padded rows have half the
-    length of a pack. Weights don't change.
+    length of a pack. In packs of pairs, what is kept shares prompts in the second micro-batch alone, so states show
+    whether that changes them. Weights don't change.
     """
-    layout = (_packed_layout if is_packed else _padded_layout)(micro_batch_size, sequence_length)
-    first, second = (_probe_batch(layout, vocab_size, seed, world) for seed in (1, 2))
-    part = world.context.part(layout.is_kept.shape[1])
-    is_kept, is_later = (
-        torch.from_numpy(of[:, part].reshape(-1)).to(world.device) for of in (layout.is_kept, layout.is_later)
+    plain = (_padded_layout if layout == "rows" else _packed_layout)(micro_batch_size, sequence_length)
+    layouts = [_pairs_layout(plain, is_shared=flag) if layout == "pairs" else plain for flag in (False, True)]
+    first, second = (
+        _probe_batch(each, vocab_size, seed, world, shares_prompts=layout == "pairs")
+        for seed, each in enumerate(layouts, start=1)
+    )
+    part = world.context.part(plain.is_kept.shape[1])
+    is_kept_first, is_kept, is_later = (
+        torch.from_numpy(of[:, part].reshape(-1)).to(world.device)
+        for of in (layouts[0].is_kept, layouts[1].is_kept, layouts[1].is_later)
     )
     num_logits = min(32, part.stop - part.start)
     with torch.random.fork_rng(devices=[] if world.device.type == "cpu" else [world.device]):
         torch.manual_seed(0)  # for dropout of the model's own class
         with engine.probe() as model:
             states, own_logits, expected_logits = model(compute=_class_logits, batch=first, num_logits=num_logits)
-        kept_states = _kept_states(states, is_kept)
+        kept_states = _kept_states(states, is_kept_first)
         del states
         torch.manual_seed(0)
         with engine.probe() as model:
@@ -183,6 +190,28 @@ def _packed_layout(micro_batch_size: int, length: int) -> _Layout:
     )
 
 
+def _pairs_layout(plain: _Layout, *, is_shared: bool) -> _Layout:
+    """Divide each kept document of packs into a prompt, two completions of it, and what is kept of the second one.
+
+    Unless the prompt is shared, only the second completion follows it, and then the first one as another document.
+    """
+    changed: tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.int64]]
+    changed = plain.is_kept.copy(), plain.is_later.copy(), plain.positions.copy()
+    for row, begins in enumerate(document_begins(plain.positions)):
+        bounds = pairwise([*np.flatnonzero(begins).tolist(), len(begins)])
+        for begin, end in ((begin, end) for begin, end in bounds if end - begin > 2 and plain.is_kept[row, begin]):  # noqa: PLR2004
+            num_prompt, num_other = (end - begin) // 2, max(1, (end - begin) // 6)
+            places = np.arange(end - begin - num_prompt - num_other)
+            is_first_part = places < np.ceil(_KEPT_SHARE * len(places))
+            prompt = np.ones(num_prompt, bool), np.zeros(num_prompt, bool), np.arange(num_prompt)
+            own = is_first_part, ~is_first_part, num_prompt + places
+            other = *[np.zeros(num_other, bool)] * 2, np.arange(num_other) + num_prompt * is_shared
+            parts = (prompt, other, own) if is_shared else (prompt, own, other)
+            for number, values in enumerate(changed):
+                values[row, begin:end] = np.concatenate([part[number] for part in parts])
+    return _Layout(*changed, None)
+
+
 def _padded_layout(micro_batch_size: int, length: int) -> _Layout:
     width = row_width(-(-length // 2), length)
     num_rows = micro_batch_size * length // width
@@ -195,13 +224,15 @@ def _padded_layout(micro_batch_size: int, length: int) -> _Layout:
     )
 
 
-def _probe_batch(layout: _Layout, vocab_size: int, seed: int, world: World) -> MicroBatch:
+def _probe_batch(
+    layout: _Layout, vocab_size: int, seed: int, world: World, *, shares_prompts: bool = False
+) -> MicroBatch:
     """Return random documents; their kept tokens are the same with every seed."""
-    kept = layout.is_kept
-    same, other = (np.random.default_rng(number).integers(0, vocab_size, kept.shape) for number in (0, seed))
-    tokens = np.where(kept, same, other)
+    tokens = np.random.default_rng(seed).integers(0, vocab_size, layout.is_kept.shape)
+    tokens[layout.is_kept] = np.random.default_rng(0).integers(0, vocab_size, int(layout.is_kept.sum()))
     values = np.stack([tokens, np.full_like(tokens, IGNORED), layout.positions], axis=1).astype(np.int32)
     if layout.lengths is None:
-        return to_micro_batch(values, world.device, context=world.context)
+        batch = to_micro_batch(values, world.device, context=world.context)
+        return with_shared_prompts(batch, values) if shares_prompts else batch
     offsets = np.arange(len(values)) * values.shape[2]
     return to_padded_micro_batch(PaddedRows(values, layout.lengths, offsets), world.device)

@@ -7,24 +7,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch.nn import functional
 
 from ftkit.errors import TrainingError, one_line
+from ftkit.train.causal_lm import SourceLosses
 from ftkit.train.distributed.probe import ProbeResult, run_probe
 from ftkit.train.model.hf_model import accepted_inputs, find_decoder
-from ftkit.train.objectives import Pairs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ftkit.config.data import Packing
     from ftkit.config.execution import ParameterCounts
+    from ftkit.config.recipe import RecipePlan
     from ftkit.config.training import EngineName, TrainingPlan
-    from ftkit.planning.plan import BatchPlan
     from ftkit.runs.records import Checks
     from ftkit.train.causal_lm import CausalLM, MicroBatch
     from ftkit.train.engine import Engine, ShardingStats
@@ -34,8 +35,10 @@ GRADIENT_TOLERANCE = 1e-3  # of a neighbor's tokens, relative to the mean at a d
 STATE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest change of a token's hidden state, relative to its norm, that a different order of summation explains: 0.05
 was measured after 32 layers in bf16. Attention that ignores documents changes it by 0.3 or more."""
-LOSS_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 """Largest relative difference of the first loss of pairs from its constant."""
+KL_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
+"""Largest mean divergence of a model from its stored distributions, in nats per token."""
 LOGITS_TOLERANCE = 2e-2  # of a token's logits, relative to their norm: what rounding in bf16 explains
 
 
@@ -132,14 +135,16 @@ def _leak(probe: ProbeResult, to: torch.Tensor) -> float:
 
 
 def choose_packing(
-    engine: Engine, world: World, wanted: Packing, vocab_size: int, batch: BatchPlan, training: TrainingPlan
+    engine: Engine,
+    world: World,
+    wanted: Packing,
+    vocab_size: int,
+    training: TrainingPlan,
+    *,
+    shares_prompts: bool = False,
 ) -> tuple[ProbeResult, str | None]:
     """Choose packs if the model isolates packed documents, else padded rows; return why, and the probe. Collective."""
-    sizes = batch.micro_batch_size, training.sequence_length
-
-    def probe(*, is_packed: bool) -> ProbeResult:
-        return run_probe(engine, world, vocab_size, *sizes, is_packed=is_packed)
-
+    sizes = training.micro_batch_size, training.sequence_length
     reason: str | None = "the recipe asks for it"
     if wanted == "auto":
         packed, reason, decoder = None, None, find_decoder(engine.model.hf_model)
@@ -147,7 +152,7 @@ def choose_packing(
             reason = f"{type(decoder).__name__} does not accept the positions of packed documents"
         else:
             try:
-                packed = probe(is_packed=True)
+                packed = run_probe(engine, world, vocab_size, *sizes, layout="pairs" if shares_prompts else "packs")
                 verify_isolation(packed, shares_scales=training.precision == "fp8")
             except TrainingError as error:
                 reason = error.what
@@ -156,11 +161,12 @@ def choose_packing(
         reason = next((one for one in world.gather_objects(reason) if one is not None), None)
         if packed is not None and reason is None:
             return packed, None
-    if training.documents_per_sample > 1:
+    if training.documents_per_sample > 1 or training.stores_reference or training.distillation is not None:
         raise TrainingError(
             f"objective '{training.objective}' needs packs, but this model is trained on padded rows: {reason}",
-            meaning="rows of one document each would separate the completions of a pair",
-            fix="choose another model, or try another training.attention",
+            meaning="rows of one document each would separate pairs, and what is stored of packs",
+            fix=("set data.share_prompts=false, " if shares_prompts else "")
+            + "choose another model, or try another training.attention",
         )
     if world.context.size > 1:
         key = "tensor_parallel" if world.tensor_parallel > 1 else "context_parallel"
@@ -168,7 +174,7 @@ def choose_packing(
             f"training.{key}={getattr(training, key)} needs packs, but this model is trained on padded rows: {reason}",
             fix=f"leave training.{key} out, or choose another model",
         )
-    return probe(is_packed=False), reason
+    return run_probe(engine, world, vocab_size, *sizes, layout="rows"), reason
 
 
 def verify_logits(probe: ProbeResult) -> Checks:
@@ -187,23 +193,24 @@ def verify_logits(probe: ProbeResult) -> Checks:
     return {"logits of the model's own class": f"difference {difference:.0g}"}
 
 
-def verify_pairs(engine: Engine, batch: MicroBatch) -> Checks:
-    """Verify an objective on preferences on pairs, before training: its first loss, and that its gradient is right.
+def verify_pairs(engine: Engine, batch: MicroBatch, precision: Literal["fp32", "bf16"]) -> Checks:
+    """Verify an objective on preferences before training: its first loss, and that its gradient is right.
 
     While the model equals its reference, the loss is a constant. A step along the gradient of the last hidden states
-    must raise the margin.
+    must raise the margin. `precision` is that of operations.
     """
+    batch = replace(batch, kl_bits=torch.zeros((), dtype=torch.int32, device=batch.labels.device))
     with engine.inference() as model:
         objective = model.objective
         if objective is None:
             return {}
-        losses, margins = model(compute=_step_on_pairs, batch=batch)
-    found, expected, checks = float(losses.mean()), objective.initial_loss, dict[str, int | str]()
+        found, expected, margins = model(compute=_step_on_pairs, batch=batch)
+    checks: dict[str, int | str] = {}
     if expected is not None:
-        tolerance = LOSS_TOLERANCE[model.hf_model.dtype]
+        tolerance = LOSS_TOLERANCE[precision]
         if not abs(found - expected) <= tolerance * expected:
             raise TrainingError(
-                f"the model is not its own reference before step 1: the loss of pairs is {found:.6g}, and should be "
+                f"the model is not its own reference before step 1: the loss is {found:.6g}, and should be "
                 f"{expected:.6g}; rounding explains {tolerance:.0e} of it",
                 meaning="the adapters change the model before they are trained, or the model is not deterministic",
                 fix="start from merged weights (ftkit export RUN --merge), or please report this model",
@@ -212,32 +219,50 @@ def verify_pairs(engine: Engine, batch: MicroBatch) -> Checks:
     before, after = margins.mean(dim=1).tolist()
     if not after > before:
         raise TrainingError(
-            f"a step along the gradient does not raise the margin of pairs: {before:.4g}, then {after:.4g}",
+            f"a step along the gradient does not raise the margin: {before:.4g}, then {after:.4g}",
             meaning="the gradient of the loss is wrong for this model, or not finite",
             fix="set training.precision=fp32 to see whether it is rounding, or please report this model",
         )
     return checks | {"margin of pairs": f"{after - before:.2g}"}
 
 
-def _step_on_pairs(model: CausalLM, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the losses of pairs, [S], and their margins before and after a step on the hidden states, [2, S].
+def verify_teacher(engine: Engine, batch: MicroBatch, recipe: RecipePlan) -> Checks:
+    """Verify the stored distributions of a teacher that is the model itself: the divergence is 0 before training."""
+    model, teacher, training = recipe.model, recipe.teacher, recipe.training
+    is_same = teacher is not None and (teacher.weights, teacher.revision) == (model.weights, model.revision)
+    if not is_same or model.adapter is not None or training.quantization != "none" or training.trains_in_fp8:
+        return {}
+    sums = SourceLosses(0, batch.labels.device, len(training.metric_names))
+    with engine.inference() as student:
+        student(batch=batch, source_losses=sums)
+    divergence, tolerance = float(sums.metrics[0]) / len(batch.labels), KL_TOLERANCE[training.compute_precision]
+    if not divergence <= tolerance:
+        raise TrainingError(
+            f"the model is its own teacher, but diverges by {divergence:.2g}; rounding explains {tolerance:.0e}",
+            fix="delete the folder 'teachers' next to the prepared data, and run again",
+        )
+    return {"divergence from itself": f"{divergence:.1g}"}
+
+
+def _step_on_pairs(model: CausalLM, batch: MicroBatch) -> tuple[float, float | None, torch.Tensor]:
+    """Return the mean loss, what it should be, and the margins before and after a step on the hidden states, [2, S].
 
     Within `CausalLM.forward`, without dropout. The step changes each state by a tenth of its norm.
     """
     objective = model.objective
-    if objective is None or batch.completion_lengths is None:
+    if objective is None:
         raise TypeError("there are no pairs")
     reference = model.reference_log_probs(batch, objective)
     states = model.label_states(batch).detach()
     with torch.enable_grad():
-        pairs = Pairs.of(model.log_probs(batch, states.requires_grad_()), reference, batch.completion_lengths)
-        losses, (chosen, rejected) = objective.losses(pairs)
+        pairs = model.pairs(batch, reference, states.requires_grad_())
+        losses, before = objective.losses(pairs)
         (gradient,) = torch.autograd.grad(losses.sum(), states)
     step = 0.1 * states.norm(dim=1, keepdim=True) * functional.normalize(gradient.float(), dim=1)
     stepped = (states - step).detach().to(states.dtype)
-    pairs = Pairs.of(model.log_probs(batch, stepped), reference, batch.completion_lengths)
-    _, (chosen_after, rejected_after) = objective.losses(pairs)
-    return losses.detach(), torch.stack([(chosen - rejected).detach(), chosen_after - rejected_after])
+    _, after = objective.losses(model.pairs(batch, reference, stepped))
+    margins = torch.stack([pairs.margins(before.detach()), pairs.margins(after)])
+    return float(losses.detach().mean()), objective.initial_loss(pairs), margins
 
 
 def _largest_ratio(values: torch.Tensor, reference: torch.Tensor) -> float:

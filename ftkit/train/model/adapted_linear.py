@@ -37,11 +37,17 @@ class AdaptedLinear(nn.Module):
     [num_outputs]; it is empty for LoRA.
     """
 
-    def __init__(self, adapted: nn.Module, lora: LoraSpec, dropout: Dropout | None = None) -> None:
-        """Adopt the parts of peft's layer; its parameters may be on the meta device."""
+    def __init__(
+        self, adapted: nn.Module, lora: LoraSpec, effect: torch.Tensor, dropout: Dropout | None = None
+    ) -> None:
+        """Adopt the parts of peft's layer; its parameters may be on the meta device.
+
+        `effect`, fp32 [], is a factor of what the adapter adds, which all layers share: 1, or 0 to turn adapters off.
+        As a number, or with layers that skip their adapters, the compiler would fuse other operations, which round
+        differently in bf16: log-probabilities of a completion differed by 4e-4.
+        """
         super().__init__()
-        self.lora, self.dropout = lora, dropout
-        self.is_adapted = True
+        self.lora, self.effect, self.dropout = lora, effect, dropout
         self._input_part = 0  # if ranks divide the features of inputs, which of their parts this rank has
         self.base_layer = cast("nn.Linear", adapted.base_layer)
         self.lora_A, self.lora_B = (cast("nn.ModuleDict", part) for part in (adapted.lora_A, adapted.lora_B))
@@ -59,7 +65,7 @@ class AdaptedLinear(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return outputs, [..., num_outputs], for inputs [..., num_inputs]."""
         output: torch.Tensor = self.base_layer(inputs)
-        return self.adapt(inputs, output) if self.is_adapted else output
+        return self.adapt(inputs, output)
 
     def adapt(self, inputs: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Return the base layer's output, changed by the adapter.
@@ -70,12 +76,12 @@ class AdaptedLinear(nn.Module):
         draw = None
         if self.training and self.dropout is not None:
             draw = self.dropout.draw(inputs, self._input_part)
-        adapted = self._up(self._down(inputs, draw)) * self.lora.scaling
+        adapted = self._up(self._down(inputs, draw)) * (self.effect * self.lora.scaling)
         if not self.lora.use_dora:
             return (output + adapted).to(output.dtype)
         base = self._without_bias(output) if draw is None else self._multiply(draw.drop(inputs))
         scales = self._weight_of(self.lora_magnitude_vector[ADAPTER]) / self._norms()
-        return (output + (scales - 1) * base + scales * adapted).to(output.dtype)
+        return (output + self.effect * (scales - 1) * base + scales * adapted).to(output.dtype)
 
     def _norms(self) -> torch.Tensor:
         parts = (self.base_layer, self.lora_A[ADAPTER], self.lora_B[ADAPTER])

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from ftkit.config.recipe import SHARING_KERNELS
 from ftkit.errors import PrerequisiteError, TrainingError, one_line
 from ftkit.train.model.varlen_attention import VARLEN, varlen_attention
 from ftkit.train.private_apis.transformers import (
@@ -41,21 +43,29 @@ FLEX_MINIMUM = 128
 gradients, which ignores documents or fails to compile (seen with torch 2.11)."""
 
 
-def choose_kernel(training: TrainingPlan, config: PretrainedConfig, world: World) -> tuple[Kernel, str]:
+def choose_kernel(
+    training: TrainingPlan, config: PretrainedConfig, world: World, *, shares_prompts: bool = False
+) -> tuple[Kernel, str]:
     """Choose the attention kernel, with the reason. Collective: every rank must call it, and all get the same result.
 
     flash-attn-4 and cuDNN run on Hopper and newer, in bf16, and support packed documents of any length; flex attention
     is compiled for any CUDA device; torch's SDPA and transformers' eager attention run everywhere, with a mask of
-    sequence length squared. Only flex and eager attention support models that change their attention scores.
+    sequence length squared. Only flex and eager attention support models that change their attention scores. Only
+    those that take any mask support documents that share prompts (`shares_prompts`).
     """
+    if shares_prompts:
+        _check_shared_prompts(config, training.attention)
     if training.attention == "auto":
         kernels: tuple[Kernel, ...] = ("flash4", "cudnn", "flex", "sdpa") if world.device.type == "cuda" else ("sdpa",)
+        kernels = tuple(kernel for kernel in kernels if kernel in SHARING_KERNELS or not shares_prompts)
         reason = "the fastest one here"
         for kernel in kernels:
             failure = _failure(kernel, training, config, world)
             if failure is None:
                 return kernel, reason
             reason = f"not {kernel}: {failure}"
+        if shares_prompts:
+            _check_shared_prompts(config, "eager")
         return "eager", reason
     if failure := _failure(training.attention, training, config, world):
         raise PrerequisiteError(
@@ -64,6 +74,21 @@ def choose_kernel(training: TrainingPlan, config: PretrainedConfig, world: World
             fix="set training.attention=auto; or install flash-attn-4 or nvidia-cudnn-frontend in the image if missing",
         )
     return training.attention, "the recipe asks for it"
+
+
+def _check_shared_prompts(config: PretrainedConfig, kernel: str) -> None:
+    has_windows = getattr(config, "sliding_window", None) is not None
+    others = {*(getattr(config, "layer_types", None) or ["sliding_attention"] * has_windows)} - {"full_attention"}
+    if kernel not in SHARING_KERNELS:
+        reason = f"attention '{kernel}' does not take their mask; {' and '.join(SHARING_KERNELS[1:])} do"
+    elif others:
+        reason = f"a '{config.model_type}' has layers of type {', '.join(sorted(others))}"
+    else:
+        return
+    raise TrainingError(
+        f"the prompts of pairs can't be computed once: {reason}",
+        fix="set data.share_prompts=false, which prepares the data again",
+    )
 
 
 def _failure(kernel: Kernel, training: TrainingPlan, config: PretrainedConfig, world: World) -> str | None:
@@ -199,11 +224,16 @@ def refuse_changed_scores(module: torch.nn.Module, arguments: Mapping[str, objec
         )
 
 
-def packed_masks(module: PreTrainedModel, position_ids: torch.Tensor) -> dict[str, object] | None:
-    """Return attention masks of packs, [1, T], for families that build them without positions; else None.
+def packed_masks(
+    module: PreTrainedModel, position_ids: torch.Tensor, visible_until: torch.Tensor | None
+) -> dict[str, object] | torch.Tensor | BlockMask | None:
+    """Return attention masks of packs, [B, T], for families that build them without positions; else None.
 
-    Other decoders get no mask, and find document boundaries in `position_ids`.
+    Other decoders get no mask, and find document boundaries in `position_ids`. If documents share prompts, decoders get
+    the mask of `visible_until`, which transformers passes on to the kernel.
     """
+    if visible_until is not None:
+        return _shared_mask(visible_until, attention_implementation(module.config))
     if module.config.model_type not in _IGNORES_POSITIONS or not CONVERTS_WEIGHTS:
         return None
     dtype = next(module.parameters()).dtype
@@ -217,6 +247,21 @@ def packed_masks(module: PreTrainedModel, position_ids: torch.Tensor) -> dict[st
         "full_attention": create_causal_mask(**inputs),
         "sliding_attention": create_sliding_window_causal_mask(**inputs),
     }
+
+
+def _shared_mask(visible_until: torch.Tensor, attention: str) -> torch.Tensor | BlockMask:
+    """Return the mask [B, 1, T, T] of `packing.visible_until`, int32 [B, T], for an attention of transformers."""
+    rows, length = visible_until.shape
+    if attention == "flex_attention":
+
+        def is_visible(row: torch.Tensor, _: object, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return (key <= query) & (query < visible_until[row, key])
+
+        device, is_compiled = visible_until.device, visible_until.is_cuda
+        return create_block_mask(is_visible, rows, None, length, length, device, _compile=is_compiled)
+    places = torch.arange(length, device=visible_until.device)
+    queries, keys = places[:, None], places
+    return ((keys <= queries) & (queries < visible_until[:, None]))[:, None]
 
 
 @contextmanager

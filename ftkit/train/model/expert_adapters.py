@@ -118,7 +118,9 @@ def check_expert_targets(matrices: Collection[ExpertMatrix], lora: LoraSpec) -> 
             )
 
 
-def prepare_experts(model: nn.Module, lora: LoraSpec, tokens: TokenKeys, layout_of: LayoutOf | None = None) -> None:
+def prepare_experts(
+    model: nn.Module, lora: LoraSpec, tokens: TokenKeys, effect: torch.Tensor, layout_of: LayoutOf | None = None
+) -> None:
     """Add adapters in fp32 to the stacked experts that are targets, and quantize frozen weights if asked to.
 
     `layout_of` returns the layout of a matrix from its numbers of inputs and outputs, or None to keep it; without it,
@@ -131,7 +133,7 @@ def prepare_experts(model: nn.Module, lora: LoraSpec, tokens: TokenKeys, layout_
         for name, experts in _experts_in(layer):
             drawn = {each: tokens.dropout_of(f"{index}.{name}.{each}") for each, rank in ranks.items() if rank}
             grouped_class = _grouped_class(type(experts))  # type: ignore[arg-type] # a class can be hashed
-            layer.set_submodule(name, grouped_class(experts, lora, ranks, drawn, layout_of))
+            layer.set_submodule(name, grouped_class(experts, lora, ranks, effect, drawn, layout_of))
 
 
 class _Routing(NamedTuple):
@@ -166,17 +168,18 @@ class GroupedExperts(nn.Module):
         experts: nn.Module,
         lora: LoraSpec,
         ranks: dict[str, int],
+        effect: torch.Tensor,
         dropouts: dict[str, Dropout | None],
         layout_of: LayoutOf | None,
     ) -> None:
         """Adopt the experts' parameters, submodules and attributes.
 
-        `ranks` has those of adapters by matrix, in ranks of `lora`; 0 without one.
+        `ranks` has those of adapters by matrix, in ranks of `lora`; 0 without one. `effect` is that of `AdaptedLinear`.
         """
         sizes = {name: _sizes(experts, name) for name in matrix_names(experts)}
         vars(self).update(vars(experts))
         self.sizes = sizes
-        self.is_adapted = True
+        self.effect = effect
         self.layouts: dict[str, Fp8Layout] = {}
         self._scaling = {name: lora.scaling_of(ranks[name]) for name in sizes if ranks[name]}
         self.dropouts = nn.ModuleDict({name: each for name, each in dropouts.items() if each is not None})
@@ -224,7 +227,7 @@ class GroupedExperts(nn.Module):
             product = self._grouped(rows, weight if self.is_transposed else weight.mT, routing.ends)
         if getattr(self, "has_bias", False):
             product = product + getattr(self, f"{name}_bias")[routing.experts]
-        if name not in self._scaling or not self.is_adapted:
+        if name not in self._scaling:
             return product
         down, up = (getattr(self, f"lora_{factor}_{name}").to(rows.dtype) for factor in "AB")
         if missing := -down.shape[1] % _RANK_MULTIPLE:
@@ -234,7 +237,7 @@ class GroupedExperts(nn.Module):
             keys = dropout.tokens.keys.flatten()[routing.tokens] + routing.experts * _KEY_OF_EXPERT
             rows = dropout.draw(rows, keys=keys).drop(rows)
         narrow = self._grouped(rows, down.mT, routing.ends)
-        return product + self._grouped(narrow * self._scaling[name], up.mT, routing.ends)
+        return product + self._grouped(narrow * (self.effect * self._scaling[name]), up.mT, routing.ends)
 
     def _grouped(self, rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Multiply each row, [S, I], by its expert's matrix, of [E, I, O]; expert e has the rows before ends[e]."""

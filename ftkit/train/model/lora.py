@@ -75,35 +75,39 @@ def prepare_method(model: PreTrainedModel, training: TrainingPlan, device: torch
             convert_linears(find_decoder_layers(model))
         return
     precision = DTYPES[training.compute_precision]
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)  # noqa: FBT003
-        parameter.data = parameter.data.to(precision)
+    freeze(model, precision)
     if (layout := _LAYOUTS.get(training.quantization)) is not None:
         quantize_linears(find_decoder_layers(model), partial(layout.of, precision))
-    tokens = TokenKeys(lora.dropout, training.seed)
-    _inject(model, lora, tokens)
-    prepare_experts(model, lora, tokens, partial(Fp8Layout.of, precision) if training.quantization == "fp8" else None)
+    tokens, effect = TokenKeys(lora.dropout, training.seed), torch.ones((), device=device)
+    _inject(model, lora, tokens, effect)
+    fp8 = partial(Fp8Layout.of, precision) if training.quantization == "fp8" else None
+    prepare_experts(model, lora, tokens, effect, fp8)
     if any(isinstance(module, GroupedExperts) and module.layouts for module in model.modules()):
         check_fp8(device, has_experts=True)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.float()  # peft created it in the dtype of the layer
+
+
+def freeze(model: PreTrainedModel, precision: torch.dtype) -> None:
+    """Freeze all parameters, in this dtype. The first layer's input still gets gradients, if any are computed."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)  # noqa: FBT003
+        parameter.data = parameter.data.to(precision)
     model.get_input_embeddings().register_forward_hook(_require_gradient)
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Compute without adapters, and without dropout: as the frozen model does, in evaluation."""
-    adapted = [each for each in model.modules() if isinstance(each, AdaptedLinear | GroupedExperts)]
+    effect = next(each.effect for each in model.modules() if isinstance(each, AdaptedLinear | GroupedExperts))
     was_training = model.training
     model.eval()
-    for each in adapted:
-        each.is_adapted = False
+    effect.zero_()
     try:
         yield
     finally:
-        for each in adapted:
-            each.is_adapted = True
+        effect.fill_(1.0)
         model.train(was_training)
 
 
@@ -113,7 +117,7 @@ def _require_gradient(_: nn.Module, __: object, embedded: torch.Tensor) -> None:
         embedded.requires_grad_()
 
 
-def _inject(model: PreTrainedModel, lora: LoraSpec, tokens: TokenKeys) -> None:
+def _inject(model: PreTrainedModel, lora: LoraSpec, tokens: TokenKeys, effect: torch.Tensor) -> None:
     peft = import_peft()
     matrices = expert_matrices(model)
     check_expert_targets(matrices, lora)
@@ -139,7 +143,7 @@ def _inject(model: PreTrainedModel, lora: LoraSpec, tokens: TokenKeys) -> None:
             peft.inject_adapter_in_model(config, owner, ADAPTER, low_cpu_mem_usage=is_empty)
     for name, module in list(model.named_modules()):
         if isinstance(module, peft.tuners.lora.Linear):
-            model.set_submodule(name, AdaptedLinear(module, lora, tokens.dropout_of(name)))
+            model.set_submodule(name, AdaptedLinear(module, lora, effect, tokens.dropout_of(name)))
 
 
 def targets_of_experts(model: nn.Module, lora: LoraSpec) -> set[str]:

@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def fetch_weights(model: ModelSpec, world: World) -> Path:
-    """Return the folder with the model's files, on the node's local disk if they were staged.
+def fetch_weights(model: ModelSpec, world: World, *, is_teacher: bool = False) -> Path:
+    """Return the folder with the model's files, on the node's local disk if they were staged, unlike a teacher's.
 
     Downloads missing files once per node; the other ranks wait.
     """
-    if staged := os.environ.get(STAGED):
+    if (staged := os.environ.get(STAGED)) and not is_teacher:
         return Path(staged)
     if is_path(model.weights):
         check_folder(Path(model.weights))  # if the data was prepared earlier, no node has checked it yet

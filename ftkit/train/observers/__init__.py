@@ -24,6 +24,7 @@ from ftkit.train.private_apis.torch import (
     dump_memory_snapshot,
     record_memory_history,
 )
+from ftkit.train.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NUM_MEMORY_EVENTS = 500_000  # allocations and frees in a memory snapshot: a few hundred MB of host memory
+
+
+class HangWatch(Watchdog, Observer):
+    """The watchdog, attached to the loop."""
 
 
 class FirstStep(Observer):

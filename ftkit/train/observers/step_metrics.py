@@ -134,10 +134,11 @@ class StepMetrics(Observer):
         work = sum(each.timing.work_seconds for each in results)
         wait = sum(each.timing.wait_seconds for each in results)
         lengths = np.concatenate([each.batch.document_lengths for each in results])
+        starts = np.concatenate([each.batch.document_starts for each in results])
         mfu = None
         if self._peak_flops is not None:
             recipe, num_targets = self._progress.plan.recipe, sum(each.batch.num_targets for each in results)
-            flops = count_flops(recipe.model.architecture, recipe.training, lengths, num_targets)
+            flops = count_flops(recipe.model.architecture, recipe.training, lengths, num_targets, starts)
             mfu = flops / seconds / self._peak_flops  # Chowdhery et al. 2022, appendix B
         record = StepRecord(
             time=time.time(),
@@ -210,16 +211,27 @@ class Stopwatch(Observer):
         return StepTiming(sum(seconds.values()) - seconds["pause"], work, seconds["batch"])
 
 
-def count_flops(shape: ArchitectureSpec, training: TrainingSpec, lengths: NDArray[np.int64], num_targets: int) -> float:
+def count_flops(
+    shape: ArchitectureSpec,
+    training: TrainingSpec,
+    lengths: NDArray[np.int64],
+    num_targets: int,
+    starts: NDArray[np.int64] | int = 0,
+) -> float:
     """Count the FLOPs of documents, forward and backward; recomputation and padding are not counted.
 
     A token attends only to its own document, and the output projection is computed only for targets. `lengths` are the
-    tokens of each document, int64 [documents], at least one.
+    tokens of each document, int64 [documents], at least one, after the `starts` that it shares with another.
     """
-    num_tokens = int(lengths.sum())
-    seen = np.minimum(lengths, shape.sliding_window or lengths)
-    keys = float((lengths * (lengths + 1) / 2).sum()) / num_tokens
-    in_window = float((seen * (lengths - (seen - 1) / 2)).sum()) / num_tokens
+    num_tokens, ends = int(lengths.sum()), lengths + starts
+
+    def keys_of(window: int | None) -> float:
+        """Return the keys of a token, on average."""
+        both = ((end, np.minimum(end, window or end)) for end in (ends, ends - lengths))
+        after, before = (seen * (end - (seen - 1) / 2) for end, seen in both)
+        return float((after - before).sum()) / num_tokens
+
+    keys, in_window = keys_of(None), keys_of(shape.sliding_window)
     return num_tokens * token_flops(shape, training, keys, in_window, num_targets / num_tokens).total
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ftkit.cli.arguments import get_run_step
 from ftkit.files import write_json
 from ftkit.runs.checkpoints import FORMAT_VERSION, MARKER, Marker, SavedFile, TrainState
 from ftkit.runs.gpu_samples import GpuSample, NodeSample, to_line
@@ -143,6 +144,13 @@ def test_a_comparison_needs_two_runs(ftkit: Callable[..., Result], make_run: Run
     assert ftkit("compare", "one", "one").code == 2
 
 
+def test_verify_says_how_a_run_is_verified(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
+    run = make_run()
+    result = ftkit("verify", run.id)
+    assert result.code == 4
+    assert f"ftkit export {run.id}" in result.err
+
+
 def test_checkpoints_are_listed_and_verified_by_digest(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
     run = make_run()
     assert "no checkpoints yet" in ftkit("runs", "checkpoints", "last").err
@@ -184,6 +192,24 @@ def test_nothing_of_a_read_only_run_is_removed(ftkit: Callable[..., Result], mak
     run.layout.logs.chmod(0o700)
     assert (result.code, run.layout.job_log.is_file(), run.layout.plan.is_file()) == (5, True, True)
     assert f"not change {run.layout.logs}" in result.err
+
+
+@pytest.mark.parametrize(("method", "code"), [("lora", 6), ("full", 0)])
+def test_a_run_is_not_removed_while_adapters_of_another_one_are_for_its_model(
+    method: str, code: int, ftkit: Callable[..., Result], make_run: RunMaker, records: Any
+) -> None:
+    base, adapters = make_run(), make_run("tuned")
+    complete(base, records)
+    complete(adapters, records)
+    plan = json.loads(adapters.layout.plan.read_text())
+    plan["recipe"]["model"]["weights"] = str(base.layout.export)
+    plan["recipe"]["training"]["method"] = method
+    adapters.layout.plan.write_text(json.dumps(plan))
+    result = ftkit("rm", base.id, "--yes")
+    assert (result.code, base.layout.root.exists()) == (code, code != 0)
+    assert (adapters.id in result.err) == (code != 0)
+    assert ftkit("rm", adapters.id, *([base.id] if code else []), "--yes").code == 0
+    assert not base.layout.root.exists()
 
 
 def test_a_run_that_may_still_train_is_not_removed(
@@ -250,7 +276,7 @@ def test_the_best_run_of_a_sweep_comes_first_and_commands_take_it(
     for words in (("status", "try@best"), ("rm", "try@best", "--dry-run"), ("resume", "try-new@best")):
         result = ftkit(*words)
         assert runs[1].id in result.out + result.err
-    assert runs[1].id in ftkit("export", "try@best", "--no-verify").err
+    assert get_run_step("try@best")[0].id == runs[1].id  # as `ftkit export` and others do, which import torch
     wrong = ftkit("rm", "try-2@best", "--dry-run")
     assert (wrong.code, "is a step of" in wrong.err) == (2, True)
 
@@ -287,3 +313,14 @@ def test_a_sweep_is_canceled_and_its_logs_are_printed_by_its_name(
     assert f"ftkit resume {second.id}" in canceled.err
     assert (canceled.code, f"{third.id} was never submitted" in canceled.err) == (4, True)
     assert [call.split()[-1] for call in programs.calls("scancel")] == [second.submission.job_id]
+
+
+def test_a_run_that_may_have_a_job_is_not_said_to_have_none_while_slurm_does_not_answer(
+    ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms
+) -> None:
+    run = make_run()
+    run.layout.submission.unlink()
+    programs.answer("squeue", stderr="slurm_load_jobs error: Socket timed out on send/recv operation\n", code=1)
+    assert "has a job is unknown" in ftkit("status", run.id).err
+    canceled = ftkit("cancel", run.id)
+    assert (canceled.code, "never submitted" in canceled.err, "timed out" in canceled.err) == (14, False, True)

@@ -71,7 +71,7 @@ def test_the_number_of_gpus_and_the_tool_can_be_given(ftkit: Callable[..., Resul
         ("broken.py", "from trl import\n", 3),
         ("broken.ipynb", "not JSON", 3),
         ("other.yaml", "services: {web: {image: nginx}}", 3),
-        ("dpo.yaml", "base_model: org/model\nrl: dpo", 3),
+        ("grpo.yaml", "base_model: org/model\nrl: grpo", 3),
         ("binary.sh", "\udcff", 3),
         ("missing.yaml", None, 4),
     ],

@@ -161,6 +161,7 @@ def damage_lines(metrics: Path) -> None:
         (damage_lines, "metrics.jsonl has 3 damaged lines"),
     ],
 )
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_whose_records_cannot_be_read_does_not_look_like_one_without_records(
     damage: Callable[[Path], None], problem: str, ftkit: Callable[..., Result], run: SubmittedRun
 ) -> None:

@@ -21,7 +21,7 @@ def test_a_run_resumed_on_more_processes_is_planned_with_its_changes_shown(
     for name, answer in {"squeue": "", "sacct": "", "sbatch": "2\n"}.items():
         programs.answer(name, answer)
     run.layout.manifest.write_text("{}")
-    words = ("--gpus-per-node", "4", "--time", "02:00:00", "training.max_steps=500", "--no-follow")
+    words = ("--processes-per-node", "4", "--time", "02:00:00", "training.max_steps=500", "--no-follow")
     result = ftkit("resume", run.id, *words)
     assert (result.code, result.out) == (0, f"{run.id}\n"), result.err
     told = " ".join(result.err.split())

@@ -115,6 +115,33 @@ def test_a_dry_run_of_a_sweep_prints_its_scripts_and_shows_its_plans(ftkit: Call
     assert [line.split()[:2] for line in result.err.splitlines()] == [["RUN", "SEED"], ["demo-1", "1"], ["demo-2", "2"]]
 
 
+def test_a_sweep_on_slurm_is_submitted_as_the_job_array_that_its_dry_run_prints(
+    ftkit: Callable[..., Result], programs: FakePrograms
+) -> None:
+    Path("clusters").mkdir()
+    profile = "extends: slurm\nname: mine\ndescription: none\nruntime: none\ndevice: cpu\nprocesses_per_node: 1\n"
+    Path("clusters/mine.yaml").write_text(profile)
+    words = (
+        "run",
+        "demo",
+        "training.seed=1,2",
+        "--cluster",
+        "mine",
+        "--max-parallel",
+        "1",
+        "--prepare",
+        "with-training",
+    )
+    printed = ftkit(*words, "--dry-run").out
+    assert printed.count("#!/") == 3
+    assert "exec bash " in printed
+    programs.answer("sbatch", "8\n")
+    result = ftkit(*words)
+    assert programs.calls("sbatch") == ["sbatch --parsable --array=1-2%1 array.sbatch"]
+    runs = result.out.split()
+    assert [f"submitted {run} as 8_{number}" in result.err for number, run in enumerate(runs, start=1)] == [True, True]
+
+
 def test_the_plan_says_how_many_documents_fit(ftkit: Callable[..., Result]) -> None:
     learn_tokenizer(["short", "0123456789"], 300, "chatml").save_pretrained("tokenizer")
     rows = [{"text": "short"}] * 3 + [{"text": "0123456789" * 30}]

@@ -21,7 +21,15 @@ from ftkit.errors import EXIT_CODES, DiskFullError, TrainingError, as_user_error
 from ftkit.files import write_json
 from ftkit.runs.failure import RankError, record_rank_error, write_rank_error
 from ftkit.runs.job import Job, RunState
-from ftkit.runs.records import CheckpointRecord, MemoryRecord, RouterStats, Sample, StageRecord, StartRecord
+from ftkit.runs.records import (
+    CheckpointRecord,
+    EvaluationRecord,
+    MemoryRecord,
+    RouterStats,
+    Sample,
+    StageRecord,
+    StartRecord,
+)
 from ftkit.runs.stragglers import RankTiming
 
 if TYPE_CHECKING:
@@ -62,6 +70,22 @@ def test_runs_are_listed_newest_first(
     assert listed[1]["loss"] == 0.5
 
 
+def test_a_run_in_training_shows_its_last_evaluation(
+    ftkit: Callable[..., Result], make_run: RunMaker, records: Any
+) -> None:
+    run = make_run("evaluated")
+    evaluations = [
+        EvaluationRecord(2.0, step, when, 6.0, perplexity, None, ())
+        for step, when, perplexity in ((0, "before", 812.5), (100, "during", 40.0), (200, "during", 20.0))
+    ]
+    records.write(run, evaluations[0])
+    (line,) = [line for line in ftkit("status", run.id).out.splitlines() if "validation" in line]
+    assert line.split()[1:] == ["perplexity", "812.5"]
+    records.write(run, evaluations[0], records.step(1, 6.5), *evaluations[1:], records.step(210, 3.0))
+    (line,) = [line for line in ftkit("status", run.id).out.splitlines() if "validation" in line]
+    assert line.split()[1:] == ["perplexity", "812.5", "→", "perplexity", "20", "at", "step", "200"]
+
+
 def test_a_slow_node_is_reported(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:
     run = make_run("slow")
     finish(run, records)
@@ -85,6 +109,7 @@ def test_the_time_of_a_resumed_run_is_said_to_be_that_since_its_checkpoint(
     assert "since step" not in ftkit("status", whole.id).out
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_load_of_experts_is_shown_for_mixtures_only(
     ftkit: Callable[..., Result], make_run: RunMaker, records: Any
 ) -> None:

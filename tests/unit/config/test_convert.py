@@ -376,17 +376,86 @@ def test_patterns_select_linear_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("a.yml", "base_model: m\nrl: dpo"),
-        ("b.yaml", "model_name_or_path: m\nstage: dpo"),
-        ("c.sh", "trl dpo --model_name_or_path m --dataset_name d"),
-        ("d.py", "DPOTrainer(model='m')"),
+        ("a.yml", "base_model: m\nrl: grpo"),
+        ("b.yaml", "model_name_or_path: m\nstage: rm"),
+        ("c.sh", "trl reward --model_name_or_path m --dataset_name d"),
+        ("d.py", "DPOConfig(loss_type='hinge')"),
         ("e.yaml", "loss: {_component_: torchtune.rlhf.loss.DPOLoss}"),
         ("f.py", "GRPOTrainer(model='m')"),
+        ("g.yaml", "model_name_or_path: m\nstage: dpo\npref_loss: kto_pair"),
+        ("h.py", "KTOConfig(loss_type='apo_zero_unpaired')"),
     ],
 )
-def test_preference_training_is_refused(tmp_path: Path, name: str, text: str) -> None:
+def test_training_that_ftkit_does_not_have_is_refused(tmp_path: Path, name: str, text: str) -> None:
     with pytest.raises(ConfigError, match="supervised"):
         converted(tmp_path, {name: text})
+
+
+def test_cpo_is_refused_unless_it_is_simpo(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no CPO, but simpo"):
+        converted(tmp_path, {"a.py": "CPOConfig(beta=0.1)"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "objective", "options"),
+    [
+        (
+            "a.py",
+            "DPOTrainer(model='m', args=DPOConfig(beta=0.2, label_smoothing=0.1, rpo_alpha=0.5))",
+            "dpo",
+            {"beta": 0.2, "label_smoothing": 0.1, "loss_weight_sft": 0.5},
+        ),
+        ("b.py", "DPOConfig(output_dir='x', loss_type=['ipo'])", "ipo", {"beta": 0.1}),
+        ("c.py", "DPOConfig(loss_type='sigmoid')", "dpo", {"beta": 0.1}),
+        ("d.py", "ORPOConfig(beta=0.4)", "orpo", {"beta": 0.4}),
+        ("e.py", "CPOConfig(loss_type='simpo', cpo_alpha=0.0)", "simpo", {"beta": 0.1, "gamma": 0.5}),
+        (
+            "f.sh",
+            "trl kto --model_name_or_path m --desirable_weight 1.3 --undesirable_weight 0.9",
+            "kto",
+            {"beta": 0.1, "desirable_weight": 1.3, "undesirable_weight": 0.9},
+        ),
+        ("g.sh", "accelerate launch scripts/dpo.py --model_name_or_path m --beta 0.3", "dpo", {"beta": 0.3}),
+        ("h.yml", "base_model: m\nrl: dpo\nrl_beta: 0.2", "dpo", {"beta": 0.2}),
+        ("i.yml", "base_model: m\nrl: ipo", "ipo", {"beta": 0.1}),
+        ("j.yml", "base_model: m\nrl: orpo\norpo_alpha: 0.2", "orpo", {"beta": 0.2}),
+        ("k.yml", "base_model: m\nrl: simpo\nsimpo_gamma: 1.5", "simpo", {"beta": 0.1, "gamma": 1.5}),
+        (
+            "l.yml",
+            "base_model: m\nrl: kto\nkto_desirable_weight: 0.2",
+            "kto",
+            {"beta": 0.1, "desirable_weight": 0.2},
+        ),
+        ("m.yaml", "stage: dpo\npref_beta: 0.2\npref_ftx: 0.5", "dpo", {"beta": 0.2, "loss_weight_sft": 0.5}),
+        ("n.yaml", "stage: dpo\npref_loss: simpo\nsimpo_gamma: 0.7", "simpo", {"beta": 0.1, "gamma": 0.7}),
+        ("o.yaml", "stage: kto\nkto_rejected_weight: 2.0", "kto", {"beta": 0.1, "undesirable_weight": 2}),
+    ],
+)
+def test_objectives_on_preferences_are_converted(
+    tmp_path: Path, name: str, text: str, objective: str, options: dict[str, float]
+) -> None:
+    values = training(converted(tmp_path, {name: text}))
+    assert (values["objective"], values[objective]) == (objective, options)
+
+
+def test_what_preferences_do_not_have_is_explained(tmp_path: Path) -> None:
+    text = (
+        "trl dpo --model_name_or_path m --dataset_name d --max_length 512 --max_prompt_length 256 --beta 0.2 "
+        "--precompute_ref_log_probs True --reference_free False --simpo_gamma 0.3"
+    )
+    found = converted(tmp_path, {"a.sh": text})
+    notes = {row.key: row.note for row in found.rows}
+    assert found.recipe["data"]["too_long"] == "drop"
+    assert "train_on" not in found.recipe["data"]
+    assert training(found)["sequence_length"] == 512
+    assert training(found)["learning_rate"] == 1e-6
+    assert "no part is cut" in notes["max_prompt_length"]
+    assert "once, before step 1" in notes["precompute_ref_log_probs"]
+    assert "orpo and simpo" in notes["reference_free"]
+    assert notes["simpo_gamma"] == "objective dpo has no such option"
+    supervised = converted(tmp_path, {"b.sh": "trl sft --model_name_or_path m --beta 0.2"})
+    assert {row.key: row.note for row in supervised.rows}["beta"] == "objective next_token has no such option"
+    assert training(supervised)["learning_rate"] == 2e-5
 
 
 @pytest.mark.parametrize(
@@ -409,7 +478,7 @@ def test_tables_name_keys_of_recipes_and_conversions() -> None:
     values = read_values()["values"]
     for tool in (*TOOLS, LAUNCHERS):
         for target in set(read_tool(tool).keys.values()) | {table.get("key", key) for key, table in values.items()}:
-            if "." not in target or target.startswith("dataset."):
+            if "." not in target or target.startswith(("dataset.", "objective.")):
                 continue
             value = {target.rpartition(".")[2]: object()}
             for section in reversed(target.split(".")[:-1]):

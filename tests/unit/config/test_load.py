@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import pytest
 from pydantic import ValidationError
 
+from ftkit.config.cluster import ClusterProfile
 from ftkit.config.context import Context, list_names
 from ftkit.config.load import load_cluster, load_image, load_recipe
 from ftkit.config.request import load_settings
@@ -523,3 +524,11 @@ def test_a_wrong_value_is_the_only_problem_where_a_default_depends_on_it(ctx: Co
 def test_impossible_models_are_rejected(words: str, message: str, ctx: Context) -> None:
     with pytest.raises(ConfigError, match=message):
         load_recipe("qwen3-8b-tools-full", ctx, [words])
+
+
+@pytest.mark.parametrize(("device", "key"), [("cpu", "processes_per_node"), ("cuda", "gpus_per_node")])
+def test_a_profile_needs_the_number_of_processes_of_its_device(device: str, key: str) -> None:
+    other = {"gpus_per_node": 2} if device == "cpu" else {"processes_per_node": 2}
+    rest = {"name": "x", "description": "", "scheduler": "local", "runtime": "none", "device": device}
+    with pytest.raises(ValueError, match=f"device '{device}' needs {key}"):
+        ClusterProfile.model_validate(rest | other)

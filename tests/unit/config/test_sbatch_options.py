@@ -73,6 +73,21 @@ def test_memory_can_be_requested_only_if_a_job_does_not_get_whole_nodes() -> Non
         ClusterProfile.model_validate(MINIMAL | {"exclusive": True, "sbatch_options": ["mem=64G"]})
 
 
+@pytest.mark.parametrize(
+    "written", ["--mpi=pmix", "-N2", "--ntasks", "--container-mount=/a:/b", "--expor=NONE", "-c", "-wn1"]
+)
+def test_an_option_of_srun_that_ftkit_sets_itself_is_refused_with_what_to_use(written: str) -> None:
+    with pytest.raises(ValidationError, match=r"ftkit sets --[a-z-]+ itself: use .*not '-"):
+        ClusterProfile.model_validate(MINIMAL | {"srun_options": [written]})
+
+
+@pytest.mark.parametrize(
+    "written", ["--container-name=ftkit", "--auto-resume=1", "--cpu-bind=cores", "-v", "--network", "nodes"]
+)
+def test_other_options_of_srun_are_passed_on(written: str) -> None:
+    assert ClusterProfile.model_validate(MINIMAL | {"srun_options": [written]}).srun_options == (written,)
+
+
 def test_gres_can_be_requested_only_for_what_are_not_gpus() -> None:
     assert ClusterProfile.model_validate(MINIMAL | {"sbatch_options": ["gres=nvme:1"]})
     with pytest.raises(ValidationError, match="gpu_request"):

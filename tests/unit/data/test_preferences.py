@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from ftkit.config.data import DataSpec, PreferencesFormat
+from ftkit.config.data import DataSpec, MessagesFormat, PreferencesFormat, label_of
+from ftkit.data.conversations import Conversation
 from ftkit.data.preferences import Preferences
-from ftkit.data.row_formats import check_format, read_example, resolve_format
+from ftkit.data.row_formats import check_format, read_example, read_label, resolve_format
 from ftkit.data.rows import Row
 from ftkit.errors import DataError
 
@@ -99,8 +100,50 @@ def test_rows_that_are_no_pairs_are_rejected(columns: dict[str, Any], message: s
         read(columns)
 
 
+@pytest.mark.parametrize("label", [True, False, 1, 0, 1.0, "True", "0"])
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"prompt": "q", "completion": "good"},
+        {"prompt": [ASK], "completion": [GOOD]},
+        {"question": "q", "answer": "good"},
+        {"messages": [ASK, GOOD]},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "good"}]},
+    ],
+)
+def test_completions_with_a_label_are_detected(columns: dict[str, Any], label: object) -> None:
+    data = DataSpec.model_validate({"source": "./x.jsonl"})
+    row = columns | {"label": label}
+    form = resolve_format(data.format, [Row(row, "x:1")])
+    assert label_of(form) == "label"
+    assert read_label(row, "label") == (label in {True, "True"})
+    found = read_example(row, data, form)
+    assert isinstance(found, Conversation)
+    assert [(turn.role, turn.content) for turn in found.messages] == [("user", "q"), ("assistant", "good")]
+    check_format(data, form, "kto")
+    with pytest.raises(DataError, match=r"(?s)preference data.*objective=kto.*'select\(\.label\) \| del\(\.label\)'"):
+        check_format(data, form, "next_token")
+    with pytest.raises(DataError, match="the rows have no pairs"):
+        check_format(data, form, "dpo")
+    ignored = data.model_copy(update={"ignore_columns": ("label",)})
+    assert label_of(resolve_format(data.format, [Row(row, "x:1")], ignored.ignore_columns)) is None
+
+
+def test_a_label_is_true_or_false_and_other_columns_can_be_given() -> None:
+    row = {"messages": [ASK, GOOD], "label": "good"}
+    assert label_of(resolve_format(DataSpec.model_validate({"source": "./x"}).format, [Row(row, "x:1")])) is None
+    with pytest.raises(DataError, match="column 'label' is not a label: good"):
+        read_label(row, "label")
+    form = MessagesFormat(label="liked")
+    assert form.columns == ["messages", "tools", "liked"]
+    assert read_label({"liked": 0}, "liked") is False
+
+
 def test_the_objective_and_the_format_must_agree() -> None:
     data = DataSpec.model_validate({"source": "./x.jsonl"})
+    check_format(data, PreferencesFormat(), "kto")
+    with pytest.raises(DataError, match=r"(?s)kto, but the rows have no label: openai.*kind: messages, label: NAME"):
+        check_format(data, MessagesFormat(), "kto")
     check_format(data, PreferencesFormat(), "dpo")
     with pytest.raises(DataError, match=r"(?s)preference data.*training.objective=dpo.*column: chosen"):
         check_format(data, PreferencesFormat(), "next_token")

@@ -85,6 +85,32 @@ def test_data_prepared_by_another_version_has_another_identity() -> None:
     assert MANIFEST.identity != replace(MANIFEST, preparation_version=7).identity
 
 
+def test_what_a_model_computes_is_next_to_its_data_unless_that_is_another_users_and_incomplete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, run, weights = PreparedData(tmp_path / "data"), tmp_path / "run", tmp_path / "weights"
+    for folder in (data.root, weights):
+        folder.mkdir()
+    data.write_manifest(MANIFEST)
+    (weights / "model.safetensors").write_bytes(b"1")
+
+    def folder(*facts: object) -> Path:
+        return data.folder_of("references", str(weights), facts, ["train.f32", "validation.f32"], run)
+
+    own = folder("bf16")
+    assert own.parent == data.root / "references"
+    assert folder("fp32") != own
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert folder("bf16") == run / "references" / own.name
+    own.mkdir(parents=True)
+    (own / "train.f32").touch()
+    assert folder("bf16") == run / "references" / own.name
+    (own / "validation.f32").touch()
+    assert folder("bf16") == own
+    (weights / "model.safetensors").write_bytes(b"22")
+    assert folder("bf16").name != own.name
+
+
 def test_unprepared_data_suggests_a_fix(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         PreparedData(tmp_path).read_manifest()

@@ -25,7 +25,7 @@ from ftkit.errors import DataError, NotFoundError, PrerequisiteError
 from ftkit.planning.layout import RunLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 ROWS = [{"id": str(number), "text": f"é\u2028 {number}"} for number in range(700)]
 
@@ -348,6 +348,15 @@ def test_a_first_line_without_an_end_is_refused_without_reading_on(
         list(read_lines(file, str(path)))
 
 
+@pytest.fixture
+def _limit_of_csv() -> Iterator[None]:
+    """Restore the limit of Python's csv, which a reader sets for the process."""
+    limit = csv.field_size_limit()
+    yield
+    csv.field_size_limit(limit)
+
+
+@pytest.mark.usefixtures("_limit_of_csv")
 @pytest.mark.parametrize("start", ["text\n", 'text\n"', ""])
 def test_a_csv_line_without_an_end_is_refused_without_reading_on(
     start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -70,7 +70,6 @@ texts = st.lists(pieces, max_size=10).map("".join)
 
 
 @pytest.mark.parametrize("name", WAYS)
-@settings(max_examples=50)
 @given(st.lists(texts, max_size=5))
 def test_cached_tokens_match_the_tokenizer(name: str, given_texts: list[str]) -> None:
     tokenizer = backend(name)

@@ -192,6 +192,8 @@ def test_a_variable_that_selects_no_interface_of_the_node_fails_it(variable: str
 def test_a_node_with_another_model_of_gpu_than_the_profile_fails() -> None:
     statuses = []
     for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA Something"):
-        [_, gpus, *_] = check_gpus(Nvml(library(nvmlDeviceGetName=name), [0, 1]), 2, "H100 80GB HBM3", {})
+        [_, gpus, *_] = check_gpus(
+            Nvml(library(nvmlDeviceGetName=name), [0, 1]), 2, "H100 80GB HBM3", {"CUDA_VERSION": "12.8.1"}
+        )
         statuses.append(gpus.status)
     assert statuses == ["failed", "warning"]

@@ -126,7 +126,7 @@ def test_a_partition_is_proposed_that_the_users_accounts_and_qos_may_use() -> No
     assert ["'qos:'" in each and "low, high" in each for each in found.unknown] == [True]
 
 
-def test_of_several_kinds_of_nodes_the_one_with_the_most_gpus_is_proposed() -> None:
+def test_of_several_kinds_of_nodes_the_one_with_the_most_gpus_is_proposed_and_requested() -> None:
     kinds = (
         "gpu*|up|1|32|gpu:t4:1",
         "gpu*|up|16|192|gpu:h100:8",
@@ -134,7 +134,7 @@ def test_of_several_kinds_of_nodes_the_one_with_the_most_gpus_is_proposed() -> N
         "gpu*|up|8|192|gpu:a100:8",
     )
     found = propose("".join(f"{kind}|infinite|1\n" for kind in kinds))
-    assert (found.values["max_nodes"], found.values["gpu"]) == (18, "h100-80gb")
+    assert (found.values["max_nodes"], found.values["gpu"], found.values["gpu_type"]) == (18, "h100-80gb", "h100")
     assert "gpus_per_node" not in found.values  # the base's 8
     assert any("several kinds" in each for each in found.unknown)
 

@@ -71,7 +71,7 @@ def failures_of_launch(folder: Path) -> Iterator[tuple[str, Callable[[], object]
 def failures_of_planning(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
     ctx = Context(folder, folder / "user", {"FTKIT_CLUSTER": "local"})
     for name, overrides in OVERRIDES.items():
-        yield name, partial(resolve, RunArgs("demo", overrides, gpus_per_node=2), ctx)
+        yield name, partial(resolve, RunArgs("demo", overrides, processes_per_node=2), ctx)
     yield "nodes", partial(resolve, RunArgs("demo", num_nodes=2), ctx)
     yield "no image", partial(resolve, RunArgs("demo", cluster="a4-highgpu-8g"), ctx)
     yield "image without effect", partial(resolve, RunArgs("demo", image="olmo3:25.02", cluster="local"), ctx)

@@ -10,10 +10,12 @@ import pytest
 
 from ftkit.errors import PrerequisiteError, SubmitError
 from ftkit.files import write_json
-from ftkit.launch.job_states import observe
+from ftkit.launch.job_states import observe, observe_all
+from ftkit.launch.render import render_job
 from ftkit.launch.scheduler import InterruptedSubmitError, UncertainSubmitError
-from ftkit.launch.submission import NewJob, cancel, resume, submit
-from ftkit.planning.plan import read_plan
+from ftkit.launch.submission import NewJob, adopt_job, cancel, resume, submit, submit_all
+from ftkit.launch.sweep import make_arrays
+from ftkit.planning.plan import SweepPlan, read_plan
 from ftkit.runs.history import read_history
 from ftkit.runs.job import Cause, RunState, read_submission
 from ftkit.runs.lease import Holder
@@ -148,7 +150,7 @@ def test_a_training_job_waits_for_the_job_that_prepares_it_and_both_are_canceled
     programs.answer("squeue", squeue_line(run, "PENDING", reason="Dependency"))
     assert "that prepares" in observe(run).reason
     programs.answer("scancel")
-    cancel(run)
+    cancel([run])
     assert programs.calls("scancel") == ["scancel 8 7"]
 
 
@@ -263,7 +265,7 @@ def test_cancellation_is_recorded_before_slurm_ends_the_job(
     run = make_run(job_id="77")
     programs.answer("squeue", squeue_line(run, "RUNNING"))
     programs.add("scancel", f'test -e "{run.layout.canceled}"')
-    assert cancel(run) is None
+    assert cancel([run]) == {}
     assert programs.calls("scancel") == ["scancel 77"]
 
 
@@ -276,7 +278,7 @@ def test_canceling_a_run_also_ends_a_job_that_was_submitted_by_hand(
     programs.answer("squeue")
     programs.answer("sacct", sacct_line(run, "FAILED"))
     programs.answer("scancel")
-    assert cancel(run) is None
+    assert cancel([run]) == {}
     assert programs.calls("scancel") == ["scancel 77 99"]
 
 
@@ -287,7 +289,7 @@ def test_a_job_that_could_not_be_canceled_is_not_marked_canceled(
     programs.answer("squeue", squeue_line(run, "RUNNING"))
     programs.answer("scancel", stderr="scancel: error: permission denied", code=1)
     with pytest.raises(SubmitError):
-        cancel(run)
+        cancel([run])
     assert not run.layout.canceled.exists()
     assert observe(run).state is RunState.RUNNING
 
@@ -321,15 +323,124 @@ def test_the_job_log_tells_the_state_of_a_job_that_slurm_has_forgotten(
     assert observe(run).state is state
 
 
-def test_a_run_waits_for_the_end_of_the_run_that_its_sweep_puts_before_it(
-    slurm_plan: RunPlan, programs: FakePrograms, squeue_line: Callable[..., str]
+def test_slurms_words_about_a_task_of_an_array_have_another_number_than_its_id(
+    make_run: RunMaker, programs: FakePrograms
+) -> None:
+    run = make_run(job_id="8_1")
+    words = "*** JOB 11 ON n1 CANCELLED AT 2026-01-02T03:04:05 DUE TO PREEMPTION ***"
+    run.layout.job_log.write_text(f"2026-01-02T03:04:00Z ftkit: training\nslurmstepd-n1: error: {words}\n")
+    programs.answer("squeue")
+    programs.answer("sacct")
+    assert observe(run).state is RunState.PREEMPTED
+
+
+# --- The runs of a sweep, as a job array ---------------------------------------------------------
+
+
+@pytest.fixture
+def sweep(slurm_plan: RunPlan) -> list[NewJob[RunPlan]]:
+    """Return three runs of a sweep, of which the second prepares its data."""
+    plans = [replace(slurm_plan, id=f"demo-{number}-20260102T030405Z-ab12{number}", name=f"demo-{number}",
+                     sweep=SweepPlan("demo-20260102T030405Z", "demo", {"training.seed": str(number)}))
+             for number in (1, 2, 3)]  # fmt: skip
+    return [
+        NewJob(plan, render_job(plan), {}, os.environ, preparation="x" if plan.number == "2" else None)
+        for plan in plans
+    ]
+
+
+PREPARED_AS_7 = 'case "$*" in *prepare*) echo 7;; *) echo 8;; esac'
+
+
+def test_a_sweep_is_one_job_array_with_a_throttle_in_which_each_run_has_its_own_task(
+    sweep: list[NewJob[RunPlan]], programs: FakePrograms, squeue_line: Callable[..., str]
+) -> None:
+    programs.add("sbatch", PREPARED_AS_7)
+    ((jobs, tasks),) = make_arrays(sweep, 2, None)
+    runs = submit_all(jobs, tasks)
+    assert programs.calls("sbatch") == [
+        "sbatch --parsable --array=1-3%2 prepare-array.sbatch",
+        "sbatch --parsable --array=1-3%2 --dependency=aftercorr:7 --kill-on-invalid-dep=yes array.sbatch",
+    ]
+    for number, (run, job) in enumerate(zip(runs, sweep, strict=True), start=1):
+        assert read_submission(job.plan.layout) == run.submission
+        assert (run.job_id, run.submission.preparation_job_id) == (f"8_{number}", f"7_{number}")
+        assert run.layout.script.read_text() == job.script
+        assert "SBATCH --job-name=demo-" in run.layout.preparation_script.read_text()
+    assert "SBATCH --job-name=demo\n" in runs[0].layout.array_script.read_text()
+    assert not runs[1].layout.array_script.exists()
+
+    squeue = "".join(squeue_line(run, "PENDING", reason="Dependency") for run in runs)
+    programs.answer("squeue", squeue.replace(str(runs[2].layout.root), str(runs[0].layout.root)))
+    programs.answer("scancel")
+    assert {seen.state for seen in observe_all(runs).states.values()} == {RunState.PENDING}
+    assert [call for call in programs.calls("squeue") if "--jobs=8" in call] == programs.calls("squeue")
+    assert len(programs.calls("squeue")) == 1
+    cancel([runs[1]])
+    assert programs.calls("scancel") == ["scancel 8_[2] 7_[2]"]
+
+
+def test_a_sweep_is_canceled_with_one_question_and_one_request_for_each_array(
+    sweep: list[NewJob[RunPlan]], programs: FakePrograms, squeue_line: Callable[..., str]
 ) -> None:
     programs.add("sbatch", 'case "$*" in *prepare*) echo 7;; *) echo 8;; esac')
-    first = submit(NewJob(slurm_plan, "", {}, os.environ))
-    second_plan = replace(slurm_plan, id=f"{slurm_plan.id}0")
-    second = submit(NewJob(second_plan, "", {}, os.environ, preparation="#!/bin/sh\n", after=first))
+    runs = submit_all(*make_arrays(sweep, 2, None)[0])
+    states = zip(runs, ("RUNNING", "COMPLETED", "PENDING"), strict=True)
+    programs.answer("squeue", "".join(squeue_line(run, state) for run, state in states))
+    programs.answer("scancel")
+    ended = cancel(runs)
+    assert {run: seen.state for run, seen in ended.items()} == {runs[1].id: RunState.COMPLETED}
+    assert [run.layout.canceled.exists() for run in runs] == [True, False, True]
+    assert len(programs.calls("squeue")) == 1
+    assert programs.calls("scancel") == ["scancel 8_[1,3] 7_[1,3]"]
+
+
+def test_runs_with_other_resources_are_another_array_and_wait_for_the_first_if_there_is_a_limit(
+    sweep: list[NewJob[RunPlan]], programs: FakePrograms, squeue_line: Callable[..., str]
+) -> None:
+    programs.add("sbatch", 'case "$*" in *prepare*) echo 7;; *array=2*) echo 9;; *) echo 8;; esac')
+    sweep[1] = replace(sweep[1], script=sweep[1].script.replace("#SBATCH --nodes=1", "#SBATCH --nodes=2"))
+    (first, tasks), (second, other_tasks) = make_arrays(sweep, 1, None)
+    runs = submit_all(first, tasks)
+    (waiting,) = submit_all(second, other_tasks, after=runs[-1])
+    assert programs.calls("sbatch")[0] == "sbatch --parsable --array=1,3%1 array.sbatch"
     assert programs.calls("sbatch")[-1] == (
-        "sbatch --parsable --dependency=afterany:8,afterok:7 --kill-on-invalid-dep=yes job.sbatch"
+        "sbatch --parsable --array=2%1 --dependency=afterany:8,aftercorr:7 --kill-on-invalid-dep=yes array.sbatch"
     )
-    programs.answer("squeue", squeue_line(second, "PENDING", reason="Dependency"))
-    assert "job 8 of its sweep" in observe(second).reason
+    programs.answer("squeue", squeue_line(waiting, "PENDING", reason="Dependency"))
+    assert "job 8 of its sweep" in observe(waiting).reason
+
+
+def test_runs_on_this_machine_are_no_array(plan: RunPlan) -> None:
+    jobs = [NewJob(replace(plan, id=f"{plan.id}{number}"), "", {}, os.environ) for number in (1, 2)]
+    assert make_arrays(jobs, 2, None) == [([jobs[0]], ""), ([jobs[1]], "")]
+
+
+def test_a_sweep_that_slurm_rejects_leaves_nothing_behind(
+    sweep: list[NewJob[RunPlan]], programs: FakePrograms, workspace: Workspace
+) -> None:
+    programs.add(
+        "sbatch", 'case "$*" in *prepare*) echo 7;; *) echo "Invalid job array specification" >&2; exit 1; esac'
+    )
+    programs.answer("scancel")
+    ((jobs, tasks),) = make_arrays(sweep, None, None)
+    with pytest.raises(SubmitError, match="Invalid job array") as caught:
+        submit_all(jobs, tasks)
+    assert "MaxArraySize" in caught.value.fix
+    assert programs.calls("scancel") == ["scancel 7"]
+    assert list(workspace.runs.iterdir()) == []
+
+
+def test_each_run_of_an_array_that_slurm_accepted_without_an_answer_is_found(
+    sweep: list[NewJob[RunPlan]], programs: FakePrograms
+) -> None:
+    sweep = [replace(job, preparation=None) for job in sweep]
+    ((jobs, tasks),) = make_arrays(sweep, None, None)
+    array = jobs[0].plan.layout.array_script
+    programs.answer("sbatch", stderr="sbatch: error: Socket timed out\n", code=1)
+    programs.answer("squeue", "".join(f"8_{number}|{array}\n" for number in (1, 2, 3)))
+    assert [run.job_id for run in submit_all(jobs, tasks)] == ["8_1", "8_2", "8_3"]
+    for number, job in enumerate(sweep, start=1):
+        job.plan.layout.submission.unlink()
+        found = adopt_job(job.plan.layout)
+        assert (found.job_id if found else None) == f"8_{number}"

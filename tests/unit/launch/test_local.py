@@ -98,14 +98,14 @@ def test_remaining_processes_of_a_killed_script_count_as_running(started: Callab
     os.kill(int(run.job_id), signal.SIGKILL)
     wait_until(lambda: process.start_time(int(run.job_id)) is None)
     assert observe(run).state is RunState.RUNNING
-    assert cancel(run) is None
+    assert cancel([run]) == {}
     assert observe(run).state is RunState.CANCELED
 
 
 def test_canceling_lets_the_script_shut_down(started: Callable[[str], SubmittedRun]) -> None:
     run = started(POLITE)
     wait_until((run.layout.root / "ready").exists)
-    assert cancel(run) is None
+    assert cancel([run]) == {}
     assert observe(run).state is RunState.CANCELED
     assert "stopping" in run.layout.job_log.read_text()
     assert process.group_members(int(run.job_id)) == []
@@ -117,16 +117,14 @@ def test_a_script_that_ignores_sigterm_is_killed(
     monkeypatch.setattr(LocalScheduler, "grace_seconds", 0.1)
     run = started(STUBBORN)
     wait_until((run.layout.root / "ready").exists)
-    assert cancel(run) is None
+    assert cancel([run]) == {}
     assert observe(run).state is RunState.CANCELED
 
 
 def test_an_ended_run_cannot_be_canceled(started: Callable[[str], SubmittedRun]) -> None:
     run = started("echo 5 >exit-code-$$")
     wait_until(lambda: observe(run).is_final)
-    ended = cancel(run)
-    assert ended is not None
-    assert ended.state is RunState.FAILED
+    assert cancel([run])[run.id].state is RunState.FAILED
     assert not run.layout.canceled.exists()
 
 
@@ -148,5 +146,5 @@ def test_a_trainer_that_receives_no_signals_is_stopped_by_the_stop_file(make_run
     run.layout.leases.mkdir()
     inside = Holder("container", "another process namespace", 7, "1", "", 0.0)
     (run.layout.leases / "000001.json").write_text(json.dumps(asdict(inside)))
-    assert cancel(run) is None
+    assert cancel([run]) == {}
     assert run.layout.job_stop_request(run.job_id).exists()

@@ -62,7 +62,7 @@ def test_a_rerun_on_the_same_cluster_has_the_same_plan(original: Original, works
 
 
 def test_a_rerun_elsewhere_keeps_the_global_batch_size(original: Original, workspace: Workspace) -> None:
-    plan = rerun(original, workspace, gpus_per_node=4)
+    plan = rerun(original, workspace, processes_per_node=4)
     assert plan.batch.global_batch_size == original.manifest["resolved_recipe"]["training"]["global_batch_size"]
     assert plan.placement.world_size == 4
     assert plan.execution.chosen == ("micro_batch_size",)
@@ -78,7 +78,7 @@ def test_naming_the_original_cluster_keeps_the_number_of_processes(original: Ori
 
 def test_a_profile_from_elsewhere_is_not_used(original: Original, workspace: Workspace) -> None:
     assert rerun(original, workspace).cluster.setup == ("module load x",)
-    assert rerun(original, workspace, is_own=False, gpus_per_node=1).cluster.setup == ()
+    assert rerun(original, workspace, is_own=False, processes_per_node=1).cluster.setup == ()
 
 
 def test_another_image_or_other_data_is_rejected_unless_allowed(original: Original, workspace: Workspace) -> None:

@@ -231,3 +231,17 @@ def test_broken_links_are_left_to_the_image_check(project: Path) -> None:
     link.symlink_to(link.name)
     plan = resolve(RunArgs(image="olmo3:25.02", cluster="slurm"), ctx(project))
     assert plan.container_image == str(link)
+
+
+def test_the_default_length_is_that_of_a_model_with_few_positions_and_a_given_one_stays(project: Path) -> None:
+    (project / "rows.jsonl").write_text('{"text": "a"}\n')
+    (project / "short.yaml").write_text(
+        "model: {weights: random, tokenizer: {source: trained, vocab_size: 512}, architecture: {family: qwen3,"
+        " vocab_size: 512, hidden_size: 128, intermediate_size: 256, num_hidden_layers: 2, num_attention_heads: 4,"
+        " num_key_value_heads: 4, head_dim: 32, max_position_embeddings: 500}}\n"
+        "data: {source: {kind: files, train: ./rows.jsonl}, format: text, chat_template: mistral}\n"
+    )
+    recipe = str(project / "short.yaml")
+    assert resolve(RunArgs(recipe=recipe), ctx(project)).recipe.training.sequence_length == 500
+    with pytest.raises(ConfigError, match="2048 is longer than the model's 500 positions"):
+        resolve(RunArgs(recipe=recipe, overrides=("training.sequence_length=2048",)), ctx(project))

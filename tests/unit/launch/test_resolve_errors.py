@@ -56,7 +56,7 @@ def test_gpus_hidden_from_cuda_do_not_count(tmp_path: Path, visible: str, num_gp
 
 def test_a_machine_without_gpus_uses_the_number_of_processes_in_the_profile(tmp_path: Path) -> None:
     found = detect_hardware(LOCAL, {}, tmp_path)
-    assert (found.device, found.gpus_per_node) == ("cpu", 2)
+    assert (found.device, found.processes_per_node) == ("cpu", 2)
     assert found.cpus_per_node == len(os.sched_getaffinity(0))
     hidden = detect_hardware(LOCAL, {"CUDA_VISIBLE_DEVICES": ""}, machine(tmp_path, 2))
     assert hidden.device == "cpu"

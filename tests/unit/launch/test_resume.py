@@ -39,7 +39,7 @@ def refusal(plan: RunPlan, args: ResumeArgs, ctx: Context) -> str:
 
 def test_another_number_of_processes_does_not_change_the_optimization(plan: RunPlan, ctx: Context) -> None:
     read = parse_plan(plan_to_json(plan), "plan.json")
-    changed = replan(read, ResumeArgs(gpus_per_node=4), ctx)
+    changed = replan(read, ResumeArgs(processes_per_node=4), ctx)
     new = changed.plan
     assert (new.id, new.fingerprint, new.created) == (plan.id, plan.fingerprint, plan.created)
     assert (new.placement.world_size, new.batch.accumulation_steps) == (4, 1)
@@ -56,7 +56,7 @@ def test_a_plan_that_chose_the_micro_batch_chooses_it_again(plan: RunPlan, ctx: 
     plan = replace(plan, recipe=plan.recipe.model_copy(update={"training": training}))
     for chosen in (("micro_batch_size",), ("activation_checkpointing",), ()):
         left_open = replace(plan, execution=replace(plan.execution, chosen=chosen))
-        assert replan(left_open, ResumeArgs(gpus_per_node=4), ctx).plan.execution.chosen == chosen
+        assert replan(left_open, ResumeArgs(processes_per_node=4), ctx).plan.execution.chosen == chosen
 
 
 def test_resuming_on_another_cluster_uses_its_profile(plan: RunPlan, ctx: Context, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_key_that_is_allowed_but_not_changed_is_a_mistake(plan: RunPlan, ctx: 
 
 
 def test_an_indivisible_batch_is_rejected_without_advice_to_change_it(plan: RunPlan, ctx: Context) -> None:
-    said = refusal(plan, ResumeArgs(gpus_per_node=3), ctx)
+    said = refusal(plan, ResumeArgs(processes_per_node=3), ctx)
     assert "global_batch_size" in said
     assert "global batch" in said
     assert "Use 3" not in said
@@ -159,7 +159,7 @@ def test_a_rejected_submission_does_not_change_plan_script_and_manifest(
     layout.manifest.write_text(json.dumps(build_manifest(plan, ["ftkit", "run"], ctx.project)))
     files = (layout.plan, layout.script, layout.manifest)
     before = [path.read_bytes() for path in files]
-    changed = replan(plan, ResumeArgs(gpus_per_node=4), ctx)
+    changed = replan(plan, ResumeArgs(processes_per_node=4), ctx)
     part = ctx.project / "sbatch/parts/cache.sh.j2"
     part.parent.mkdir(parents=True)
     part.write_text((assets.JOB_TEMPLATES / "parts/cache.sh.j2").read_text() + "echo overridden\n")

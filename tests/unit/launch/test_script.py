@@ -36,7 +36,7 @@ def plan_of(ctx: Context, words: RunArgs, **about: object) -> ScriptPlan:
 
 
 def test_a_script_needs_no_recipe_and_its_plan_can_be_read_back(ctx: Context) -> None:
-    plan = plan_of(ctx, RunArgs(gpus_per_node=2, overrides=("resources.time_limit=1:00:00",)), args=("--lr", "1"))
+    plan = plan_of(ctx, RunArgs(processes_per_node=2, overrides=("resources.time_limit=1:00:00",)), args=("--lr", "1"))
     assert (plan.name, plan.placement.world_size, plan.resources.time_limit) == ("my-train", 2, "1:00:00")
     assert (plan.script.folder, plan.script.accelerate) == (str(ctx.project), None)
     plan.layout.root.mkdir(parents=True)
@@ -44,6 +44,11 @@ def test_a_script_needs_no_recipe_and_its_plan_can_be_read_back(ctx: Context) ->
     assert read_job_plan(plan.layout) == plan
     with pytest.raises(PlanError, match="of a script"):
         read_plan(plan.layout)
+
+
+def test_a_script_is_proved_only_on_request(ctx: Context) -> None:
+    assert not plan_of(ctx, RunArgs()).script.is_proved
+    assert plan_of(ctx, RunArgs(), is_proved=True).script.is_proved
 
 
 def test_a_recipe_sets_cluster_resources_and_accelerates_configuration(ctx: Context) -> None:
@@ -59,7 +64,7 @@ def test_a_recipe_sets_cluster_resources_and_accelerates_configuration(ctx: Cont
 def test_an_accelerate_configuration_gets_this_runs_number_of_processes(ctx: Context) -> None:
     file = ctx.project / "accelerate.yaml"
     file.write_text("distributed_type: FSDP\nmixed_precision: 'no'\nnum_processes: 16\nnum_machines: 2\n")
-    config = json.loads(accelerate_json(plan_of(ctx, RunArgs(gpus_per_node=2), accelerate_config=file)))
+    config = json.loads(accelerate_json(plan_of(ctx, RunArgs(processes_per_node=2), accelerate_config=file)))
     assert (config["num_processes"], config["num_machines"], config["mixed_precision"]) == (2, 1, "no")
 
 
@@ -93,7 +98,7 @@ def test_a_folder_that_containers_cannot_mount_is_rejected(
 
 
 def test_the_report_of_a_scripts_run_shows_its_command(ctx: Context) -> None:
-    plan = plan_of(ctx, RunArgs(gpus_per_node=2), args=("--lr", "1"))
+    plan = plan_of(ctx, RunArgs(processes_per_node=2), args=("--lr", "1"))
     plan.layout.root.mkdir(parents=True)
     plan.layout.plan.write_text(plan_to_json(plan))
     report = read_report(plan.layout, "completed")

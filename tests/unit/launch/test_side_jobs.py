@@ -71,9 +71,9 @@ def test_serving_uses_as_many_gpus_as_the_weights_need(slurm_plan: RunPlan) -> N
     link = images / NamedImage("vllm:0.33").file_name("sqsh")
     link.touch()
     assert "--tensor-parallel-size 1 " in served(slurm_plan)
-    large = replace(slurm_plan, num_parameters=70 * 10**9)
+    large = replace(slurm_plan, num_parameters=140 * 10**9)
     with pytest.raises(ConfigError, match="attention heads"):
-        served(large)  # 6 heads do not divide among 4 GPUs
+        served(large)  # 4 heads do not divide among 8 GPUs
     assert "--tensor-parallel-size 2 " in served(large, num_gpus=2, words=("--max-model-len", "8 k"))
     assert "'8 k'" in served(large, num_gpus=2, words=("--max-model-len", "8 k"))
     assert str(link) in served(slurm_plan)

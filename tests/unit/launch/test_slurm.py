@@ -2,20 +2,25 @@ from __future__ import annotations
 
 import os
 import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
 from ftkit import process
-from ftkit.errors import PrerequisiteError, SubmitError
+from ftkit.errors import NoAnswerError, PrerequisiteError, SubmitError
 from ftkit.launch.scheduler import (
     SlurmScheduler,
     UncertainSubmitError,
     explain_refusal,
     warn_of_variables,
 )
-from ftkit.launch.slurm import read_sacct, read_squeue
-from ftkit.runs.job import RunState
+from ftkit.launch.slurm import find_job, read_sacct, read_squeue
+from ftkit.planning.layout import RunLayout
+from ftkit.runs.job import JobId, RunState, Submission, SubmittedRun, own_job_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +69,7 @@ def test_variables_of_an_enclosing_job_do_not_reach_the_job(
     assert warnings == ["SBATCH_ACCOUNT=physics in your environment overrides the job script"]
 
 
-@pytest.mark.parametrize("variable", ["SBATCH_WAIT", "SBATCH_ARRAY_INX", "SBATCH_OUTPUT", "SBATCH_NO_REQUEUE"])
+@pytest.mark.parametrize("variable", ["SBATCH_WAIT", "SBATCH_ARRAY_INX", "SBATCH_CLUSTERS", "SBATCH_NO_REQUEUE"])
 def test_a_variable_that_would_change_how_a_job_is_followed_is_ignored_with_a_warning(
     slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
@@ -85,6 +90,7 @@ def test_a_job_that_gets_no_secrets_is_announced(value: str, loses: bool) -> Non
 @pytest.mark.parametrize(
     ("message", "hint"),
     [
+        ("Batch job submission failed: Invalid job array specification", "MaxArraySize"),
         ("invalid partition specified: nope", "partition:"),
         ("Batch job submission failed: Required partition not available (inactive or drain)", "sinfo -s"),
         ("Batch job submission failed: Invalid account or account/partition combination specified", "account:"),
@@ -202,11 +208,91 @@ def test_a_controller_that_does_not_answer_is_an_error(
         slurm.observe([make_run()])
 
 
+@pytest.mark.parametrize("code", [0, 1])
+def test_output_that_lists_no_jobs_tells_nothing_about_them(
+    slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker, code: int
+) -> None:
+    run = make_run()
+    programs.answer("squeue", "<html>Service Unavailable</html>\n", code=code)
+    for ask in (lambda: slurm.observe([run]), lambda: find_job(run.layout, os.environ)):
+        with pytest.raises(NoAnswerError, match="Service Unavailable"):
+            ask()
+
+
+def test_a_job_that_another_cluster_of_a_federation_has_started_is_not_over(
+    slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker, squeue_line: Callable[..., str]
+) -> None:
+    run = make_run(job_id="67108901")
+    programs.answer("squeue", squeue_line(run, "REVOKED"))
+    seen = slurm.observe([run])[run.id]
+    assert (seen.state, seen.is_final, "federation" in seen.reason) == (RunState.RUNNING, False, True)
+
+
 def test_a_job_with_the_same_id_in_another_folder_is_another_run(
     make_run: RunMaker, squeue_line: Callable[..., str]
 ) -> None:
     here, elsewhere = make_run(job_id="7"), make_run(job_id="7")
     assert read_squeue(squeue_line(elsewhere, "RUNNING"), [here]) == {}
+
+
+NUMBERS = st.integers(1, 10**17)
+JOB_IDS = NUMBERS.map(str) | st.tuples(NUMBERS, st.integers(0, 4_000_000)).map("{0[0]}_{0[1]}".format)
+
+
+@given(JOB_IDS, NUMBERS)
+def test_a_jobs_id_is_the_same_in_its_processes_in_its_run_and_in_slurms_output(job_id: str, own_number: int) -> None:
+    array, _, task = job_id.partition("_")
+    environment = {"SLURM_ARRAY_JOB_ID": array, "SLURM_ARRAY_TASK_ID": task} if task else {}
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in {"SLURM_JOB_ID": str(own_number) if task else job_id, **environment}.items():
+            patch.setenv(key, value)
+        assert own_job_id() == job_id
+    assert TypeAdapter(JobId).validate_python(job_id) == job_id
+    layout = RunLayout(Path(f"/w/runs/demo-{task}-20260102T030405Z-ab12{task}"))
+    submission = Submission("slurm", array, 0.0, "login")
+    run = SubmittedRun(layout, submission.of_task(task) if task else submission)
+    assert run.job_id == job_id
+    folder = str(layout.root) if not task else "/w/runs/demo-1-20260102T030405Z-ab121"
+    (seen,) = read_squeue(f"{job_id}|RUNNING|None|1|2|n1|{folder}\n", [run]).values()
+    assert (seen.id, seen.state) == (job_id, RunState.RUNNING)
+    other = folder.replace("0405Z", "0406Z")
+    assert read_squeue(f"{job_id}|RUNNING|None|1|2|n1|{other}\n", [run]) == {}
+
+
+@given(st.text("0123456789_[]%-,. ", max_size=8))
+def test_what_a_program_could_take_for_an_option_or_for_several_jobs_is_no_job_id(text: str) -> None:
+    try:
+        TypeAdapter(JobId).validate_python(text)
+    except ValidationError:
+        return
+    number, _, task = text.partition("_")
+    assert number.isdigit()
+    assert task.isdigit() or text == number
+
+
+def test_a_task_that_was_canceled_before_it_started_is_missing_among_the_tasks_of_its_array(
+    slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker, squeue_line: Callable[..., str]
+) -> None:
+    runs = [make_run("demo-1", job_id="7_1"), make_run("demo-2", job_id="7_2"), make_run("demo-3", job_id="7_3")]
+    runs[2].layout.job_log.touch()  # it has started: its files tell how it ended
+    programs.answer("squeue", squeue_line(runs[0], "RUNNING"))
+    programs.answer("sacct")
+    states = slurm.observe([*runs, make_run(job_id="8_1"), make_run(job_id="9")])
+    assert {run_id: seen.state for run_id, seen in states.items()} == {
+        runs[0].id: RunState.RUNNING, runs[1].id: RunState.CANCELED
+    }  # fmt: skip
+
+
+def test_all_tasks_of_a_job_array_are_queried_by_one_id(
+    slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker
+) -> None:
+    runs = [make_run(job_id=f"{array}_{task}") for array in (7, 8, 9, 10, 11) for task in range(1, 41)]
+    programs.answer("squeue")
+    programs.answer("sacct")
+    slurm.observe(runs)
+    for program in ("squeue", "sacct"):
+        (call,) = programs.calls(program)
+        assert call.endswith("--jobs=7,8,9,10,11")
 
 
 @pytest.mark.parametrize(
@@ -330,7 +416,7 @@ def test_unparsable_output_lines_are_ignored(make_run: RunMaker, text: str) -> N
 def test_a_failing_scancel_is_an_error(slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker) -> None:
     programs.answer("scancel", stderr="scancel: error: Kill job error on job id 5: Access/permission denied\n", code=1)
     with pytest.raises(SubmitError, match="permission denied"):
-        slurm.cancel(make_run())
+        slurm.cancel([make_run()])
 
 
 def test_user_formats_do_not_reach_slurms_programs(

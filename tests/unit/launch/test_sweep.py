@@ -77,7 +77,9 @@ def test_several_clusters_are_a_sweep_with_one_name(ctx: Context) -> None:
 
 
 def test_one_impossible_run_rejects_the_sweep_with_its_values(ctx: Context) -> None:
-    args = RunArgs("demo", ("training.global_batch_size=8,9", "training.seed=1,2"), cluster="local", gpus_per_node=2)
+    args = RunArgs(
+        "demo", ("training.global_batch_size=8,9", "training.seed=1,2"), cluster="local", processes_per_node=2
+    )
     with pytest.raises(ConfigError) as caught:
         plan_sweep(expand(args, ctx), ctx)
     assert [problem.where for problem in caught.value.problems] == [

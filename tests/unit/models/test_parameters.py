@@ -155,7 +155,8 @@ def test_the_run_decides_again_from_the_actual_model(demo_plan: RunPlan) -> None
         }
     )
     planned = replace(
-        demo_plan, recipe=recipe, cluster=demo_plan.cluster.model_copy(update={"gpu": "h200", "device": "cuda"}),
+        demo_plan, recipe=recipe,
+        cluster=demo_plan.cluster.model_copy(update={"gpu": "h200", "device": "cuda", "gpus_per_node": 2}),
         placement=replace(demo_plan.placement, device="cuda"),
     )  # fmt: skip
     found = plan_for_counts(planned, replace(estimated, source="model"))

@@ -424,7 +424,7 @@ def test_without_gpus_micro_batches_are_small_and_not_recomputed() -> None:
     training, _ = choose_execution(
         spec.training, Setup(spec.model.architecture, least_memory(spec.training), 2, device="cpu")
     )
-    assert (training.micro_batch_size, training.activation_checkpointing) == (4, "none")
+    assert (training.micro_batch_size, training.activation_checkpointing) == (8, "none")
 
 
 def test_the_reason_without_gpus_does_not_say_what_the_recipe_contradicts() -> None:
@@ -446,7 +446,7 @@ def test_a_huge_global_batch_is_resolved_quickly() -> None:
 
 
 PROFILES = [load_cluster(name, NOWHERE) for name in list_names("cluster", NOWHERE)]
-CLUSTERS = [profile.name for profile in PROFILES if profile.gpu and profile.scheduler == "slurm"]
+CLUSTERS = list({p.gpu: p.name for p in PROFILES if p.gpu and p.scheduler == "slurm"}.values())  # one for each GPU
 
 
 @pytest.mark.parametrize("name", list_names("recipe", NOWHERE))

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftkit.config.training import TrainingSpec
 from ftkit.planning.first_recipe import DocumentLengths, choose_data, choose_training, methods_to_try
 
 LENGTHS = st.lists(st.integers(1, 300_000), min_size=1, max_size=50).map(sorted)
@@ -65,3 +66,18 @@ def test_small_models_and_texts_train_all_weights_if_they_fit() -> None:
     assert methods_to_try(8 * 10**9, is_text=True, on_gpu=True)[0] == "full"
     assert methods_to_try(10**8, is_text=False, on_gpu=True)[0] == "full"
     assert "qlora" not in methods_to_try(8 * 10**9, is_text=False, on_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rate"),
+    [
+        ({}, 2e-4), ({"method": "full"}, 2e-5),
+        ({"objective": "dpo"}, 5e-6), ({"objective": "kto", "method": "full"}, 5e-7),
+        ({"objective": "orpo", "method": "full"}, 8e-6),
+    ],
+)  # fmt: skip
+def test_a_recipe_without_a_learning_rate_gets_that_of_its_objective_and_method(
+    settings: dict[str, str], rate: float
+) -> None:
+    values = {"sequence_length": 8, "global_batch_size": 1, "method": "lora", **settings}
+    assert TrainingSpec.model_validate(values).learning_rate == rate

@@ -16,12 +16,13 @@ from ftkit.config.execution import FP8_MULTIPLE
 from ftkit.config.image import BaseImageSpec, ImageSpec
 from ftkit.config.image_reference import ImageFile, NamedImage, parse_reference
 from ftkit.config.load import load_cluster, load_image, load_recipe, read_cluster, read_recipe, shipped_config
-from ftkit.config.objectives import DpoSpec
+from ftkit.config.objectives import DpoSpec, KtoSpec, ObjectiveSpec
+from ftkit.config.recipe import shares_prompts
 from ftkit.config.request import Origins, RunRequest
 from ftkit.config.training import TrainingPlan
 from ftkit.errors import ConfigError, FtkitError
 from ftkit.models.adapters import ALL_PROJECTIONS
-from ftkit.models.architecture import Linear
+from ftkit.models.architecture import ArchitecturePlan, Linear
 from ftkit.models.parameters import count_model
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 from ftkit.planning.plan import (
@@ -100,23 +101,99 @@ DPO = ("training.objective=dpo", "training.method=lora", "evaluation.generation=
 STORED = DpoSpec(reference="stored")
 
 
+def test_prompts_are_shared_only_where_the_plan_knows_that_attention_can() -> None:
+    def shared(*overrides: str) -> bool | None:
+        recipe = demo(*overrides)
+        return shares_prompts(recipe, plan_model(recipe.model, None).architecture)
+
+    assert shared() is False
+    assert shared(*DPO) is None
+    assert shared(*DPO, "training.attention=cudnn") is False
+    assert shared(*DPO, "model.architecture.family=olmo3", "model.architecture.sliding_window=64") is False
+    assert shared(*DPO, "data.share_prompts=true") is True
+    names = {
+        print_of(demo(*DPO, *each), "")
+        for each in ((), ("data.share_prompts=true",), ("data.share_prompts=false",), ("data.contradictions=drop",))
+    }
+    assert len(names) == 4
+    assert print_of(demo(*DPO, "training.attention=cudnn"), "") == print_of(demo(), "")
+
+
 @pytest.mark.parametrize(
     ("override", "found"),
     [
-        ("training.tensor_parallel=2", "training.tensor_parallel: divides the tokens of a pair"),
-        ("training.context_parallel=2", "training.context_parallel: divides the tokens of a pair"),
+        ("training.tensor_parallel=2", "training.tensor_parallel: divides the tokens of a pack"),
+        ("training.context_parallel=2", "training.context_parallel: divides the tokens of a pack"),
         ("training.engine=zero3", "'zero3' does not train on 'dpo' yet"),
         ("data.packing=off", "'off' would separate the pairs"),
         ("data.format=alpaca", "'alpaca' has no pairs"),
-        ("evaluation.generation={}", "no single reference"),
+        ("data.share_prompts=true|training.attention=eager", "'eager' takes documents, not masks"),
+        (
+            "data.share_prompts=true|model.architecture.sliding_window=64|model.architecture.family=olmo3",
+            "sliding windows",
+        ),
         ("training.simpo={beta: 1}", "simpo has no effect with objective 'dpo'"),
         ("training.dpo={label_smoothing: 0.5}", "label_smoothing"),
     ],
 )
 def test_what_can_not_be_combined_with_pairs_is_refused_by_the_plan(override: str, found: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        plan(demo(*DPO, "data.format=preferences", override))
+        plan(demo(*DPO, "data.format=preferences", *override.split("|")))
     assert any(found in str(problem) for problem in caught.value.problems)
+
+
+DISTILL = ("training.objective=distill", "training.distill={teacher: /models/large, top_k: 64}")
+
+
+def with_teacher(recipe: RecipeSpec, **changes: object) -> RunRequest:
+    """Return a request with a teacher 32 times as deep as the recipe's model."""
+    model = plan_model(recipe.model, None)
+    shape = ArchitecturePlan.extend(
+        model.architecture, counts=None, num_hidden_layers=32 * model.architecture.num_hidden_layers
+    )
+    return replace(REQUEST, teacher=model.model_copy(update={"architecture": shape, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("override", "found"),
+    [
+        ("training.tensor_parallel=2", "training.tensor_parallel: divides the tokens of a pack"),
+        ("training.context_parallel=2", "training.context_parallel: divides the tokens of a pack"),
+        ("training.engine=zero3", "'zero3' does not train on 'distill' yet"),
+        ("data.packing=off", "'off' would separate the pairs of objective 'distill'"),
+        ("training.distill.top_k=100000", "training.distill.top_k: the vocabulary has"),
+        ("training.objective=next_token", "distill has no effect with objective 'next_token'"),
+        ("training.distill.teacher=random", "needs a trained teacher"),
+    ],
+)
+def test_what_can_not_be_combined_with_a_teacher_is_refused_by_the_plan(override: str, found: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(demo(*DISTILL, override), request=with_teacher(DEMO))
+    assert any(found in str(problem) for problem in caught.value.problems)
+
+
+def test_a_teacher_with_adapters_is_refused_by_the_plan() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(demo(*DISTILL), request=with_teacher(DEMO, adapter="/adapters"))
+    assert "ftkit export RUN --merge" in str(caught.value.problems[0])
+
+
+def test_a_plan_has_disk_time_and_memory_of_a_teacher() -> None:
+    settings = ("training.method=lora", "training.micro_batch_size=1", "training.activation_checkpointing=full")
+    recipe = load_recipe("olmo3-7b-full", HERE, [*settings, *DISTILL])
+    request = replace(with_teacher(recipe), image=OLMO3)
+    unknown = plan(recipe, A4, IMAGE, request)
+    (note,) = (note for note in unknown.notes if note.startswith("teacher"))
+    assert f"{65 * 6 * 10**6 / 2**30:.2g} GiB next to the data and about" in note
+    assert note.endswith("GPU hours before step 1, per million trained tokens")
+    assert unknown.memory.moment == "teacher"
+    student = plan(recipe, A4, IMAGE, replace(request, teacher=None))
+    assert student.memory.total < unknown.memory.total
+    assert unknown.memory.parameters == pytest.approx(2 * 32 * 7e9 / 8 / 2**30, rel=0.1)  # bf16 on eight GPUs
+    prepared = replace(request, num_packs=1000, num_tokens=8_000_000, num_targets=5_000_000)
+    (note,) = (note for note in plan(recipe, A4, IMAGE, prepared).notes if note.startswith("teacher"))
+    assert note.startswith("teacher /models/large: 1.8 GiB next to the data and about ")
+    assert note.endswith("once for all runs with this data")
 
 
 def test_a_reference_without_adapters_to_turn_off_is_stored() -> None:
@@ -138,6 +215,53 @@ def test_a_reference_adds_a_forward_pass_to_a_planned_step_unless_it_is_stored()
     without, dpo, stored = (each.speed.step_seconds for each in found if each.speed)
     assert 1.3 < dpo / without < 1.5
     assert stored == without
+    for number, spec in (
+        (3, KtoSpec()),
+        (1, KtoSpec(reference="stored")),
+    ):  # of mismatched completions, one or two more
+        training = lora.training.model_copy(update={"objective": "kto", "kto": spec})
+        kto = plan(lora.model_copy(update={"training": training}), A4, IMAGE, replace(REQUEST, image=OLMO3))
+        assert kto.speed
+        assert kto.speed.step_seconds - without == pytest.approx(number * (dpo - without))
+
+
+def test_pairs_are_packed_otherwise_for_kto() -> None:
+    dpo, ipo, kto = (
+        demo(*DPO, "data.format=preferences", f"training.objective={each}") for each in ("dpo", "ipo", "kto")
+    )
+    assert print_of(dpo, "") == print_of(ipo, "")
+    assert print_of(kto, "") != print_of(dpo, "")
+
+
+def test_kto_trains_padded_rows_unless_its_reference_is_stored() -> None:
+    settings = (*DPO, "data.format={kind: messages, label: liked}", "training.objective=kto", "data.packing=off")
+    assert plan(demo(*settings)).recipe.training.has_reference
+    with pytest.raises(ConfigError) as caught:
+        plan(demo(*settings, "training.kto={reference: stored}"))
+    assert "what its stored reference is of" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        plan(demo(*settings, "data.format=messages"))
+    assert "'messages' has no label for objective 'kto'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("weights", "numbers", "advice"),
+    [
+        ({}, (100, 100), None),
+        ({}, (133, 100), None),
+        ({}, (300, 100), "undesirable_weight=3"),
+        ({"undesirable_weight": 2.5}, (300, 100), None),
+        ({"desirable_weight": 0.5}, (100, 100), "desirable_weight=1"),
+        ({}, (0, 100), "0 desirable and 100 undesirable"),
+    ],
+)
+def test_unbalanced_labels_are_warned_of_with_a_weight(
+    weights: dict[str, float], numbers: tuple[int, int], advice: str | None
+) -> None:
+    training = ObjectiveSpec(objective="kto", kto=KtoSpec(**weights))
+    found = training.warn_of_balance(*numbers)
+    assert (advice in found) if advice else not found
+    assert not ObjectiveSpec(objective="dpo").warn_of_balance(*numbers)
 
 
 def test_a_plan_round_trips_through_plan_json() -> None:
@@ -194,8 +318,40 @@ def test_micro_batch_times_processes_times_accumulation_is_the_global_batch(
     recipe = DEMO.model_copy(
         update={"training": DEMO.training.model_copy(update={"micro_batch_size": micro, "global_batch_size": total})}
     )
-    batch = plan(recipe, request=replace(REQUEST, gpus_per_node=processes)).batch
+    batch = plan(recipe, request=replace(REQUEST, processes_per_node=processes)).batch
     assert batch.accumulation_steps == accumulation
+
+
+@given(*[st.integers(1, 6)] * 3, st.integers(1, 2), st.integers(1, 3), st.integers(1, 6))
+def test_a_plan_on_the_nodes_that_are_left_is_that_of_a_run_on_as_many(
+    num_nodes: int, num_left: int, least: int, per_node: int, micro: int, accumulation: int
+) -> None:
+    slurm = LOCAL.model_copy(update={"scheduler": "slurm"})
+    least = min(least, num_nodes)
+    batch = f"training.global_batch_size={num_nodes * per_node * micro * accumulation}"
+    request = replace(REQUEST, num_nodes=num_nodes, processes_per_node=per_node)
+    recipe = demo(batch, f"training.micro_batch_size={micro}", f"resources.min_nodes={least}")
+    found = plan(recipe, slurm, request=request).on_nodes(num_left)
+    try:
+        whole = demo(batch, f"training.micro_batch_size={micro}")
+        expected = plan(whole, slurm, request=replace(request, num_nodes=num_left))
+    except ConfigError:  # they don't divide the batch
+        assert found is None
+    else:
+        assert (found is not None) == (least <= num_left <= num_nodes)
+        assert found is None or (found.placement, found.batch) == (expected.placement, expected.batch)
+
+
+def test_copies_of_the_model_are_left_out_as_a_whole() -> None:
+    recipe = load_recipe("olmo3-7b-full", HERE, ("resources.min_nodes=1", "training.global_batch_size=48",
+                                                 "training.micro_batch_size=1"))  # fmt: skip
+    whole = plan(recipe, A4, IMAGE, replace(REQUEST, num_nodes=2, image=OLMO3))
+    four = replace(whole, placement=replace(whole.placement, num_nodes=4))
+    copies = [replace(four, engine=replace(four.engine, num_replicas=num)) for num in (1, 2, 4)]
+    left = [[each.on_nodes(num) for num in (1, 2, 3)] for each in copies]
+    assert [[each and each.engine.num_replicas for each in counts] for counts in left] == [
+        [1, 1, 1], [None, 1, None], [1, 2, 3]
+    ]  # fmt: skip
 
 
 def test_a_metric_that_neither_ftkit_nor_the_task_has_is_reported() -> None:
@@ -213,6 +369,23 @@ def test_an_indivisible_batch_is_rejected_with_the_nearest_valid_ones() -> None:
 def test_more_gpus_than_a_node_has_are_rejected() -> None:
     request = replace(REQUEST, gpus_per_node=16, image=ImageFile(Path("/x.sqsh")))
     assert "16 GPUs requested" in problems(cluster=A4, request=request)
+
+
+def test_a_number_of_gpus_without_gpus_is_answered_with_the_key_for_processes() -> None:
+    found = problems(demo("resources.gpus_per_node=2"), request=replace(REQUEST, gpus_per_node=2))
+    assert "--gpus-per-node: 'local' trains on CPUs. Use --processes-per-node." in found
+    assert "resources.gpus_per_node: 'local' trains on CPUs. Use resources.processes_per_node." in found
+
+
+def test_a_number_of_processes_on_gpus_is_answered_with_the_key_for_gpus() -> None:
+    request = replace(REQUEST, processes_per_node=2, image=ImageFile(Path("/x.sqsh")))
+    found = problems(demo("resources.processes_per_node=2"), A4, request=request)
+    assert "--processes-per-node: 'a4-highgpu-8g' trains on GPUs, one process each. Use --gpus-per-node." in found
+    assert "Use resources.gpus_per_node." in found
+
+
+def test_a_recipe_sets_the_number_of_processes_without_gpus() -> None:
+    assert plan(demo("resources.processes_per_node=4")).placement.processes_per_node == 4
 
 
 def test_a_local_cluster_has_only_one_node() -> None:
@@ -425,7 +598,7 @@ def test_the_advised_rope_scaling_gives_enough_positions_for_a_shipped_recipe(or
         long = ("training.sequence_length=1048576", "training.global_batch_size=2")
         return load_recipe("qwen3-8b-tools-lora", HERE, (*long, *overrides))
 
-    cluster = LOCAL.model_copy(update={"gpus_per_node": 1})
+    cluster = LOCAL.model_copy(update={"processes_per_node": 1})
     found = problems(qwen(), cluster)
     assert "40960 positions" in found
     advice = "model.architecture.rope_scaling='{rope_type: yarn, factor: 26}'"
@@ -665,7 +838,8 @@ def test_layers_are_divided_among_gpus_of_a_node_that_divide_heads_and_feed_forw
     both = plan(demo(*in_parts, "model.architecture={num_attention_heads: 8, num_key_value_heads: 2}"), on_gpus(4))
     assert both.batch.accumulation_steps == both.batch.global_batch_size
     assert both.memory.activations < divided.memory.activations
-    assert "among 4" in problems(demo(*in_parts), on_gpus(4))
+    six_heads = "model.architecture={num_attention_heads: 6, num_key_value_heads: 6}"
+    assert "among 4" in problems(demo(*in_parts, six_heads), on_gpus(4))
     for words, problem in {
         ("training.tensor_parallel=2", "training.context_parallel=4", alone): "4 GPUs of a node can't be divided into "
         "groups of 8",
@@ -772,7 +946,7 @@ def test_an_imported_image_is_given_by_its_absolute_path() -> None:
 
 def test_the_engine_choice_has_a_reason() -> None:
     assert "2 processes" in plan().engine.reason
-    assert "one process" in plan(request=replace(REQUEST, gpus_per_node=1)).engine.reason
+    assert "one process" in plan(request=replace(REQUEST, processes_per_node=1)).engine.reason
 
 
 def test_a_plan_that_exceeds_gpu_memory_warns() -> None:
@@ -813,7 +987,7 @@ def test_data_that_fills_fewer_packs_than_a_step_gets_a_note() -> None:
 def test_the_fingerprint_changes_only_with_inputs_of_the_packs(monkeypatch: pytest.MonkeyPatch) -> None:
     same = print_of(demo("training.learning_rate=1", "training.global_batch_size=64"), "")
     assert same == print_of(DEMO, "")
-    for other in ("training.sequence_length=128", "data.source.seed=9", "data.train_on=all"):
+    for other in ("training.sequence_length=256", "data.source.seed=9", "data.train_on=all"):
         assert print_of(demo(other), "") != same
     assert print_of(DEMO, "files changed") != same
     assert print_of(demo("model.architecture.vocab_size=5000"), "") != same

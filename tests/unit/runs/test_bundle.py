@@ -85,7 +85,10 @@ def test_a_damaged_bundle_is_rejected(bundle: Path, tmp_path: Path, damage: str)
         unpack(bundle, tmp_path / "there")
 
 
-def test_a_file_too_large_for_a_bundle_is_named(make_run: RunMaker, tmp_path: Path) -> None:
+def test_a_file_too_large_for_a_bundle_is_named(
+    make_run: RunMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftkit.runs.bundle._MAX_MEMBER_BYTES", 2**20)
     layout = make_run().layout
     write_json(layout.manifest, build_manifest(read_plan(layout), ["ftkit"], tmp_path))
     layout.metrics.touch()

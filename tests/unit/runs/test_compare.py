@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftkit.cli.terminal.comparison_view import compare_runs
 from ftkit.planning.plan import plan_to_json, read_plan
 from ftkit.runs.compare import (
     ComparedRun,
@@ -24,7 +25,7 @@ from ftkit.runs.compare import (
     have_same_documents,
     read_run,
 )
-from ftkit.runs.records import MemoryRecord, StartRecord
+from ftkit.runs.records import EvaluationRecord, MemoryRecord, StartRecord
 
 if TYPE_CHECKING:
     from conftest import RunMaker
@@ -62,6 +63,21 @@ def test_results_of_an_interrupted_run_exclude_lost_steps(make_run: RunMaker, re
     assert (results.tokens_per_second_per_process, results.mfu) == (100.0, 0.4)
     assert (results.measured_gib, results.predicted_gib) == (2.5, read_plan(run.layout).memory.total)
     assert (results.training_seconds, results.num_restarts) == (30.0 + 40.0, 1)
+
+
+def test_metrics_of_preferences_are_those_of_the_last_evaluation_or_else_of_the_last_step(
+    make_run: RunMaker, records: Any
+) -> None:
+    run, steps = make_run(), {"accuracy": 0.5, "margin": 1.5, "kl_per_token": 0.1, "reward_chosen": 2.0}
+    records.write(run, start(10.0, 0), replace(records.step(10, 3.0), scores=steps))
+    results = read_run(run.layout).results
+    assert (results.accuracy, results.margin, results.kl_per_token) == (0.5, 1.5, 0.1)
+    evaluation = EvaluationRecord(20.0, 10, "during", 2.0, 7.0, None, (), {}, {"accuracy": 0.75, "kl_per_token": 0.2})
+    records.write(run, start(10.0, 0), replace(records.step(10, 3.0), scores=steps), evaluation)
+    results = read_run(run.layout).results
+    assert (results.accuracy, results.margin, results.kl_per_token) == (0.75, None, 0.2)  # of one kind of completions
+    rows = dict(compare_runs([read_run(run.layout)] * 2).results)
+    assert (rows["accuracy"], rows["KL per token"], "margin" in rows) == (["75.0%"] * 2, ["0.2"] * 2, False)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -102,10 +103,13 @@ def test_the_time_of_each_start_counts_its_own_processes(
         assert found.process_seconds == (20 + 90) * 2 + 20 * 8
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_cost_of_report_and_comparison_is_that_of_the_gpus_held(make_run: RunMaker, records: Any) -> None:
     run = make_run()
     plan = read_plan(run.layout)
-    cluster = plan.cluster.model_copy(update={"price_per_gpu_hour": 3600.0, "device": "cuda", "gpu": "h200"})
+    cluster = plan.cluster.model_copy(
+        update={"price_per_gpu_hour": 3600.0, "device": "cuda", "gpus_per_node": 2, "gpu": "h200"}
+    )
     priced = replace(plan, cluster=cluster, placement=replace(plan.placement, device="cuda"))
     run.layout.plan.write_text(plan_to_json(priced))
     run.layout.manifest.write_text(json.dumps({"starts": [{"time": 100.0}, {"time": 900.0}]}))
@@ -202,9 +206,10 @@ def test_short_spans_are_merged_and_have_the_kind_that_takes_most_of_their_time(
     assert merge_spans(alone, 1.0) == [Span("start-up", -20, 0), Span("training", 0, 10), Span("down", 10, 30)]
 
 
-def _write_long_run(layout: RunLayout, records: Any) -> None:
-    """Write 3,000 steps in two starts, of which the second repeats some; with an evaluation every 100 steps."""
-    begin = 1000.0
+@pytest.fixture(scope="module")
+def written_run(tmp_path_factory: pytest.TempPathFactory, records: Any) -> Path:
+    """A folder with 3,000 steps in two starts, of which the second repeats some; with an evaluation every 100 steps."""
+    layout, begin = RunLayout(tmp_path_factory.mktemp("long")), 1000.0
     for first, last in ((0, 1777), (1700, 3000)):
         append_record(layout.metrics, StageRecord(begin + first - 2.0, "loading weights"))
         append_record(layout.metrics, replace(start(begin + first - 1.0, resumed_from=first), num_steps=3000))
@@ -213,13 +218,17 @@ def _write_long_run(layout: RunLayout, records: Any) -> None:
             if step % 100 == 0:
                 append_record(layout.metrics, replace(evaluation(begin + step + 0.5), step=step))
         begin += 500.0
+    return layout.root
 
 
-def test_a_thinned_history_agrees_with_the_complete_one(
-    tmp_path: Path, records: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layout = RunLayout(tmp_path)
-    _write_long_run(layout, records)
+@pytest.fixture
+def long_run(written_run: Path, tmp_path: Path) -> RunLayout:
+    """A copy of the written run."""
+    return RunLayout(shutil.copytree(written_run, tmp_path / "long"))
+
+
+def test_a_thinned_history_agrees_with_the_complete_one(long_run: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = long_run
     complete, complete_summary = read_history(layout), read_summary(layout)
     monkeypatch.setattr(metrics_file, "LARGE_BYTES", 2**10)
     thinned, summary = read_history(layout), read_summary(layout)
@@ -235,10 +244,9 @@ def test_a_thinned_history_agrees_with_the_complete_one(
 
 @pytest.mark.parametrize("index", [None, "", "7\n", "0\n3\n", "x\n"])
 def test_a_large_file_without_its_own_index_is_read_completely(
-    index: str | None, tmp_path: Path, records: Any, monkeypatch: pytest.MonkeyPatch
+    index: str | None, long_run: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = RunLayout(tmp_path)
-    _write_long_run(layout, records)
+    layout = long_run
     complete = read_history(layout)
     monkeypatch.setattr(metrics_file, "LARGE_BYTES", 2**10)
     path = layout.metrics.with_suffix(".index")
@@ -247,10 +255,9 @@ def test_a_large_file_without_its_own_index_is_read_completely(
 
 
 def test_a_step_that_is_being_written_does_not_hide_the_others(
-    tmp_path: Path, records: Any, monkeypatch: pytest.MonkeyPatch
+    long_run: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = RunLayout(tmp_path)
-    _write_long_run(layout, records)
+    layout = long_run
     monkeypatch.setattr(metrics_file, "LARGE_BYTES", 2**10)
     with layout.metrics.open("a") as file:
         file.write('{"event": "step", "ti')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -151,14 +152,17 @@ def test_the_same_or_an_earlier_start_and_another_job_wait_until_the_holder_is_d
         assert len(pauses) == NUM_MISSED_BEATS
 
 
-def test_a_later_start_does_not_replace_a_process_that_runs_on_its_own_machine(
+def test_a_later_start_ends_a_process_of_an_earlier_one_that_still_runs_on_its_machine(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start_as(monkeypatch, "55", 0, 1)
-    with hold(layout):
-        start_as(monkeypatch, "55", 1, 0)
-        with pytest.raises(FolderHeldError), hold(layout):
-            pytest.fail("two processes hold the lease")
+    told: list[str] = []
+    with subprocess.Popen(["sleep", "60"]) as left:
+        start = process.start_time(left.pid) or ""
+        leave(layout, replace(Holder.here(), pid=left.pid, process_start=start, job_id="55", start=(0, 1)))
+        start_as(monkeypatch, "55", 0, 2)
+        with hold(layout, say=told.append):
+            assert left.wait(10) == -signal.SIGKILL
+    assert f"process {left.pid} on" in told[0]
 
 
 def test_exactly_one_of_several_processes_takes_over_a_dead_lease(layout: RunLayout) -> None:

@@ -130,6 +130,26 @@ def test_the_report_of_a_run_is_complete(ftkit: Callable[..., Result], make_run:
         assert part in text, part
 
 
+def test_both_sides_of_preferences_are_drawn_also_where_a_step_has_only_one(
+    ftkit: Callable[..., Result], make_run: RunMaker, records: Any
+) -> None:
+    run = make_run()
+    both = {"accuracy": 0.5, "margin": 1.5, "kl": 0.25, "desirable": 0.5}
+    both |= {f"{name}_{side}": 1.5 for name in ("reward", "log_prob", "length") for side in ("chosen", "rejected")}
+    one = {name: value for name, value in both.items() if name != "margin" and not name.endswith("rejected")}
+    begin = StartRecord(1.0, 400, 0, 1, "fsdp2", "cpu", 1000, {})
+    scores = [both, both, one]
+    records.write(run, begin, *(replace(records.step(10 * n, 3.0), scores=each) for n, each in enumerate(scores, 1)))
+    assert ftkit("report", run.id).code == 0
+    page = run.layout.report.read_text()
+    for title in ("Rewards", "Log-probabilities: both falling is a known trap", "Accuracy of preferences"):
+        assert title in page
+    assert ">chosen<" in page
+    assert ">rejected<" in page
+    status = " ".join(ftkit("status", run.id).out.split())
+    assert "accuracy 50%, rewards 1.5 and -, log-probabilities 1.5 and - (chosen and rejected), kl 0.25" in status
+
+
 @pytest.mark.parametrize("damage", ["", "{"])
 def test_a_run_without_records_or_plan_has_a_report(
     ftkit: Callable[..., Result], make_run: RunMaker, damage: str

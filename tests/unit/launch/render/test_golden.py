@@ -19,6 +19,7 @@ from ftkit.config.load import load_recipe
 from ftkit.launch.render import (
     NodeChecks,
     SideJob,
+    render_array,
     render_checks,
     render_job,
     render_preparation,
@@ -29,7 +30,7 @@ from ftkit.planning.plan import CodePlan, JobPlan, Script, ScriptPlan
 from ftkit.planning.planner import accelerate_config
 
 if TYPE_CHECKING:
-    from conftest import PlanMaker
+    from job_scripts import PlanMaker
 
     from ftkit.planning.plan import RunPlan
 
@@ -55,8 +56,10 @@ SIDE_JOBS = ["a4-highgpu-8g", "dev", "apptainer"]
 PREPARATIONS = ["slurm", "a4-highgpu-8g", "dev", "apptainer"]
 SCRIPTS = ["a4-highgpu-8g", "dev", "local"]
 CHECKS = ["a3-megagpu-8g", "apptainer"]
+ARRAYS = ["array-a4-highgpu-8g.sbatch", "array-dev.sbatch", "prepare-array-dev.sbatch"]
 NAMES = [
     *(f"doctor-{name}.sh" for name in CHECKS),
+    *ARRAYS,
     *(f"script-{cluster}.sbatch" for cluster in SCRIPTS),
     *(f"{cluster}-{num_nodes}.sbatch" for cluster, num_nodes in CASES),
     *(f"prepare-{name}.sbatch" for name in PREPARATIONS),
@@ -71,6 +74,16 @@ def test_the_job_script_matches_the_golden_file(cluster: str, num_nodes: int, ma
         make_plan(cluster, num_nodes), fingerprint="0123456789abcdef"
     )  # the preparation script has its own tests
     compare(render_job(plan), f"{cluster}-{num_nodes}.sbatch")
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_the_script_of_a_sweeps_job_array_matches_the_golden_file(name: str, make_plan: PlanMaker) -> None:
+    kind, _, cluster = name.removesuffix(".sbatch").rpartition("array-")
+    make_plan.recipe = load_recipe("olmo3-7b-full", SHIPPED_ONLY, (f"resources.preflight={cluster != 'dev'}",))
+    for number in (3, 14):
+        plan = make_plan.in_sweep(cluster, number)
+        script = plan.layout.preparation_script if kind else plan.layout.script
+        compare(render_array(plan, script, render_preparation(plan) if kind else render_job(plan)), name)
 
 
 @pytest.mark.parametrize("cluster", SCRIPTS)
@@ -99,7 +112,7 @@ def test_the_evaluation_script_matches_the_golden_file(cluster: str, make_plan: 
     script = render_side_job(job, settings=settings).script
     compare(script, f"evaluate-{cluster}.sbatch")
     assert ("--exclusive" in script) == (
-        plan.cluster.gpus_per_node == 2
+        plan.cluster.processes_per_node == 2
     )  # other jobs may use the node's remaining GPUs
 
 

@@ -16,7 +16,7 @@ from ftkit.launch.render import render_job
 from ftkit.launch.templates import quote_directive, quote_log_path, quote_word
 
 if TYPE_CHECKING:
-    from conftest import Machine, PlanMaker
+    from job_scripts import Machine, PlanMaker
 
 HOSTILE = """it's "q" $(touch pwned) `touch pwned`;& | <x> *? ~ !a {b} #c %j ünï"""
 

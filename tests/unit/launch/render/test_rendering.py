@@ -14,7 +14,7 @@ from ftkit.config.recipe import EvaluationSpec, ResourcesSpec
 from ftkit.launch.render import render_job, render_preparation
 
 if TYPE_CHECKING:
-    from conftest import PlanMaker
+    from job_scripts import PlanMaker
 
 
 def _directives(job: str) -> list[str]:
@@ -26,11 +26,19 @@ def _mounts(job: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("request_by", "directive"),
-    [("gpus-per-node", "--gpus-per-node=8"), ("gres", "--gres=gpu:8"), ("none", None)],
+    ("request_by", "gpu_type", "directive"),
+    [
+        ("gpus-per-node", None, "--gpus-per-node=8"),
+        ("gpus-per-node", "h100", "--gpus-per-node=h100:8"),
+        ("gres", None, "--gres=gpu:8"),
+        ("gres", "h100", "--gres=gpu:h100:8"),
+        ("none", None, None),
+    ],
 )
-def test_gpus_are_requested_in_the_sites_syntax(request_by: str, directive: str | None, make_plan: PlanMaker) -> None:
-    directives = _directives(render_job(make_plan("slurm", gpu_request=request_by)))
+def test_gpus_are_requested_in_the_sites_syntax(
+    request_by: str, gpu_type: str | None, directive: str | None, make_plan: PlanMaker
+) -> None:
+    directives = _directives(render_job(make_plan("slurm", gpu_request=request_by, gpu_type=gpu_type)))
     assert [line for line in directives if "gpu" in line] == ([directive] if directive else [])
 
 

@@ -11,7 +11,6 @@ import pytest
 from jinja2.bccache import bc_magic
 
 from ftkit import assets
-from ftkit.config.context import cache_folder
 from ftkit.errors import ConfigError
 from ftkit.launch import templates
 from ftkit.launch.render import render_job
@@ -107,7 +106,7 @@ def test_unchanged_copies_render_the_same_script(parts: Path, make_plan: PlanMak
 def test_damaged_compiled_templates_are_compiled_again(make_plan: PlanMaker) -> None:
     templates._environment.cache_clear()
     script = render_job(make_plan("slurm"))
-    compiled = [path for path in cache_folder(os.environ).glob("templates-*/*") if path.is_file()]
+    compiled = [path for path in templates.cache_folder(os.environ).glob("templates-*/*") if path.is_file()]
     assert compiled
     for path in compiled:
         path.write_bytes(path.read_bytes()[:-40] if path == compiled[0] else bc_magic + b"\x80")

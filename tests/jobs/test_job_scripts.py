@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
 import socket
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,14 +18,13 @@ from waiting import PATIENCE_SECONDS, wait_until
 
 from ftkit.config.cluster import NcclSpec
 from ftkit.errors import NoAnswerError, NotFoundError, SubmitError
+from ftkit.launch.render import render_array, render_job
 from ftkit.planning.layout import DataLayout
 from ftkit.runs.ends import excluded_nodes
 from ftkit.runs.records import EndRecord, to_line
 
 if TYPE_CHECKING:
-    import subprocess
-
-    from conftest import Machine, PlanMaker
+    from job_scripts import Machine, PlanMaker
 
     from ftkit.planning.plan import RunPlan
 
@@ -427,6 +428,18 @@ def test_nodes_are_checked_and_jobs_requeued_once_slurms_controller_answers(
 
 
 @pytest.mark.usefixtures("_no_delay")
+def test_a_start_whose_job_was_requeued_during_an_outage_only_waits_until_slurm_ends_it(
+    slurm_plan: RunPlan, machine: Machine
+) -> None:
+    machine.environment = {"FAKE_OUTAGE": "1", "FAKE_WORDS": NO_ANSWERS[0]}
+    machine.environment |= {"FAKE_JOB": "   Requeue=1 Restarts=1 BatchFlag=1"}
+    machine.run(slurm_plan)
+    assert (slurm_plan.layout.root / "slept").read_text(encoding="utf-8").split() == ["10", "infinity"]
+    assert not [call for call in machine.calls("python3") if "ftkit.train" in call.words]
+    assert not list(slurm_plan.layout.root.glob("exit-code-*"))
+
+
+@pytest.mark.usefixtures("_no_delay")
 def test_the_wait_for_slurms_controller_ends_with_the_jobs_time(slurm_plan: RunPlan, machine: Machine) -> None:
     machine.environment = {
         "FAKE_OUTAGE": "1", "FAKE_WORDS": NO_ANSWERS[0], "FAKE_JOB": "   StartTime=1 EndTime=2 Deadline=N/A"
@@ -460,6 +473,29 @@ def test_an_unresponsive_node_is_replaced_while_there_are_spare_nodes(make_plan:
     assert _requeued(machine)
     script = plan.layout.script.read_text(encoding="utf-8")
     assert "#SBATCH --nodes=3\n#SBATCH --no-kill\n" in script
+
+
+@pytest.mark.usefixtures("_no_delay")
+def test_training_continues_on_the_nodes_that_are_left_if_they_divide_the_batch(
+    make_plan: PlanMaker, machine: Machine
+) -> None:
+    resources = make_plan.recipe.resources.model_copy(update={"min_nodes": 2})
+    make_plan.recipe = make_plan.recipe.model_copy(update={"resources": resources})
+    plan = make_plan("dev", 4, node_local_dir=machine.local_disk)
+    machine.environment = {"FAKE_TRAINER": "exit 1", "FAKE_DEAD": "n2", "FAKE_NODES": "n1 n2 n3 n4"}
+    assert machine.run(plan)[0] == 1
+    trained = [call.words for call in machine.calls("srun") if "ftkit.train" in call.words]
+    starts = [[word for word in words if word.startswith(("--nodes=", "--ntasks=", "--nodelist=", "--nnodes="))]
+              for words in trained]  # fmt: skip
+    whole = ["--nodes=4", "--ntasks=4", "--nodelist=n1,n2,n3,n4", "--nnodes=4"]
+    # Six processes on three nodes would not divide a batch of 64 packs.
+    assert sorted(starts) == sorted([whole, *3 * [["--nodes=2", "--ntasks=2", "--nodelist=n1,n3", "--nnodes=2"]]])
+    assert not _requeued(machine)
+    assert "#SBATCH --nodes=4\n#SBATCH --no-kill\n" in plan.layout.script.read_text(encoding="utf-8")
+
+    machine.environment["FAKE_DEAD"] = "n1 n2 n3"
+    assert machine.run(plan)[0] == 0
+    assert _requeued(machine)
 
 
 @pytest.mark.usefixtures("_no_delay")
@@ -818,3 +854,66 @@ def test_the_tasks_use_no_mpi_and_all_cpus_unless_the_profile_says_otherwise(
     assert {"--mpi=none", "--cpu-bind=none"} <= set(plain.words)
     assert {"--mpi=pmix", "--cpus-per-task=4"} <= set(with_mpi.words)
     assert "--cpu-bind=none" not in with_mpi.words
+
+
+# --- Tasks of a job array ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [3, 14])
+def test_a_task_of_a_job_array_executes_the_script_of_its_run(
+    number: int, make_plan: PlanMaker, machine: Machine
+) -> None:
+    make_plan.workspace = machine.root / "it's 100% $(odd)"
+    first, plan = make_plan.in_sweep("dev", 1), make_plan.in_sweep("dev", number)
+    plan.layout.root.mkdir(parents=True)
+    plan.layout.script.write_text('printf "%s" "$0"', encoding="utf-8")
+    array = machine.root / "array.sbatch"
+    array.write_text(render_array(first, first.layout.script, render_job(first)), encoding="utf-8")
+    done = subprocess.run(
+        ["bash", str(array)], env={"SLURM_ARRAY_TASK_ID": str(number)}, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == (str(plan.layout.script), "")
+    (log,) = [line for line in array.read_text(encoding="utf-8").splitlines() if "--output=" in line]
+    assert "it's 100%% " in log
+    assert log.endswith('-%a-20260102T030405Z-4f2a%a/logs/job.log"')
+
+
+TASK = {"SLURM_ARRAY_JOB_ID": "12345", "SLURM_ARRAY_TASK_ID": "7"}
+"""Variables of the task whose own number is the array's: Slurm would apply a command with it to all tasks."""
+
+
+def _jobs_named_to_slurm(machine: Machine) -> set[str]:
+    words = [word for name in ("scontrol", "sacct") for call in machine.calls(name) for word in call.words]
+    return {match[0] for word in words if (match := re.search(r"12345\w*", word))}
+
+
+def test_a_task_of_a_job_array_requeues_itself_and_not_the_array(slurm_plan: RunPlan, machine: Machine) -> None:
+    machine.environment = TASK | {"FAKE_TRAINER": WAIT_FOR_REQUEST + _end("stopped"), "SLURM_RESTART_COUNT": "1"}
+    assert _signal_while_training(machine, slurm_plan, signal.SIGUSR1)[0] == 0
+    assert ["requeue", "12345_7"] in [call.words for call in machine.calls("scontrol")]
+    assert _jobs_named_to_slurm(machine) == {"12345_7"}
+
+
+def test_a_task_of_a_job_array_excludes_nodes_for_itself(checked_plan: RunPlan, machine: Machine) -> None:
+    machine.environment |= TASK | {"FAKE_PREPARE": _check({"n1": "ok", "n2": ""}, APPTAINER_ERROR)}
+    assert machine.run(checked_plan)[0] == 0
+    assert checked_plan.layout.excluded_nodes.read_text().split("\t")[1:3] == ["12345_7", "n2"]
+    checked_plan.layout.plan.unlink()
+    assert machine.run(checked_plan)[0] == 12
+    assert _jobs_named_to_slurm(machine) == {"12345_7"}
+
+
+def test_a_node_that_does_not_see_the_run_folders_of_an_array_excludes_itself_from_a_task(
+    make_plan: PlanMaker, machine: Machine
+) -> None:
+    resources = make_plan.recipe.resources.model_copy(update={"preflight": True})
+    make_plan.recipe = make_plan.recipe.model_copy(update={"resources": resources})
+    plan = make_plan.in_sweep("dev", 7)
+    array = machine.root / "array.sbatch"
+    array.write_text(render_array(plan, plan.layout.script, render_job(plan)), encoding="utf-8")
+    machine.environment = TASK
+    done = subprocess.run(["bash", str(array)], env=machine._environment(), check=False)
+    assert done.returncode == 12
+    expected = ["update", "jobid=12345_7", "ExcNodeList=n1", "Comment=ftkit-excluded n1"]
+    assert expected in [call.words for call in machine.calls("scontrol")]
+    assert _jobs_named_to_slurm(machine) == {"12345_7"}

@@ -80,6 +80,17 @@ def test_a_plan_counts_the_documents_that_preparation_keeps(ctx: Context, tokeni
     assert find_other_documents(count_documents(longer, {})) is None
 
 
+def test_a_plan_counts_tokens_as_the_model_class_splits_words(ctx: Context, tokenizer: Path) -> None:
+    """transformers loads a tokenizer of a Qwen 2 as Qwen2Tokenizer, which splits numbers unlike this tokenizer.json."""
+    (tokenizer / "config.json").write_text('{"model_type": "qwen2"}')
+    plans = rungs(ctx, tokenizer, "training.sequence_length=3328")
+    (found,) = [plan.documents for plan in count_documents(plans, {})]
+    kept = PreparedData(prepare(plans[0], lambda _: None, 1).root).read_manifest().num_train_documents
+    (tokenizer / "config.json").unlink()
+    assert found is not None
+    assert found.num_fitting == kept
+
+
 def test_a_plan_says_what_happens_with_documents_that_do_not_fit(ctx: Context, tokenizer: Path) -> None:
     (ctx.project / "texts.jsonl").write_text('{"text": "short"}\n' + json.dumps({"text": "long " * 2000}) + "\n")
     texts = (
@@ -129,3 +140,27 @@ def test_long_documents_are_counted_only_up_to_a_limit(
     (plan, _) = count_documents(rungs(ctx, tokenizer, "training.sequence_length=8192,16384"), {})
     assert plan.documents is not None
     assert 0 < plan.documents.num_read < NUM_TRAIN
+
+
+def test_a_plan_says_what_prompts_computed_once_save(ctx: Context, tokenizer: Path) -> None:
+    for name, words in (("long", ("a long prompt " * 20, "yes", "no")), ("short", ("short", "yes " * 90, "no " * 90))):
+        columns = dict(zip(("prompt", "chosen", "rejected"), words, strict=True))
+        rows = [columns | {"prompt": f"{columns['prompt']} {number}"} for number in range(8)]
+        (ctx.project / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        pairs = (
+            f"data.source={ctx.project}/{name}.jsonl", "data.format=preferences", "training.objective=orpo",
+            "evaluation.generation=null", "training.sequence_length=1024",
+            "model.architecture={family: llama, sliding_window: null, full_attention_every: 1}",
+        )  # fmt: skip
+        (plan,) = count_documents(rungs(ctx, tokenizer, *pairs), {})
+        manifest = PreparedData(prepare(plan, lambda _: None, 1).root).read_manifest()
+        (prepared,) = count_documents([plan], {})
+        assert plan.documents is not None
+        assert prepared.documents is not None
+        if name == "short":
+            assert (plan.documents.saved, prepared.documents.saved, manifest.num_shared_tokens) == (None, None, 0)
+            continue
+        share = manifest.num_shared_tokens / (manifest.num_shared_tokens + manifest.num_train_tokens)
+        assert share > 0.4
+        assert [plan.documents.saved, prepared.documents.saved] == pytest.approx([share, share], abs=0.05)
+        assert f"{share:.0%} fewer tokens" in str(dict(plan_facts(prepared))["prompts"])

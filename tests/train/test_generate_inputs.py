@@ -4,9 +4,6 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-import pytest
-
-pytest.importorskip("torch", reason="needs the extra train")
 from ftkit.evaluate.generate import read_inputs
 
 if TYPE_CHECKING:

@@ -1,13 +1,10 @@
-"""The texts of this room's errors: tests/golden/errors/evaluate.txt. `FTKIT_UPDATE_GOLDEN=1` rewrites it."""
+"""The texts of errors of `ftkit.evaluate`: tests/golden/errors/evaluate.txt. `FTKIT_UPDATE_GOLDEN=1` rewrites it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
-
-pytest.importorskip("torch", reason="needs the extra train")
 from error_texts import check_error_texts
 
 from ftkit.data.rows import Row
@@ -15,20 +12,21 @@ from ftkit.evaluate.checkpoint_export import ExportRequest, export_run
 from ftkit.evaluate.export_formats import check_format, find_converter
 from ftkit.evaluate.generate import count_done
 from ftkit.evaluate.source import ModelFolder, find_target
-from ftkit.evaluate.verify_export import Check, check_memory, read_record, require_passed
+from ftkit.evaluate.verify_export import check_memory, read_record, require_passed
 from ftkit.evaluate.vllm import takes_vllm
 from ftkit.planning.layout import Workspace
-from ftkit.planning.plan import read_plan
+from ftkit.runs.certificate import Check
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from conftest import RunMaker
+    import pytest
+    from conftest import Run
 
 
-def failures(make_run: RunMaker, folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
-    layout = make_run("demo").layout
-    workspace, plan = Workspace(layout.root.parents[1]), read_plan(layout)
+def failures(run: Run, folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+    run._write_plan()
+    layout, plan, workspace = run.layout, run.plan, Workspace(run.plan.workspace)
     output = folder / "completions.jsonl"
     output.write_text('{"prompt": "another one"}\n')
     request = ExportRequest("last", merges=False, precision=None, folder=None)
@@ -45,10 +43,10 @@ def failures(make_run: RunMaker, folder: Path) -> Iterator[tuple[str, Callable[[
     yield "an output of other prompts", lambda: count_done(output, [Row({"prompt": "one"}, "--input")], "demo")
 
 
-def test_error_texts(make_run: RunMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_texts(make_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("FTKIT_GGUF_CONVERTER", raising=False)
     monkeypatch.setattr("ftkit.evaluate.vllm.find_spec", lambda _: None)
     folder = tmp_path / "here"
     folder.mkdir()
-    check_error_texts("evaluate", failures(make_run, folder), {str(folder): "/here"})
+    check_error_texts("evaluate", failures(make_run("demo-20260102T030505Z-0001"), folder), {str(folder): "/here"})

@@ -1,4 +1,4 @@
-"""Detects a step that hangs, and ends the run with what each rank did."""
+"""Detects a step that hangs, and ends the run with what each rank did. Imports torch only, for scripts of users."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import sysconfig
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -24,13 +24,12 @@ from ftkit.files import write_json
 from ftkit.process import kernel_state
 from ftkit.runs.failure import record_rank_error
 from ftkit.runs.hangs import HangReport, describe_hang, read_hang_reports
-from ftkit.train.loop import Observer, Phase, Progress
-from ftkit.train.private_apis.torch import dump_collectives, waiting_collective
+from ftkit.train.private_apis.torch import dump_collectives, record_collectives, waiting_collective
 from ftkit.train.world import CHECKPOINT_GROUP
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
-    from ftkit.train.world import World
+    from ftkit.train.loop import Phase
 
 log = logging.getLogger(__name__)
 
@@ -56,30 +55,46 @@ _STATES = {
 """What the kernel's states of a process that does not report mean (proc(5))."""
 
 
-class Watchdog(Observer):
-    """Watches the steps of this rank from a thread. A step ends where this observer's `end_step` is called.
+class CountsSteps(Protocol):
+    """Has the number of steps that have ended."""
+
+    @property
+    def step(self) -> int: ...
+
+
+class Watchdog:
+    """Watches the steps of this rank from a thread. A step ends where `end_step` is called.
 
     All ranks notice a hang, since they wait for each other. Each writes its Python stacks, torch's record of the last
     collectives, and a report; what differs in the reports is the cause. The processes then end, and the job script
     restarts them. Steps shorter than `floor_seconds` are no hang. What is between two steps may take any time: after
-    that, it is only reported.
+    that, it is only reported. All of a user's script is, which announces no phases.
+
+    `processes` are the hosts and ids of all ranks; 0 if unknown.
     """
 
-    def __init__(self, layout: RunLayout, world: World, progress: Progress, floor_seconds: float) -> None:
+    def __init__(
+        self,
+        layout: RunLayout,
+        rank: int,
+        processes: Sequence[tuple[str, int]],
+        progress: CountsSteps,
+        floor_seconds: float,
+    ) -> None:
         self._layout = layout
-        self._world = world
+        self._rank = rank
+        self._processes = dict(enumerate(processes))
         self._progress = progress
         self._floor = floor_seconds
         self._phase = ""
         self._seconds: deque[float] = deque(maxlen=_NUM_TIMED_STEPS)
         self._now: tuple[int, float] | None = None  # the current step, and when it or what is after it began
         self._reported: tuple[int, float] | None = None
-        self._processes: dict[int, tuple[str, int]] = {}
         self._ended = threading.Event()
+        record_collectives()  # a script makes its process groups later
 
     def start(self) -> None:
-        self._layout.hang_report(self._world.rank).unlink(missing_ok=True)  # of an earlier start
-        self._processes = dict(enumerate(self._world.gather_objects((socket.gethostname(), os.getpid()))))
+        self._layout.hang_report(self._rank).unlink(missing_ok=True)  # of an earlier start
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def close(self) -> None:
@@ -106,7 +121,7 @@ class Watchdog(Observer):
         while not self._ended.wait(min(5.0, self._floor / 4)):
             now, limit, is_after = self._now, self.limit_seconds, self._phase == "after"
             if self._reported not in (None, now):  # it went on
-                self._layout.hang_report(self._world.rank).unlink(missing_ok=True)
+                self._layout.hang_report(self._rank).unlink(missing_ok=True)
                 self._reported = None
             if now is None or limit is None or time.monotonic() - now[1] <= limit or now == self._reported:
                 continue
@@ -119,7 +134,7 @@ class Watchdog(Observer):
 
     def _report(self, now: tuple[int, float]) -> None:
         """Write what this rank does."""
-        rank, layout = self._world.rank, self._layout
+        rank, layout = self._rank, self._layout
         (group, number), phase = waiting_collective(CHECKPOINT_GROUP), self._phase
         place = find_place(_PAUSED.get(phase, ""))
         since = time.time() - (time.monotonic() - now[1])
@@ -144,16 +159,16 @@ class Watchdog(Observer):
 
     def _report_neighbors(self, reports: Mapping[int, HangReport]) -> None:
         """Write reports of ranks of this node that can't do so: their threads don't run."""
-        own = reports.get(self._world.rank)
+        own = reports.get(self._rank)
         for rank, (host, pid) in self._processes.items():
-            if own and rank not in reports and host == own.host:
+            if own and pid and rank not in reports and host == own.host:
                 state = kernel_state(pid)
                 told = replace(own, place="", collective="", number=0, state=_STATES.get(state, f"in state {state}"))
                 with suppress(OSError):
                     write_json(self._layout.hang_report(rank), told)
 
     def _end_run(self, step: int, limit: float) -> None:
-        rank, layout = self._world.rank, self._layout
+        rank, layout = self._rank, self._layout
         error = HangError(
             f"step {step} takes longer than {limit:.0f} s: {self._describe()}. "
             f"Stacks of all ranks: {layout.stacks(rank).parent}"

@@ -1,0 +1,326 @@
+"""Serve an export with an engine's own HTTP server: vLLM's, SGLang's, or llama.cpp's, on this machine only."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from ftkit import process
+from ftkit.data.rendering import for_template
+from ftkit.errors import PrerequisiteError, TrainingError, one_line
+from ftkit.evaluate.export_formats import find_converter, run_converter, write_gguf
+from ftkit.models.config_json import text_part
+from ftkit.models.folder import max_lora_rank, read_model_config
+
+if TYPE_CHECKING:
+    from ftkit.data.conversations import Conversation
+
+_HOST = "127.0.0.1"
+_START_SECONDS = 1800.0
+_ANSWER_SECONDS = 600.0
+_SHOWN_LINES = 8
+LARGEST_BIAS = 100
+"""Largest bias of a logit in OpenAI's API."""
+_NUM_PROBABILITIES = 2000
+"""Tokens whose probabilities llama.cpp returns; all of them if the wanted one is not among these."""
+_MODEL = "trained"
+
+
+class EngineError(TrainingError):
+    """A server ended, does not answer, or refuses a request that it must accept; `last_line` is that of its log."""
+
+    last_line = ""
+
+
+class RefusedError(Exception):
+    """A server refuses a request, with an HTTP status from 400 on."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A completion: the tokens of its prompt as the server rendered it, its own, and whether an end token ended it."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    stopped: bool
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An export, and how to serve it.
+
+    Attributes:
+        base: folder of the full weights: the export itself, or the base model of its adapters.
+        options: arguments of the user for the server.
+        python: of the environment with vLLM or SGLang.
+        llama_cpp: checkout of llama.cpp; None to look for its programs on PATH.
+        scratch: folder for files that only the server needs.
+    """
+
+    folder: Path
+    base: Path
+    precision: str
+    options: tuple[str, ...]
+    python: str
+    llama_cpp: Path | None
+    scratch: Path
+
+    @cached_property
+    def rank(self) -> int:
+        """The `max_lora_rank` of the adapters; 0 for a full model."""
+        return max_lora_rank(self.folder)
+
+
+class Engine(ABC):
+    """A server that serves an export in the block of `serve`."""
+
+    name: ClassVar[str]
+    model = _MODEL
+    tool_settings: dict[str, object]
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.port = 0
+        self.tool_settings = {}
+
+    @abstractmethod
+    def command(self, length: int) -> list[str]:
+        """Return the command line that serves texts of up to `length` tokens, without the port."""
+
+    @abstractmethod
+    def version(self) -> str: ...
+
+    @abstractmethod
+    def logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Return the log-probability of each token of a text but the first."""
+
+    @property
+    def dtype(self) -> str:
+        """What the server was asked to compute in."""
+        options = self.setup.options
+        return options[options.index("--dtype") + 1] if "--dtype" in options[:-1] else f"auto ({self.setup.precision})"
+
+    def chat(self, conversation: Conversation, max_tokens: int, **settings: object) -> Reply:
+        """Complete a conversation greedily through the chat endpoint."""
+        turns = [for_template(message, in_parts=False) for message in conversation.messages]
+        for turn in turns:
+            for call in turn.get("tool_calls", ()):  # OpenAI's API takes arguments as text
+                call["function"] = call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}
+        body = {
+            "model": self.model, "messages": turns, "max_tokens": max_tokens, "temperature": 0,
+            "repetition_penalty": 1.0, "logprobs": True, "return_token_ids": True,
+        }  # fmt: skip
+        if conversation.tools:
+            body |= {"tools": list(conversation.tools)} | self.tool_settings
+        answer = self.call("/v1/chat/completions", body | settings)
+        choice = answer["choices"][0]
+        stopped = choice["finish_reason"] in ("stop", "tool_calls")
+        content = (choice.get("logprobs") or {}).get("content") or []
+        tokens = choice.get("token_ids") or choice.get("response_token_ids")
+        if tokens is None:  # llama.cpp omits tokens that are partial UTF-8 characters
+            is_whole = len(content) == answer["usage"]["completion_tokens"]
+            tokens = [each["id"] for each in content] if is_whole else []
+        scored = [(token, each["logprob"]) for token, each in zip(tokens, content, strict=False)]  # with or without end
+        return Reply(
+            self.prompt_of(body, answer), [token for token, _ in scored], [each for _, each in scored], stopped
+        )
+
+    def prompt_of(self, body: dict[str, Any], answer: dict[str, Any]) -> list[int]:
+        """Return the tokens of the prompt of a chat request and its answer."""
+        del body
+        tokens: list[int] = answer.get("prompt_token_ids") or answer["choices"][0]["prompt_token_ids"]
+        return tokens
+
+    def call(self, path: str, body: object = None) -> Any:
+        """Return the server's JSON answer, to a POST request if there is a body."""
+        connection = http.client.HTTPConnection(_HOST, self.port, timeout=_ANSWER_SECONDS)
+        try:
+            data = None if body is None else json.dumps(body)
+            connection.request("GET" if body is None else "POST", path, data, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            text = response.read().decode(errors="replace")
+        finally:
+            connection.close()
+        if response.status >= http.client.BAD_REQUEST:
+            raise RefusedError(f"{path}: {response.status} {one_line(text)}")
+        return json.loads(text) if text else None
+
+
+@contextmanager
+def serve(engine: Engine, length: int, report: Callable[[str], None]) -> Iterator[None]:
+    """Serve an export in the block; the server's log is removed only if the block succeeds.
+
+    Raises `EngineError`, with the log's last lines, if the server ends or stops answering.
+    """
+    with socket.socket() as free:
+        free.bind((_HOST, 0))
+        engine.port = free.getsockname()[1]
+    words = [*engine.command(length), "--host", _HOST, "--port", str(engine.port), *engine.setup.options]
+    descriptor, name = tempfile.mkstemp(prefix=f"ftkit-{engine.name}-", suffix=".log")
+    os.close(descriptor)
+    report(f"starting {engine.name}; its log: {name}")
+    with process.running(words, log=Path(name)) as program:
+        try:
+            deadline = time.monotonic() + _START_SECONDS
+            while not _is_ready(engine):
+                if program.poll() is not None or time.monotonic() > deadline:
+                    raise ConnectionError("it ended" if program.poll() is not None else "it does not answer")
+                time.sleep(0.5)
+            yield
+        except (OSError, http.client.HTTPException, RefusedError) as error:
+            lines = [*filter(str.strip, Path(name).read_text(encoding="utf-8", errors="replace").splitlines())]
+            failed = EngineError(
+                f"{engine.name} does not serve {engine.setup.folder}: {one_line(error)}",
+                meaning="it does not know the model or an option, or has too little memory for it",
+                fix="\n".join([f"see {name}; its last lines:", *lines[-_SHOWN_LINES:]]),
+            )
+            failed.last_line = next(reversed(lines), "").strip()
+            raise failed from error
+    Path(name).unlink()
+
+
+def _is_ready(engine: Engine) -> bool:
+    try:
+        engine.call("/health")
+    except (OSError, RefusedError, http.client.HTTPException):
+        return False
+    return True
+
+
+def num_gpus_for_vllm(base: Path) -> int:
+    """Return the most GPUs of this machine that divide a model's attention heads, as vLLM requires; 1 without GPUs."""
+    heads = int(text_part(read_model_config(base)).get("num_attention_heads", 1))
+    return next(num for num in range(max(1, torch.cuda.device_count()), 0, -1) if heads % num == 0)
+
+
+class Vllm(Engine):
+    name = "vllm"
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        if "--enable-auto-tool-choice" not in setup.options:  # vLLM then takes tools only if it need not parse calls
+            self.tool_settings = {"tool_choice": "none"}
+
+    def command(self, length: int) -> list[str]:
+        setup = self.setup
+        words = [
+            setup.python, "-m", "vllm.entrypoints.cli.main", "serve", str(setup.base), "--tokenizer", str(setup.folder),
+            "--generation-config", str(setup.folder), "--max-model-len", str(length),
+            "--tensor-parallel-size", str(num_gpus_for_vllm(setup.base)),
+            *(() if torch.cuda.is_available() else ("--enforce-eager",)),  # compiling takes a CPU minutes
+        ]  # fmt: skip
+        if not setup.rank:
+            return [*words, "--served-model-name", _MODEL]
+        lora = json.dumps({"name": _MODEL, "path": str(setup.folder)})
+        return [*words, "--enable-lora", "--max-lora-rank", str(setup.rank), "--lora-modules", lora]
+
+    def version(self) -> str:
+        return str(self.call("/version")["version"])
+
+    def logprobs(self, tokens: Sequence[int]) -> list[float]:
+        body = {"model": _MODEL, "prompt": list(tokens), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        found = self.call("/v1/completions", body)["choices"][0]["prompt_logprobs"]
+        return [each[str(token)]["logprob"] for each, token in list(zip(found, tokens, strict=True))[1:]]
+
+
+class Sglang(Engine):
+    name = "sglang"
+
+    def command(self, length: int) -> list[str]:
+        setup = self.setup
+        words = [
+            setup.python, "-m", "sglang.launch_server", "--model-path", str(setup.base), "--served-model-name", "base",
+            "--tokenizer-path", str(setup.folder), "--context-length", str(length),
+        ]  # fmt: skip
+        self.model = f"base:{_MODEL}" if setup.rank else "base"
+        lora = ["--lora-paths", f"{_MODEL}={setup.folder}", "--max-lora-rank", str(setup.rank)]
+        return [*words, *(lora if setup.rank else ())]
+
+    def version(self) -> str:
+        return str(self.call("/server_info")["version"])
+
+    def logprobs(self, tokens: Sequence[int]) -> list[float]:
+        body = {
+            "input_ids": list(tokens), "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+            "return_logprob": True, "logprob_start_len": 0, "lora_path": _MODEL if self.setup.rank else None,
+        }  # fmt: skip
+        return [each[0] for each in self.call("/generate", body)["meta_info"]["input_token_logprobs"][1:]]
+
+
+class LlamaCpp(Engine):
+    name = "llama.cpp"
+
+    @property
+    def dtype(self) -> str:
+        return next((path.name for path in self.setup.folder.glob("*.gguf")), f"GGUF in {self.setup.precision}")
+
+    def command(self, length: int) -> list[str]:
+        setup, files = self.setup, sorted(self.setup.folder.glob("*.gguf"))
+        if len(files) > 1:
+            raise PrerequisiteError(f"{setup.folder} has {len(files)} GGUF files", fix="leave the one to verify there")
+        file = files[0] if files else setup.scratch / "model.gguf"
+        if not files:
+            write_gguf(setup.base, file, setup.precision, lambda _: None, setup.llama_cpp)
+        places = [str(setup.llama_cpp / each) for each in ("build/bin", "bin", ".")] if setup.llama_cpp else []
+        program = shutil.which("llama-server", path=os.pathsep.join(places) or None) or "llama-server"
+        words = [program, "--model", str(file), "--ctx-size", str(length), "--parallel", "1"]
+        if not setup.rank:
+            return words
+        adapter, template = setup.scratch / "adapter.gguf", setup.folder / "chat_template.jinja"
+        script = find_converter(setup.llama_cpp).with_name("convert_lora_to_gguf.py")
+        convert = [sys.executable, str(script), str(setup.folder), "--base", str(setup.base), "--outtype", "f32"]
+        run_converter("llama.cpp's converter", [*convert, "--outfile"], adapter, adapter)
+        words += ["--chat-template-file", str(template)] if template.is_file() else []  # the base may have another
+        return [*words, "--lora", str(adapter)]
+
+    def version(self) -> str:
+        return str(self.call("/props")["build_info"])
+
+    def prompt_of(self, body: dict[str, Any], answer: dict[str, Any]) -> list[int]:
+        """Render and tokenize the request as the chat endpoint does, which returns only the number of tokens."""
+        text = self.call("/apply-template", body)["prompt"]
+        tokens: list[int] = self.call("/tokenize", {"content": text, "add_special": True})["tokens"]
+        if len(tokens) != answer["usage"]["prompt_tokens"]:
+            raise RefusedError(f"it reports {answer['usage']['prompt_tokens']} tokens, and makes {len(tokens)}")
+        return tokens
+
+    def logprobs(self, tokens: Sequence[int]) -> list[float]:
+        return [self._logprob(tokens[:place], tokens[place]) for place in range(1, len(tokens))]
+
+    @cached_property
+    def _letter(self) -> int:
+        """A token that is a whole character: for a partial one, the server returns no probabilities."""
+        tokens: list[int] = self.call("/tokenize", {"content": "a"})["tokens"]
+        return tokens[-1]
+
+    def _logprob(self, prompt: Sequence[int], token: int) -> float:
+        for number in (_NUM_PROBABILITIES, 2**30):
+            # The probabilities are those before the bias.
+            body = {
+                "prompt": list(prompt), "n_predict": 1, "n_probs": number, "temperature": 0,
+                "logit_bias": [[self._letter, LARGEST_BIAS]],
+            }  # fmt: skip
+            listed = self.call("/completion", body)["completion_probabilities"][0]["top_logprobs"]
+            for each in listed:
+                if each["id"] == token:
+                    return float(each["logprob"])
+        raise RefusedError(f"token {token} is not in the file's vocabulary")
+
+
+ENGINES: dict[str, type[Engine]] = {each.name: each for each in (Vllm, Sglang, LlamaCpp)}

@@ -1,0 +1,120 @@
+"""The certificate of an export: how what engines compute with its files differs from the trained model."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ftkit import __version__
+from ftkit.errors import TrainingError
+from ftkit.files import DamagedFileError, read_json
+from ftkit.models.folder import EXPORT_RECORD
+from ftkit.runs.checkpoints import SavedFile
+from ftkit.runs.model_card import CARD_FILE, CURVE_FILE, RECIPE_FILE
+from ftkit.runs.signing import signature_file, verify_beside
+
+CERTIFICATE = "certificate.json"
+_UNCERTIFIED = {CARD_FILE, CURVE_FILE, RECIPE_FILE, EXPORT_RECORD, CERTIFICATE, signature_file(Path(CERTIFICATE)).name}
+"""Files that no engine reads."""
+_TITLE = "## Verified engines"
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one comparison, and whether it failed."""
+
+    name: str
+    found: str
+    passed: bool
+
+
+@dataclass(frozen=True)
+class EngineResult:
+    """What was compared in one engine; `options` are the user's, `dtype` what its server was asked for."""
+
+    engine: str
+    version: str
+    dtype: str
+    options: tuple[str, ...]
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The content of certificate.json; `files` are those that engines read."""
+
+    run: str
+    step: int
+    kind: Literal["model", "adapters"]
+    files: Mapping[str, SavedFile]
+    engines: tuple[EngineResult, ...]
+    verdict: Literal["passed", "failed"]
+    ftkit: str = __version__
+    version: Literal[1] = 1
+
+
+def make_certificate(
+    folder: Path, run: str, step: int, kind: Literal["model", "adapters"], engines: Sequence[EngineResult]
+) -> Certificate:
+    verdict: Literal["passed", "failed"] = "passed" if all(each.passed for each in engines) else "failed"
+    return Certificate(run, step, kind, _certified_files(folder), tuple(engines), verdict)
+
+
+def _certified_files(folder: Path) -> dict[str, SavedFile]:
+    paths = (path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in _UNCERTIFIED)
+    return {path.name: SavedFile.of(path) for path in paths}
+
+
+def require_certificate(folder: Path, public_key: Path) -> list[str]:
+    """Return the engines of an export's certificate if it is signed with a key, of these files, and passed."""
+    verify_beside(folder / CERTIFICATE, public_key, "ftkit-certificate")
+    certificate = read_json(folder / CERTIFICATE, Certificate)
+    files = certificate.files.items() if certificate else ()
+    wrong = [name for name, file in files if not file.is_content_of(folder / name)]
+    if certificate is None or wrong or certificate.verdict != "passed":
+        raise TrainingError(
+            f"{folder} has no certificate that passed, of these files: {', '.join(wrong) or 'it failed'}",
+            meaning="files were changed or exported again after they were certified, or an engine computes differently",
+            fix="certify it: ftkit verify DIR --engine NAMES",
+        )
+    return [f"{each.engine} {each.version}" for each in certificate.engines]
+
+
+def keep_certificate(folder: Path, again: Path) -> None:
+    """Copy the certificate of an export to a folder with the same export; `settle_certificate` decides about it."""
+    for path in (folder / CERTIFICATE, signature_file(folder / CERTIFICATE)):
+        if path.is_file():
+            shutil.copy2(path, again)
+
+
+def settle_certificate(folder: Path) -> None:
+    """Add a certificate's table to the model card; remove one of other files."""
+    path = folder / CERTIFICATE
+    try:
+        certificate = read_json(path, Certificate)
+    except DamagedFileError:
+        certificate = None
+    if certificate is None or certificate.files != _certified_files(folder):
+        path.unlink(missing_ok=True)
+        signature_file(path).unlink(missing_ok=True)
+        return
+    card = folder / CARD_FILE
+    card.write_text(
+        f"{card.read_text(encoding='utf-8')}\n{_TITLE}\n\n{_table(certificate.engines)}\n", encoding="utf-8"
+    )
+
+
+def _table(engines: Sequence[EngineResult]) -> str:
+    rows = [["engine", "dtype", "options", "compared", "result"], ["---"] * 5]
+    for each in engines:
+        checks = "<br>".join(f"{check.name}: {check.found}" for check in each.checks).replace("|", "\\|")
+        passed = "passed" if each.passed else "failed"
+        rows.append([f"{each.engine} {each.version}", each.dtype, " ".join(each.options), checks, passed])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)

@@ -1,0 +1,90 @@
+"""A tiny model, packs of completions, and their exact log-probabilities, for tests of objectives on preferences."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ftkit.config.training import TrainingPlan
+from ftkit.data.packing import IGNORED, REJECTED, Document, build_pack
+from ftkit.train.distributed.fsdp2 import Fsdp2Engine
+from ftkit.train.model.lora import init_adapters, prepare_method
+
+if TYPE_CHECKING:
+    from ftkit.train.world import World
+
+Completion = tuple[list[int], list[int], bool]
+"""The tokens of a prompt and of a completion, and whether it is rejected."""
+
+
+def pack_completions(packs: list[list[Completion]], length: int = 64) -> np.ndarray[Any, Any]:
+    """Return packs as `PackStore.read` does."""
+    rows = []
+    for pack in packs:
+        documents = [_document(prompt, completion) for prompt, completion, _ in pack]
+        sources = np.zeros((1, length), np.int32)
+        begin = 0
+        for document, (*_, is_rejected) in zip(documents, pack, strict=True):
+            end = begin + len(document.tokens)
+            sources[0, begin:end] = REJECTED * is_rejected
+            begin = end
+        rows.append(np.concatenate([build_pack(documents, length), sources]))
+    return np.stack(rows)
+
+
+def _document(prompt: list[int], completion: list[int]) -> Document:
+    tokens = np.array(prompt + completion, np.int32)
+    labels = np.full(len(tokens), IGNORED, np.int32)
+    labels[len(prompt) - 1 : -1] = completion
+    return Document(tokens, labels)
+
+
+def engine_of(
+    objective: str, options: dict[str, Any], method: str, world: World, precision: str = "fp32", **settings: str
+) -> Any:
+    """Return an engine of a tiny model; its adapters change the model."""
+    training = TrainingPlan.model_validate(
+        {"objective": objective, objective: options, "method": method, "precision": precision, "max_steps": 1,
+         "micro_batch_size": 2, "activation_checkpointing": "none", "attention": "sdpa", "compile": "none"} | settings
+    )  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, attn_implementation="sdpa", use_cache=False,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).train()
+    base = deepcopy(model).double().eval()
+    prepare_method(model, training, world.device)
+    engine = Fsdp2Engine(model, training, world, lambda sharded: init_adapters(sharded, 1))
+    return engine, base
+
+
+def change_adapters(engine: Any, scale: float = 0.2) -> None:
+    generator = torch.Generator().manual_seed(9)
+    for name, parameter in engine.model.hf_model.named_parameters():
+        if ".lora_B" in name:
+            parameter.data.copy_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+def change_weights(engine: Any) -> None:
+    generator = torch.Generator().manual_seed(9)
+    for parameter in engine.model.hf_model.parameters():
+        parameter.data.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+
+
+def log_probs_of(model: Any, rows: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed log-probabilities of completions, one padded row for each, and their numbers of tokens."""
+    width = max(len(prompt) + len(side) for prompt, side in rows)
+    ids, mask, is_target = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(3))
+    for row, (prompt, side) in enumerate(rows):
+        end = len(prompt) + len(side)
+        ids[row, :end], mask[row, :end] = torch.tensor(prompt + side), 1
+        is_target[row, len(prompt) : end] = 1
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    per_token = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0] * is_target[:, 1:]
+    return per_token.sum(1), is_target.sum(1).to(logits.dtype)
