@@ -245,36 +245,44 @@ def make_plan(
     return replace(plan_run(recipe, cluster, None, request), id=name)
 
 
-def document_lengths(documents: tuple[float, ...], plan: RunPlan) -> list[int]:
-    """Return the tokens of each document of a pack."""
-    length = plan.recipe.training.sequence_length
+def document_lengths(training: Training, plan: RunPlan) -> list[int]:
+    """Return the tokens of each document of a pack, which is full: prompts of pairs count once if they are shared."""
+    documents, length = training.documents, plan.recipe.training.sequence_length
+    if plan.recipe.data.share_prompts:
+        num_pairs = len(documents) // 2
+        length = int((length - 3 * num_pairs) / (1 - num_pairs * training.prompt_share * min(documents)))
     *first, _ = (int(share * length) for share in documents)
     return [*first, length - sum(first)]
 
 
-def write_data(plan: RunPlan, lengths: list[int], prompt_share: float) -> int:
-    """Write packs of random tokens to the folder of the prepared data; return the tokens of each that are trained.
+def write_data(plan: RunPlan, lengths: list[int], prompt_share: float) -> tuple[list[int], int]:
+    """Write packs of random tokens to the folder of the prepared data.
 
     For an objective on preferences, documents are pairs, which share a prompt of `prompt_share` of the shortest one;
-    for kto, completions with a label.
+    for kto, completions with a label. Returns the stored tokens of each document, and those of a pack that are trained.
     """
-    length = plan.recipe.training.sequence_length
+    length = sum(lengths)
     vocabulary = plan.recipe.model.architecture.vocab_size
     num_packs = 4 * plan.batch.global_batch_size
     num_documents = num_packs * len(lengths)
     tokens = np.random.default_rng(0).integers(0, vocabulary, (num_packs, length), dtype=np.uint32)
     is_first = np.zeros(length, dtype=bool)
     is_first[np.cumsum([0, *lengths[:-1]])] = True
-    sources = np.zeros(num_documents, np.uint16)
+    sources, starts = np.zeros(num_documents, np.uint16), np.zeros(num_documents, np.int64)
+    is_stored = np.ones(length, dtype=bool)
     if plan.recipe.training.preferences is not None:
         sources[1::2] = REJECTED
+        size = max(1, int(prompt_share * min(lengths)))
         for chosen, rejected in zip(np.flatnonzero(is_first)[::2], np.flatnonzero(is_first)[1::2], strict=True):
-            size = max(1, int(prompt_share * min(lengths)))
             tokens[:, rejected : rejected + size] = tokens[:, chosen : chosen + size]
             is_first[chosen : chosen + size] = is_first[rejected : rejected + size] = True  # not trained
+            if plan.recipe.data.share_prompts:
+                is_stored[rejected : rejected + size - 1] = False
+        if plan.recipe.data.share_prompts:
+            starts[1::2] = size - 1
     tokens[:, ~is_first] |= TRAINED
-    tiled, starts = np.tile(np.array(lengths, np.int64), num_packs), np.zeros(num_documents, np.int64)
-    documents = DocumentBatch(tokens.reshape(-1), tiled, sources, starts)
+    tokens, stored = tokens[:, is_stored], np.tile(lengths, num_packs) - starts
+    documents = DocumentBatch(tokens.reshape(-1), stored, sources, starts)
     with new_prepared_data(plan.data_directory) as folder:
         learn_tokenizer(["random"], 300, "chatml").save_pretrained(folder.tokenizer)
         with PackWriter(folder.train) as writer, PackWriter(folder.validation):
@@ -283,8 +291,9 @@ def write_data(plan: RunPlan, lengths: list[int], prompt_share: float) -> int:
         folder.validation_sources.write_text("")
         num_targets = int((~is_first).sum())
         sizes = (num_documents, num_packs, tokens.size, num_packs * num_targets)
-        folder.write_manifest(DataManifest(plan.fingerprint, length, *sizes, 0, 0, 0, max(lengths)))
-    return num_targets
+        sequence_length = plan.recipe.training.sequence_length
+        folder.write_manifest(DataManifest(plan.fingerprint, sequence_length, *sizes, 0, 0, 0, max(lengths)))
+    return stored[: len(lengths)].tolist(), num_targets
 
 
 def measure_ftkit(plan: RunPlan, options: argparse.Namespace) -> Result:
@@ -455,8 +464,7 @@ def measure_case(text: str, options: argparse.Namespace, workspace: Path) -> boo
     training = training_of(text, options)
     name, also = shlex.split(text)[0], profile_overrides(options)
     plan = make_plan(training, workspace, name=name, device=options.device, overrides=also)
-    lengths = document_lengths(training.documents, plan)
-    num_targets = write_data(plan, lengths, training.prompt_share)
+    lengths, num_targets = write_data(plan, document_lengths(training, plan), training.prompt_share)
     plan.layout.root.mkdir(parents=True)
     plan.layout.plan.write_text(plan_to_json(plan))
     shape, settings = plan.recipe.model.architecture, plan.recipe.training

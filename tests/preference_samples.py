@@ -10,11 +10,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ftkit.config.training import TrainingPlan
-from ftkit.data.packing import IGNORED, REJECTED, Document, build_pack
+from ftkit.data.packing import IGNORED, REJECTED, Document, DocumentBatch, build_pack, share_prompts
+from ftkit.data.prepared_data import PackStore, PackWriter
+from ftkit.train.components.batches import to_micro_batch, with_completions, with_shared_prompts
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.lora import init_adapters, prepare_method
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ftkit.train.causal_lm import MicroBatch
     from ftkit.train.world import World
 
 Completion = tuple[list[int], list[int], bool]
@@ -88,3 +93,36 @@ def log_probs_of(model: Any, rows: list[tuple[list[int], list[int]]]) -> tuple[t
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     per_token = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0] * is_target[:, 1:]
     return per_token.sum(1), is_target.sum(1).to(logits.dtype)
+
+
+SIZES = [(9, 4, 7), (12, 1, 3), (1, 5, 2), (20, 6, 6)]
+"""Tokens of the prompt, the chosen and the rejected completion of each pair."""
+
+
+def draw_pairs() -> list[list[Document]]:
+    """Return both sides of pairs; prompts of one token and of many."""
+    rng, pairs = np.random.default_rng(3), []
+    for num_prompt, *sizes in SIZES:
+        prompt = rng.integers(0, 61, num_prompt)
+        sides = []
+        for number, size in enumerate(sizes):
+            tokens = np.concatenate([prompt, rng.integers(0, 61, size)]).astype(np.int32)
+            labels = np.append(np.where(np.arange(1, len(tokens)) < num_prompt, IGNORED, tokens[1:]), IGNORED)
+            sides.append(Document(tokens, labels.astype(np.int32), is_rejected=number == 1))
+        pairs.append(sides)
+    return pairs
+
+
+def store_of(folder: Path, length: int, *, is_shared: bool) -> PackStore:
+    """Return a pack of each two pairs."""
+    with PackWriter(folder) as writer:
+        for first in range(0, len(SIZES), 2):
+            documents = [side for pair in draw_pairs()[first : first + 2] for side in pair]
+            writer.write(DocumentBatch.of(share_prompts(documents) if is_shared else documents), [4])
+    return PackStore(folder, length)
+
+
+def batch_of(store: PackStore, world: World, reference: np.ndarray[Any, Any] | None = None) -> MicroBatch:
+    read = store.read(range(len(store)))
+    batch = with_completions(to_micro_batch(read, world.device), read, 2, reference)
+    return with_shared_prompts(batch, read) if store.shares_prompts else batch

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from preference_samples import batch_of, change_adapters, store_of
 from transformers import AutoModelForCausalLM
 
 from ftkit.config.training import TrainingPlan
@@ -18,9 +19,12 @@ from ftkit.train.distributed.probe import run_probe
 from ftkit.train.distributed.verification import verify_isolation, verify_logits
 from ftkit.train.model.attention import choose_kernel, register_kernel
 from ftkit.train.model.hf_model import build_empty, make_config
+from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.model.pretrained import init_weights
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ftkit.train.world import World
 
 pytestmark = pytest.mark.gpu
@@ -106,3 +110,27 @@ def test_the_selected_kernel_is_correct_for_each_head_size(width: int, world: Wo
     engine = Fsdp2Engine(model, training(), world, lambda sharded: init_weights(sharded, shape, 0))
     probe = run_probe(engine, world, VOCABULARY, micro_batch_size=2, sequence_length=LENGTH)
     assert verify_isolation(probe), (kernel, reason)
+
+
+def test_pairs_that_share_a_prompt_are_computed_as_those_with_two_copies(world: World, tmp_path: Path) -> None:
+    shape, found = architecture("llama"), []
+    for is_shared in (False, True):
+        store = store_of(tmp_path / str(is_shared), 256, is_shared=is_shared)
+        settings = training(objective="dpo", method="lora", sequence_length=256)
+        config = make_config(shape, IDS)
+        kernel, reason = choose_kernel(settings, config, world, shares_prompts=is_shared)
+        assert kernel == "flex" or not is_shared, reason
+        model = build_empty(config, register_kernel(kernel))
+        prepare_method(model, settings, world.device)
+
+        def initialize(sharded: torch.nn.Module) -> None:
+            init_weights(sharded, shape, 0)
+            init_adapters(sharded, 0)
+
+        engine = Fsdp2Engine(model, settings, world, initialize)
+        change_adapters(engine)
+        loss = engine.forward(batch_of(store, world))
+        engine.backward(loss, 4, is_last=True)
+        found.append((float(loss.detach()), float(engine.step(1e-3, 1e9))))
+    (loss, norm), shared = found
+    assert shared == (pytest.approx(loss, rel=5e-3), pytest.approx(norm, rel=3e-2))

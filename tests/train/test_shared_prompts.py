@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from preference_samples import change_adapters, engine_of
+from preference_samples import batch_of, change_adapters, draw_pairs, engine_of, store_of
 from torch.nn.attention.flex_attention import create_mask
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ftkit.config.objectives import DpoSpec
 from ftkit.config.training import TrainingPlan
-from ftkit.data.packing import IGNORED, REJECTED, Document, DocumentBatch, document_begins, share_prompts, visible_until
-from ftkit.data.prepared_data import PackStore, PackWriter, PreparedData
+from ftkit.data.packing import REJECTED, document_begins, share_prompts, visible_until
+from ftkit.data.prepared_data import PackStore, PreparedData
 from ftkit.errors import TrainingError
 from ftkit.runs.records import EvaluationRecord
 from ftkit.train.causal_lm import CausalLM, SourceLosses
-from ftkit.train.components.batches import to_micro_batch, with_completions, with_shared_prompts
 from ftkit.train.distributed.probe import run_probe
 from ftkit.train.distributed.verification import verify_causality, verify_isolation
 from ftkit.train.model import attention
@@ -32,39 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ftkit.train.causal_lm import MicroBatch
     from ftkit.train.world import World
-
-SIZES = [(9, 4, 7), (12, 1, 3), (1, 5, 2), (20, 6, 6)]
-"""Tokens of the prompt, the chosen and the rejected completion of each pair."""
-
-
-def draw_pairs() -> list[list[Document]]:
-    rng, pairs = np.random.default_rng(3), []
-    for num_prompt, *sizes in SIZES:
-        prompt = rng.integers(0, 61, num_prompt)
-        sides = []
-        for number, size in enumerate(sizes):
-            tokens = np.concatenate([prompt, rng.integers(0, 61, size)]).astype(np.int32)
-            labels = np.append(np.where(np.arange(1, len(tokens)) < num_prompt, IGNORED, tokens[1:]), IGNORED)
-            sides.append(Document(tokens, labels.astype(np.int32), is_rejected=number == 1))
-        pairs.append(sides)
-    return pairs
-
-
-def store_of(folder: Path, length: int, *, is_shared: bool) -> PackStore:
-    """Return a pack of each two pairs."""
-    with PackWriter(folder) as writer:
-        for first in range(0, len(SIZES), 2):
-            documents = [side for pair in draw_pairs()[first : first + 2] for side in pair]
-            writer.write(DocumentBatch.of(share_prompts(documents) if is_shared else documents), [4])
-    return PackStore(folder, length)
-
-
-def batch_of(store: PackStore, world: World, reference: np.ndarray[Any, Any] | None = None) -> MicroBatch:
-    read = store.read(range(len(store)))
-    batch = with_completions(to_micro_batch(read, world.device), read, 2, reference)
-    return with_shared_prompts(batch, read) if store.shares_prompts else batch
 
 
 @pytest.fixture
