@@ -6,6 +6,10 @@ Nearly every command calls this, and most profiles have no `login`: the modules 
 from __future__ import annotations
 
 import os
+import select
+import signal
+import sys
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -40,6 +44,8 @@ class ForwardedCommand(ExamplesCommand):
     def invoke(self, ctx: click.Context) -> Any:
         place = find_login_node(ctx.params)
         if place is None:
+            if SERVED in os.environ and not sys.stdout.isatty():
+                threading.Thread(target=_end_with_reader, daemon=True).start()
             return super().invoke(ctx)
         from ftkit.cli.forward import forward
 
@@ -48,6 +54,14 @@ class ForwardedCommand(ExamplesCommand):
 
 
 forwarded_command = partial(command, cls=ForwardedCommand)
+
+
+def _end_with_reader() -> None:
+    """End this process when nothing reads its output anymore: without a terminal, sshd sends no signal."""
+    watched = select.poll()
+    watched.register(sys.stdout.fileno(), 0)
+    watched.poll()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def find_login_node(params: Mapping[str, object]) -> tuple[Login, Context] | None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +18,6 @@ from typing import Any, Final
 import ftkit
 from ftkit.checkout import list_files, read_commit
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, Problem
-from ftkit.files import atomic_folder
 from ftkit.planning.plan import CodePlan
 
 _LIMIT_BYTES: Final = 64 * 2**20
@@ -122,21 +119,11 @@ def copies_of_run(manifest: Mapping[str, Any], folder: Path, *, allows_changes: 
     return copies
 
 
-def pack_copies(copies: Iterable[CodeCopy]) -> bytes:
-    """Return a zip archive of copies, for another machine. The same copies give the same bytes."""
+def sent_files(copies: Sequence[CodeCopy], folder: str) -> dict[str, bytes]:
+    """Return the files of copies for another machine, by their paths, in a folder that `copy_selected` reads there."""
     plans = {copy.plan.name: asdict(copy.plan) for copy in copies}
-    contents = {f"{copy.plan.name}/{path}": data for copy in copies for path, data in copy.files.items()}
-    packed = BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path, data in {_PLANS: json.dumps(plans).encode(), **contents}.items():
-            archive.writestr(zipfile.ZipInfo(path), data, zipfile.ZIP_DEFLATED)
-    return packed.getvalue()
-
-
-def unpack_copies(packed: bytes, folder: Path) -> None:
-    """Unpack an archive of copies into a folder, atomically."""
-    with atomic_folder(folder) as new, zipfile.ZipFile(BytesIO(packed)) as archive:
-        archive.extractall(new)
+    contents = {f"{folder}/{copy.plan.name}/{path}": data for copy in copies for path, data in copy.files.items()}
+    return {f"{folder}/{_PLANS}": json.dumps(plans).encode(), **contents}
 
 
 def files_of(copies: Iterable[CodeCopy]) -> dict[str, str | bytes]:

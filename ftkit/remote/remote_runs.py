@@ -13,15 +13,15 @@ from typing import Final
 
 from ftkit.files import file_lock_if_supported, read_json_if_valid, write_file, write_json
 from ftkit.remote.ssh import Login
+from ftkit.runs.find import RUN_ID
 
-_RUN_ID: Final = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)-(\d{8}T\d{6}Z)-([0-9a-f]+)")
 _NUM_KEPT: Final = 1000
 _SUBMISSION_ID: Final = re.compile("[0-9a-f]{16}")
 
 
 def printed_ids(output: str) -> list[str]:
     """Return the ids of runs that a submission printed, one per line."""
-    return [line.strip() for line in output.splitlines() if _RUN_ID.fullmatch(line.strip())]
+    return [line.strip() for line in output.splitlines() if RUN_ID.fullmatch(line.strip())]
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,9 @@ class Records:
 
     def find(self, reference: str) -> RemoteRun | None:
         """Return the newest run, by the login node's clock, whose id, its beginning, suffix, or name is `reference`."""
-        newest = sorted(self.runs(), key=lambda run: run.id.rsplit("-", 2)[1], reverse=True)
-        for run in newest:
-            match = _RUN_ID.fullmatch(run.id)
-            is_meant = match and (reference in (match[1], match[3]) or run.id.startswith(reference))
-            if reference == "last" or is_meant:
+        known = [(run, match) for run in self.runs() if (match := RUN_ID.fullmatch(run.id))]
+        for run, match in sorted(known, key=lambda each: each[1]["created"], reverse=True):
+            if reference in ("last", match["name"], match["suffix"]) or run.id.startswith(reference):
                 return run
         return None
 

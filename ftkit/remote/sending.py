@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import io
 import json
 import os
 import shlex
+import shutil
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
@@ -26,15 +27,15 @@ from ftkit.config.load import Loaded, read_cluster, read_recipe
 from ftkit.config.yaml_files import parse_override, to_yaml
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, one_line
 from ftkit.paths import absolute_path, fixed_folder, is_address, is_path
-from ftkit.remote.ssh import Login, SentFile
+from ftkit.remote.ssh import Login, call, is_lost, unreachable
 
 if TYPE_CHECKING:
     from ftkit.config.recipe import RecipeSpec
 
 _OF_THIS_MACHINE: Final = ("login", "ssh_options", "login_folder", "send_limit_gib")
 """Keys of a profile that are removed for the login node, where the cluster is local."""
-_RSYNC_PROTOCOL: Final = 2
-"""Exit status of rsync if the other side does not speak its protocol, as when the login shell's files print."""
+_NO_RSYNC: Final = (2, 127)
+"""Exit status of rsync if there is none on the other side, or the login shell's files print into its protocol."""
 _MAX_PROJECT_BYTES: Final = 2**20
 _WITH_PATHS: Final = ("data", "model", "image")
 """Keys of a recipe with paths."""
@@ -45,39 +46,34 @@ def project_name(project: Path) -> str:
     return f"{''.join(each if each.isalnum() else '-' for each in project.name) or 'project'}-{digest}"
 
 
-def project_files(ctx: Context) -> dict[str, str]:
+def project_files(ctx: Context) -> dict[str, bytes]:
     """Return the files of a project by path; all profiles are in one piece each, without the keys about ssh."""
-    files: dict[str, str] = {}
+    files: dict[str, bytes] = {}
     listed = [ctx.project / PROJECT_FILE]
     listed += sorted((ctx.project / "recipes").glob("*.yaml"))
     listed += sorted(path for path in (ctx.project / "containers").rglob("*") if path.is_file())
     listed += sorted((ctx.project / "sbatch").rglob("*.j2"))
     for path in listed:
         if path.is_file() and path.stat().st_size <= _MAX_PROJECT_BYTES:
-            files[str(path.relative_to(ctx.project))] = path.read_text(encoding="utf-8", errors="surrogateescape")
+            files[str(path.relative_to(ctx.project))] = path.read_bytes()
     for name in list_names("cluster", ctx):
         if any((folder / f"{name}.yaml").is_file() for folder in search_folders("cluster", ctx)[:-1]):
             values = read_cluster(name, ctx).layers.values
             kept = {key: value for key, value in values.items() if key not in _OF_THIS_MACHINE}
-            files[f"clusters/{name}.yaml"] = to_yaml(kept)
+            files[f"clusters/{name}.yaml"] = to_yaml(kept).encode()
     return files
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """Arguments and files of a run on the login node; `files` has its recipe by path, unless ftkit ships it."""
-
-    words: tuple[str, ...]
-    files: dict[str, str]
-    local_files: tuple[SentFile, ...]
 
 
 def pack_run(
     recipe: str | None, trials: Sequence[Sequence[str]], words: Sequence[str], login: Login, ctx: Context
-) -> Parcel:
-    """Find a run's local files, and rewrite its arguments, typed as `words`, with paths on the login node."""
+) -> tuple[list[str], dict[str, bytes], list[str]]:
+    """Find a run's local files, and rewrite its arguments, typed as `words`, with paths on the login node.
+
+    Returns the arguments there; the recipe as a file of the project by its path, unless ftkit ships it; and the paths
+    of the local files.
+    """
     if recipe is None:
-        return Parcel(tuple(words), {}, ())
+        return [*words], {}, []
     roots: dict[str, list[Path]] = {}
     for overrides in trials:
         for key, path in _paths(read_recipe(recipe, ctx, overrides)):
@@ -90,14 +86,13 @@ def pack_run(
     plain = read_recipe(recipe, ctx)
     origins = (Path(origin.rpartition(":")[0]) for origin in plain.layers.origins.values())
     is_shipped = all(origin.parent in (assets.EXAMPLES, assets.RECIPES) for origin in origins)
-    stats = {file: file.stat() for files in roots.values() for file in files}
-    local_files = tuple(SentFile(str(file), stat.st_size, int(stat.st_mtime)) for file, stat in stats.items())
+    local_files = list(dict.fromkeys(str(file) for files in roots.values() for file in files))
     if is_shipped:
-        return Parcel((recipe, *overrides), {}, local_files)
+        return [recipe, *overrides], {}, local_files
     values = plain.layers.values.items()
     text = to_yaml({key: _replace_paths(value, (key,), plain.layers.folder, moved) for key, value in values})
     name = f"sent/{plain.spec.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
-    return Parcel((name, *overrides), {name: text}, local_files)
+    return [name, *overrides], {name: text.encode()}, local_files
 
 
 def _paths(loaded: Loaded[RecipeSpec]) -> Iterator[tuple[str, str]]:
@@ -159,12 +154,39 @@ def _moved_override(word: str, moved: Mapping[str, str]) -> str:
     return word
 
 
-def send_files(login: Login, paths: Sequence[str], *, with_rsync: bool) -> None:
+def pack_files(files: Mapping[str, bytes]) -> bytes:
+    """Return a compressed tar archive of files by path."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for path, content in files.items():
+            member = tarfile.TarInfo(path)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def find_missing(login: Login, paths: Sequence[str]) -> list[str]:
+    """Return the local files that `files/` there lacks, or has with another size or time."""
+    if not paths:
+        return []
+    output, names = bytearray(), "\0".join(path.lstrip("/") for path in paths)
+    script = "mkdir -p files; cd files; xargs -0r stat --printf '%s %Y %n\\0' 2>/dev/null; exit 0"
+    if is_lost(call(login, script, output.extend, os.fsencode(names))):
+        raise unreachable(login)
+    there, missing = set(bytes(output).split(b"\0")), []
+    for path in paths:
+        stat = Path(path).stat()
+        if os.fsencode(f"{stat.st_size} {int(stat.st_mtime)} {path.lstrip('/')}") not in there:
+            missing.append(path)
+    return missing
+
+
+def send_files(login: Login, paths: Sequence[str]) -> None:
     """Send local files into `files/` there: with rsync, which continues a partial file, if both sides have it."""
-    target, code, output = f"{login.folder}/files", _RSYNC_PROTOCOL, ""
-    if with_rsync:
+    target, code, output = f"{login.folder}/files", _NO_RSYNC[0], ""
+    if shutil.which("rsync"):
         with tempfile.NamedTemporaryFile() as listed:
-            listed.write("\0".join(paths).encode())
+            listed.write(os.fsencode("\0".join(paths)))
             listed.flush()
             ssh = shlex.join(["ssh", *login.options])
             options = ["--times", "--perms", "--copy-links", "--partial", "--from0", f"--files-from={listed.name}"]
@@ -177,7 +199,7 @@ def send_files(login: Login, paths: Sequence[str], *, with_rsync: bool) -> None:
             for path in paths:
                 archive.add(path, arcname=path.lstrip("/"), recursive=False)
 
-    if code == _RSYNC_PROTOCOL:
+    if code in _NO_RSYNC:
         done = process.run_with_input(login.ssh(f"tar -x -p -C {target} -f -"), write_tar)
         code, output = done.returncode, done.stderr
     if code:

@@ -1,40 +1,31 @@
-"""Requests to the ftkit on a login node, over ssh, and its installation there.
+"""Run shell scripts on a login node, over the system's ssh, and install ftkit there.
 
-A request is one JSON document. Without secrets, it is an argument in base64, so that every login shell passes it on
-unchanged and standard input stays free for the terminal. With secrets or files, it goes to standard input.
+A script is an argument in base64, so that every login shell passes it on unchanged and standard input stays free for
+the terminal, for files, or for secrets. `bash -l` runs it: that reads the site's profile, with Slurm's PATH.
 """
 
 from __future__ import annotations
 
 import base64
-import json
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, Literal, TypedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 from ftkit import process
 from ftkit.errors import PrerequisiteError
-from ftkit.files import parse_json, to_json
-from ftkit.wheel import WHEEL_NAME, make_wheel
+from ftkit.wheel import WHEEL_NAME, code_identity, make_wheel
 
 if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile
 
-LOGIN_SIDE: Final = "ftkit.cli.login_side"
-"""The module that answers requests on the login node."""
-NEEDS_PROJECT: Final = 190
-"""Exit status of the login side: its files of the project differ from this machine's."""
-OTHER_CODE: Final = 191
-"""Exit status of the login side: its code differs from this machine's."""
-CODE_FOLDER: Final = "code"
-"""Name of the folder for sent code, in ftkit's folder there: it has a folder for each archive, named by digest."""
-_BEGINNING: Final = "ftkit-output-begins-here"
-"""Line before the output of a request: the login shell's start-up files may print too."""
+_OTHER_CODE: Final = 191
+"""Exit status of a script if ftkit there is missing, or differs from this machine's."""
+_BEGINNING: Final = b"ftkit-output-begins-here"
+"""Line before the output of a script: the login shell's start-up files may print too."""
 _SSH_FAILED: Final = 255
-_NOT_FOUND: Final = (126, 127)
 
 
 @dataclass(frozen=True)
@@ -58,93 +49,45 @@ def login_of(profile: ClusterProfile) -> Login | None:
     return Login(profile.name, profile.login, profile.ssh_options, profile.login_folder.rstrip("/"))
 
 
-@dataclass(frozen=True)
-class SentFile:
-    """A local file on the login node: its path below `files/` there, its size in bytes, its modification time."""
+def call(login: Login, script: str, on_output: Callable[[bytes], None] | None, stdin: bytes | None = None) -> int:
+    """Run a script in ftkit's folder there, and return its exit status.
 
-    path: str
-    num_bytes: int
-    mtime: int
-
-
-@dataclass(frozen=True)
-class Request:
-    # Run a command; run it exactly once; store the project's files; list missing local files and code; unpack code.
-    action: Literal["run", "once", "store", "missing", "unpack"]
-    identity: str  # of the code here
-    project: str
-    digest: str  # of the project's files
-    cluster: str
-    words: tuple[str, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)
-    submission: str = ""  # what is run `once`, even if the connection is lost
-    secrets: dict[str, str] = field(default_factory=dict)  # variables, passed only on standard input
-    files: dict[str, str] = field(default_factory=dict)
-    local_files: tuple[SentFile, ...] = ()
-    code: str = ""  # digest of the archive of the run's code; empty if it has none
-    archive: str = ""
-
-
-def read_request(argument: str, read_stdin: Callable[[], bytes]) -> Request:
-    """Read the request from an argument, or from standard input for the argument `-`."""
-    return parse_json(read_stdin() if argument == "-" else base64.b64decode(argument), Request)
-
-
-def call(login: Login, request: Request, on_output: Callable[[bytes], None] | None) -> int:
-    """Make a request without secrets, on this process's terminal or passing on its output; return its exit status."""
-    argument = base64.b64encode(to_json(request).encode()).decode()
-    if on_output is not None:
-        return _call_quietly(login, request, argument, None, on_output)
-    return _checked(login, request, process.run_attached(login.ssh(_command(login, argument), terminal=True)))
-
-
-def call_through_pipe(login: Login, request: Request, on_output: Callable[[bytes], None]) -> int:
-    """Make a request on standard input; return its exit status. Raises as `call`."""
-    return _call_quietly(login, request, "-", to_json(request).encode(), on_output)
-
-
-def _call_quietly(
-    login: Login, request: Request, argument: str, stdin: bytes | None, on_output: Callable[[bytes], None]
-) -> int:
-    """Make a request, and pass on its own output; what start-up files of the login shell print goes to stderr."""
-    begins, received, has_begun = f"{_BEGINNING}\n".encode(), b"", False
-
-    def receive(chunk: bytes) -> None:
-        nonlocal received, has_begun
-        if not has_begun:
-            received, line, chunk = (received + chunk).partition(begins)
-            has_begun = bool(line)
-            if has_begun:
-                show_noise()
-        if chunk:
-            on_output(chunk)
-
-    def show_noise() -> None:
-        sys.stderr.write(received.decode(errors="replace"))
-        sys.stderr.flush()
-
-    command = _command(login, argument, before=f"echo {_BEGINNING}; ")
-    code = process.run_passing(login.ssh(command), stdin, receive)
-    if not has_begun:
-        show_noise()
-    return _checked(login, request, code)
-
-
-def _command(login: Login, argument: str, before: str = "") -> str:
-    """Return a shell command that works in every login shell; `bash -l` reads the site's profile, with Slurm's PATH."""
-    return f"bash -lc '{before}exec {login.folder}/venv/bin/python -m {LOGIN_SIDE} {argument}'"
-
-
-def _checked(login: Login, request: Request, code: int) -> int:
-    if code in _NOT_FOUND:
-        raise _not_set_up(login, f"ftkit is not set up on {login.address}")
-    if code == OTHER_CODE:
-        raise _not_set_up(login, f"ftkit on {login.address} differs from this machine's ({request.identity})")
+    `on_output` gets its output, and `stdin` is its standard input. Without `on_output`, it runs on this process's
+    terminal. Raises `PrerequisiteError` if ftkit there is not this one.
+    """
+    is_this_one = f'cd {login.folder} && [ "$(cat venv/identity)" = {code_identity()} ]'
+    begin = "" if on_output is None else f"echo {_BEGINNING.decode()}\n"
+    script = f"{begin}{{ {is_this_one}; }} 2>/dev/null || exit {_OTHER_CODE}\n{script}"
+    command = f"bash -lc 'eval \"$(echo {base64.b64encode(script.encode()).decode()} | base64 -d)\"'"
+    if on_output is None:
+        code = process.run_attached(login.ssh(command, terminal=True))
+    else:
+        code = process.run_passing(login.ssh(command), stdin, _after_beginning(on_output))
+    if code == _OTHER_CODE:
+        raise PrerequisiteError(
+            f"ftkit on {login.address} is missing, or differs from this machine's ({code_identity()})",
+            fix=f"install this one there: ftkit cluster connect {login.cluster}",
+        )
     return code
 
 
-def _not_set_up(login: Login, what: str) -> PrerequisiteError:
-    return PrerequisiteError(what, fix=f"install this one there: ftkit cluster connect {login.cluster}")
+def _after_beginning(on_output: Callable[[bytes], None]) -> Callable[[bytes], None]:
+    """Return a function that passes on what follows the first line of a script's output; lines before go to stderr."""
+    rest, has_begun = b"", False
+
+    def receive(chunk: bytes) -> None:
+        nonlocal rest, has_begun
+        rest += chunk
+        while not has_begun and b"\n" in rest:
+            line, _, rest = rest.partition(b"\n")
+            has_begun = line.endswith(_BEGINNING)
+            if before := line.removesuffix(_BEGINNING):
+                sys.stderr.write(f"{before.decode(errors='replace')}\n")
+        if has_begun and rest:
+            on_output(rest)
+            rest = b""
+
+    return receive
 
 
 def is_lost(code: int) -> bool:
@@ -160,38 +103,6 @@ def unreachable(login: Login) -> PrerequisiteError:
     )
 
 
-class Missing(TypedDict):
-    """The answer to `missing`: local files to send, whether the code is to be sent, and whether there is rsync."""
-
-    missing: list[str]
-    code: bool
-    rsync: bool
-
-
-def ask(login: Login, request: Request, files: Mapping[str, str]) -> Missing:
-    """Ask which local files are missing there; `files` are the project's."""
-    output = bytearray()
-    code = with_project(login, request, files, lambda: call_through_pipe(login, request, output.extend))
-    lines = output.decode(errors="replace").splitlines()
-    if is_lost(code):
-        raise unreachable(login)
-    if code or not lines:
-        raise _not_set_up(login, f"ftkit does not start on {login.address}: see the lines above")
-    answer: Missing = json.loads(lines[-1])
-    return answer
-
-
-def with_project(login: Login, request: Request, files: Mapping[str, str], send: Callable[[], int]) -> int:
-    """Send a request; if the login side lacks the project's files, send them, and then the request again."""
-    code = send()
-    if code != NEEDS_PROJECT:
-        return code
-    store = replace(request, action="store", files=dict(files), words=(), secrets={})
-    if call_through_pipe(login, store, lambda _: None):
-        raise unreachable(login)
-    return send()
-
-
 # --- Installation --------------------------------------------------------------------------------
 
 _NO_PYTHON: Final = 93
@@ -200,7 +111,7 @@ set -eu
 exec >&2
 folder={folder}
 mkdir -p "$folder" && cd "$folder" && chmod 700 .
-rm -rf venv.new ftkit-*.whl tmp
+rm -rf venv/identity ftkit-*.whl tmp
 mkdir tmp
 export TMPDIR=$PWD/tmp  # /tmp is often small or full
 trap 'rm -rf "$TMPDIR"' EXIT
@@ -226,6 +137,7 @@ else
   exit {no_python}
 fi
 rm -f {wheel}
+echo {identity} >venv/identity
 """
 
 
@@ -233,7 +145,7 @@ def install(login: Login, extras: Sequence[str] = ()) -> None:
     """Install this ftkit in the virtual environment on the login node, replacing an existing ftkit."""
     chosen = f"[{','.join(extras)}]" if extras else ""
     script = _INSTALL.format(
-        folder=shlex.quote(login.folder), wheel=WHEEL_NAME, no_python=_NO_PYTHON,
+        folder=shlex.quote(login.folder), wheel=WHEEL_NAME, no_python=_NO_PYTHON, identity=code_identity(),
         content=base64.encodebytes(make_wheel()).decode().strip(), requirements=shlex.quote(f"./{WHEEL_NAME}{chosen}"),
     )  # fmt: skip
     code = process.run_passing(login.ssh("bash -ls"), script.encode(), lambda _: None)

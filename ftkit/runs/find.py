@@ -14,7 +14,7 @@ from ftkit.errors import NotFoundError, PrerequisiteError, one_line
 from ftkit.files import PrivateFileError, load_json, read_small
 from ftkit.planning.layout import RunLayout, Workspace
 
-_ID = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)-(?P<created>\d{8}T\d{6}Z)-(?P<suffix>[0-9a-f]+)")
+RUN_ID = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)-(?P<created>\d{8}T\d{6}Z)-(?P<suffix>[0-9a-f]+)")
 _NUM_CANDIDATES_SHOWN = 8
 
 
@@ -53,7 +53,7 @@ def list_runs(workspace: Workspace) -> list[RunFolder]:
 
 
 def _from_name(workspace: Workspace, name: str) -> RunFolder | None:
-    parts = _ID.fullmatch(name)
+    parts = RUN_ID.fullmatch(name)
     if parts is None:
         return None
     try:

@@ -49,8 +49,8 @@ case "$cut" in
   rm {folder}/cut
   kill -KILL $pid ;;
 *)
-  [[ "${{*: -1}}" == *" -'" ]] || exec {ssh} "$@"
-  [[ ! -e {folder}/asked ]] && touch {folder}/asked && exec {ssh} "$@"
+  script=$(grep -o '[A-Za-z0-9+/=]\\{{40,\\}}' <<<"${{*: -1}}" | base64 -d)
+  [[ "$script" == *--from-byte=* ]] || exec {ssh} "$@"
   rm {folder}/cut
   {ssh} "$@" | head -c "$cut" ;;
 esac
@@ -87,8 +87,7 @@ class Laptop:
         return done
 
     def cut_when(self, condition: str) -> None:
-        """Drop the next connection once a file matches a pattern, or after a number of bytes of output."""
-        (self.folder / "asked").unlink(missing_ok=True)
+        """Drop the next connection once a file matches a pattern, or one that copies a log, after a number of bytes."""
         (self.folder / "cut").write_text(condition)
 
 

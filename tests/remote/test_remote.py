@@ -34,15 +34,15 @@ evaluation: {{generation: null}}
 
 def test_a_login_node_without_ftkit_or_with_another_version_is_rejected_with_the_command_to_run(laptop: Laptop) -> None:
     done = laptop.ftkit("--cluster", "far", "runs", expect=5)
-    assert "ftkit is not set up on" in done.stderr
+    assert "is missing, or differs" in done.stderr
     assert "ftkit cluster connect far" in done.stderr
-    half = laptop.there / "venv/bin/python"  # an installation that was cut off
+    half = laptop.there / "venv/bin/ftkit"  # an installation that was cut off
     half.parent.mkdir(parents=True)
     half.write_text("#!/bin/sh\nexit 1\n")
     half.chmod(0o755)
     done = laptop.ftkit("run", "demo", "--cluster", "far", expect=5)
     shutil.rmtree(laptop.there / "venv")
-    assert "ftkit does not start on" in done.stderr
+    assert "is missing, or differs" in done.stderr
     assert "ftkit cluster connect far" in done.stderr
 
 
@@ -54,7 +54,7 @@ def test_a_remote_run_is_submitted_once_and_followed_despite_dropped_connections
     data.write_text("\n".join(rows))
     (ready.project / "recipes").mkdir()
     (ready.project / "recipes/mine.yaml").write_text(RECIPE.format(tiny=CHECKOUT / "tests/train/tiny.yaml"))
-    ready.cut_when(f"{ready.there}/submissions/*/process.json")
+    ready.cut_when(f"{ready.there}/submissions/*/begun")
     done = ready.ftkit("run", "mine", "--cluster", "far", "--no-follow", "--name", "cut", "training.seed=3")
     assert "no connection to" in done.stderr
     assert "Welcome to the cluster" in done.stderr

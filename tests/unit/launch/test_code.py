@@ -16,8 +16,7 @@ from ftkit.launch.code import (
     copy_selected,
     digest_of,
     files_of,
-    pack_copies,
-    unpack_copies,
+    sent_files,
 )
 
 if TYPE_CHECKING:
@@ -61,9 +60,9 @@ def test_copies_reach_another_machine_unchanged_or_not_at_all(tmp_path: Path) ->
         copy_code(tmp_path / "a", "script", "--script"),
         *copy_selected([tmp_path / "a" / ".." / "mine"], is_dev=False),
     ]
-    packed = pack_copies(copies)
-    assert pack_copies(copies) == packed
-    unpack_copies(packed, tmp_path / "there")
+    for path, content in sent_files(copies, "there").items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(content)
     assert copy_selected([], is_dev=False, sent=tmp_path / "there") == copies
     assert copies[1].plan.source == str(tmp_path / "mine")
     write(tmp_path, "there/script/more.py")

@@ -19,7 +19,7 @@ def test_parts_of_job_scripts_are_sent_with_the_project(tmp_path: Path) -> None:
     part.write_text("#SBATCH --comment=ours\n")
     (tmp_path / "sbatch" / "other.sh").touch()
     assert project_files(Context(tmp_path, tmp_path / "user", {})) == {
-        "sbatch/parts/directives.j2": "#SBATCH --comment=ours\n"
+        "sbatch/parts/directives.j2": b"#SBATCH --comment=ours\n"
     }
 
 

@@ -22,7 +22,7 @@ def test_the_file_of_a_task_is_sent_and_the_recipe_names_its_place_there(tmp_pat
         "extends: demo\nname: mine\ndata: {task: own.py}\nevaluation: {generation: null}\n"
     )
     ctx = Context(tmp_path, tmp_path / "user", {})
-    parcel = pack_run("mine", [()], ("mine",), Login("own", "node", (), "/ftkit"), ctx)
-    assert [file.path for file in parcel.local_files] == [str(own)]
-    (text,) = parcel.files.values()
+    _, files, local_files = pack_run("mine", [()], ("mine",), Login("own", "node", (), "/ftkit"), ctx)
+    assert local_files == [str(own)]
+    (text,) = files.values()
     assert YAML(typ="safe").load(text)["data"]["task"] == f"/ftkit/files{own}"
