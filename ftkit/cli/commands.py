@@ -15,6 +15,8 @@ from ftkit.cli.output import WithOutputOptions
 from ftkit.config.context import Context
 from ftkit.errors import closest
 
+SERVED = "FTKIT_FORWARDED"
+"""Variable that is set where a forwarded command runs: it is not forwarded again."""
 _SHARED_HELP = {
     "{RUN}": "RUN is a name (the newest run with that name), an id or the beginning or end of an id, a Slurm job id, "
     "or 'last'. SWEEP@best is the run of a sweep with the lowest validation loss.",

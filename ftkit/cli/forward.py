@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ftkit.cli.arguments import current_workspace, run_args, split_script_args
-from ftkit.cli.forwarded import SERVED
+from ftkit.cli.commands import SERVED
 from ftkit.cli.output import current_output, log_output
 from ftkit.cli.terminal.console import Terminal
 from ftkit.config.load import load_cluster

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ftkit.cli.arguments import get_run
-from ftkit.cli.commands import ExamplesCommand, command, current_context
+from ftkit.cli.commands import SERVED, ExamplesCommand, command, current_context
 from ftkit.cli.output import current_output
 from ftkit.config.context import Context, read_settings_layers, search_folders
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
@@ -27,8 +27,6 @@ from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
 if TYPE_CHECKING:
     from ftkit.remote.ssh import Login
 
-SERVED: Final = "FTKIT_FORWARDED"
-"""Variable that is set where a forwarded command runs: it is not forwarded again."""
 _TYPED = "ftkit.typed"
 """Key of a context's `meta`: the words of the command line after the command's name."""
 
