@@ -211,14 +211,19 @@ run_options = together(
 """What to run, and where: the arguments of `run_args`."""
 
 
-class RunOptions(TypedDict):
-    """Values of `run_options`, without the words."""
+class PlacementOptions(TypedDict):
+    """Values of `placement_options`."""
 
-    image: str | None
     num_nodes: int | None
     gpus_per_node: int | None
     processes_per_node: int | None
     cluster: str | None
+
+
+class RunOptions(PlacementOptions):
+    """Values of `run_options`, without the words."""
+
+    image: str | None
     name: str | None
 
 

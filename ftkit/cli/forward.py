@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _SUBMITTING: Final = ("run", "resume", "rerun")
 """Commands that submit a job, and then follow it."""
-_SECRETS: Final = (
+SECRETS: Final = (
     "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD",
     "MLFLOW_TRACKING_TOKEN",
 )  # fmt: skip
@@ -192,7 +192,7 @@ def _submit(forwarded: _Forwarded, ctx: Context, name: str, typed: Sequence[str]
     login, terminal, token = forwarded.login, forwarded.terminal, params.get("hf_token_file")
     options, arguments = _split_words(typed, click.get_current_context().command)
     words = [*options, "--", *arguments]
-    secrets = {name: os.environ[name] for name in _SECRETS if os.environ.get(name)}
+    secrets = {name: os.environ[name] for name in SECRETS if os.environ.get(name)}
     if token is not None:
         secrets["HF_TOKEN"] = token.read_text(encoding="utf-8").strip()
     if name == "run":

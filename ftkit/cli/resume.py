@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
 
 import click
 
@@ -22,7 +23,8 @@ from ftkit.launch.code import copies_of_run
 from ftkit.launch.inputs import count_documents
 from ftkit.launch.preflight import check_trackers, run_checks
 from ftkit.launch.render import render_job
-from ftkit.launch.resume import ResumeArgs, ResumedPlan, renew_code, replan
+from ftkit.launch.resolve import RunArgs
+from ftkit.launch.resume import ResumedPlan, renew_code, replan
 from ftkit.launch.submission import read_resumable_plan, resume, submit
 from ftkit.paths import is_address
 from ftkit.planning.layout import RunLayout
@@ -34,6 +36,9 @@ from ftkit.runs.metrics_file import RecordTail
 from ftkit.runs.repeat import Original, judge, original_to_json, read_original
 from ftkit.runs.signing import verify_beside
 from ftkit.runs.sync import fetch_run
+
+if TYPE_CHECKING:
+    from ftkit.cli.arguments import PlacementOptions
 
 
 @forwarded_command(
@@ -54,9 +59,8 @@ from ftkit.runs.sync import fetch_run
 @arguments.follow_option
 @click.pass_obj
 def resume_command(  # noqa: PLR0913 - one for each option
-    typed: list[str], /, reference: str, overrides: tuple[str, ...], *, num_nodes: int | None,
-    gpus_per_node: int | None, processes_per_node: int | None, cluster: str | None, time_limit: str | None,
-    copies: str | None, allowed: tuple[str, ...], hf_token_file: Path | None, follow: bool,
+    typed: list[str], /, reference: str, overrides: tuple[str, ...], *, time_limit: str | None, copies: str | None,
+    allowed: tuple[str, ...], hf_token_file: Path | None, follow: bool, **placement: Unpack[PlacementOptions],
 ) -> None:  # fmt: skip
     """Submit a run again; it continues from its newest checkpoint.
 
@@ -73,7 +77,7 @@ def resume_command(  # noqa: PLR0913 - one for each option
         raise arguments.usage_error(f"expected KEY.PATH=VALUE after the run, got '{wrong[0]}'")
     if time_limit:
         overrides = (*overrides, f"resources.time_limit='{time_limit}'")
-    args = ResumeArgs(num_nodes, gpus_per_node, cluster, overrides, allowed, processes_per_node)
+    args = RunArgs(overrides=overrides, **placement)
     if copies is not None:
         reference = f"{copies.rstrip('/')}/{reference}"
     if copies is not None or is_address(reference):
@@ -82,8 +86,12 @@ def resume_command(  # noqa: PLR0913 - one for each option
         reference = reference.rstrip("/").rpartition("/")[2]
     layout = arguments.get_run(reference).layout
     tail = RecordTail(layout.metrics, skips_old=True)  # show only this job's records
+    changed: ResumedPlan[ScriptPlan] | ResumedPlan[RunPlan] | None
     plan = read_resumable_plan(layout)
-    changed = _change_script(plan, args) if isinstance(plan, ScriptPlan) else _change(plan, args, terminal)
+    if isinstance(plan, ScriptPlan):
+        changed = _change_script(plan, args, allowed)
+    else:
+        changed = _change(plan, args, allowed, terminal)
     if changed:
         say_overridden(terminal, project)
     if changed and isinstance(changed.plan, RunPlan):
@@ -96,27 +104,27 @@ def resume_command(  # noqa: PLR0913 - one for each option
     report_submission(run, terminal, is_followed=follow, tail=tail)
 
 
-def _change_script(plan: ScriptPlan, args: ResumeArgs) -> ResumedPlan[ScriptPlan] | None:
-    if replace(args, allowed=()).asks_for_changes or not set(args.allowed) <= {"code"}:
+def _change_script(plan: ScriptPlan, args: RunArgs, allowed: Sequence[str]) -> ResumedPlan[ScriptPlan] | None:
+    if args != RunArgs() or not set(allowed) <= {"code"}:
         fix = f"Start it as a new run: {original_command(plan.layout)}"
         raise ConfigError([Problem("command line", "", "of a script, only the code can change.", fix)])
-    return renew_code(ResumedPlan(plan)) if args.allowed else None
+    return renew_code(ResumedPlan(plan)) if allowed else None
 
 
-def _change(plan: RunPlan, args: ResumeArgs, terminal: Terminal) -> ResumedPlan[RunPlan] | None:
+def _change(plan: RunPlan, args: RunArgs, allowed: Sequence[str], terminal: Terminal) -> ResumedPlan[RunPlan] | None:
     """Plan the run again if the options ask for that, and list the differences; None if nothing changes."""
-    if not args.asks_for_changes:  # without a script, the run was copied here from another machine
+    if args == RunArgs() and not allowed:  # without a script, the run was copied here from another machine
         return None if plan.layout.script.is_file() else ResumedPlan(plan)
     settings, ctx = arguments.current_settings().settings, current_context()
     image = parse_image(settings.image, ctx.project) if settings.image else None
-    changed = replan(plan, args, ctx, image)
+    changed = replan(plan, args, ctx, image, allowed)
     for warning in changed.warnings:
         terminal.warn(warning)
     new, processes = changed.plan.batch, plural(changed.plan.placement.world_size, "process")
     facts = [(change.key, f"{change.before} → {change.after}") for change in changed.changes]
     batch = f"{new.micro_batch_size} × {processes} × {new.accumulation_steps}"
     terminal.facts([*facts, ("global batch", f"{plural(new.global_batch_size, 'pack')} ({batch})")], is_data=False)
-    return renew_code(changed) if "code" in args.allowed else changed
+    return renew_code(changed) if "code" in allowed else changed
 
 
 @forwarded_command("rerun", "ftkit rerun demo", "ftkit rerun demo --dry-run")
@@ -133,9 +141,9 @@ def _change(plan: RunPlan, args: ResumeArgs, terminal: Terminal) -> ResumedPlan[
 @arguments.follow_option
 @click.pass_obj
 def rerun_command(  # noqa: PLR0913 - one for each option
-    typed: list[str], /, reference: str, *, num_nodes: int | None, gpus_per_node: int | None,
-    processes_per_node: int | None, cluster: str | None, name: str | None, allowed: tuple[str, ...],
-    public_key: Path | None, import_missing: bool, dry_run: bool, hf_token_file: Path | None, follow: bool,
+    typed: list[str], /, reference: str, *, name: str | None, allowed: tuple[str, ...], public_key: Path | None,
+    import_missing: bool, dry_run: bool, hf_token_file: Path | None, follow: bool,
+    **placement: Unpack[PlacementOptions],
 ) -> None:  # fmt: skip
     """Repeat a run with the same recipe, data, image and global batch, and compare the losses.
 
@@ -152,8 +160,8 @@ def rerun_command(  # noqa: PLR0913 - one for each option
     if public_key:
         verify_beside(path, public_key, SIGNED_AS)
     original = read_original(str(arguments.get_run(reference).layout.root) if is_own else reference)
-    args = rerun.RerunArgs(cluster, num_nodes, gpus_per_node, name, is_own, processes_per_node)
-    plan = rerun.plan_rerun(original, args, ctx, workspace, arguments.current_settings().settings.image)
+    image = arguments.current_settings().settings.image
+    plan = rerun.plan_rerun(original, RunArgs(name=name, **placement), ctx, workspace, image, is_own=is_own)
     folder = (
         arguments.get_run(reference).layout.code if is_own else RunLayout(path if path.is_dir() else path.parent).code
     )

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ftkit.config.data_sources import HubSource
 from ftkit.config.layers import COMMAND_LINE
 from ftkit.config.sbatch_options import SbatchOption, SrunOption, find_conflicts
 from ftkit.errors import ConfigError, Problem, closest
 from ftkit.models.architecture import ModelPlan
-from ftkit.paths import fixed_folder, is_address, is_path
+from ftkit.paths import fixed_folder
 from ftkit.spec import (
     WHOLE_NUMBER,
     Name,
@@ -275,19 +274,10 @@ def mounted_folders(
 ) -> Iterator[tuple[str, str]]:
     """Yield each folder that a job reads or writes, with its key; a folder may have several keys."""
     yield from site_folders(cluster, workspace, num_nodes)
-    model, distillation = recipe.model, recipe.training.distillation
-    folders = {"model.weights": model.weights, "model.tokenizer.source": model.tokenizer.source}
-    for key, path in (folders | ({"training.distill.teacher": distillation.teacher} if distillation else {})).items():
-        if is_path(path):
-            yield key, path
-    if isinstance(model, ModelPlan) and model.adapter is not None:
-        yield "model.weights", model.adapter
-    for key, file in recipe.data.files:
-        if not is_address(file):
-            yield key, str(fixed_folder(file))
-    for source in recipe.data.sources:
-        if isinstance(source, HubSource) and is_path(source.dataset):
-            yield "data.source.dataset", source.dataset
+    if isinstance(recipe.model, ModelPlan) and recipe.model.adapter is not None:
+        yield "model.weights", recipe.model.adapter
+    files = recipe.data.files
+    yield from ((key, str(fixed_folder(path)) if (key, path) in files else path) for key, path in recipe.paths)
 
 
 def parse_time_limit(text: str) -> int | None:

@@ -9,10 +9,12 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
 from ftkit.config.data import DataSpec
+from ftkit.config.data_sources import HubSource
 from ftkit.config.sbatch_options import SbatchOption
 from ftkit.config.training import AttentionChoice, TrainingPlan, TrainingSpec
 from ftkit.errors import PrerequisiteError
 from ftkit.models.architecture import ArchitecturePlan, ModelPlan, ModelSpec
+from ftkit.paths import is_address, is_path
 from ftkit.spec import WHOLE_NUMBER, Name, NonNegativeFloat, NonNegativeInt, OneLine, PositiveInt, Spec, TimeLimit
 
 SHARING_KERNELS: tuple[AttentionChoice, ...] = ("auto", "flex", "sdpa")
@@ -273,6 +275,17 @@ class RecipeSpec(Spec):
     sync: Annotated[str, AfterValidator(_as_destination)] | None = None
     """Where complete checkpoints and exports are copied while the run trains: `s3://bucket/prefix`,
     `gs://bucket/prefix` or a folder. `ftkit resume s3://bucket/prefix/RUN` continues the run on another machine."""
+
+    @property
+    def paths(self) -> list[tuple[str, str]]:
+        """The models, files of data or patterns, and datasets that are paths, by key."""
+        distillation = self.training.distillation
+        places = {"model.weights": self.model.weights, "model.tokenizer.source": self.model.tokenizer.source}
+        places |= {"training.distill.teacher": distillation.teacher} if distillation else {}
+        models = [(key, place) for key, place in places.items() if is_path(place)]
+        files = [(key, place) for key, place in self.data.files if not is_address(place)]
+        datasets = [source.dataset for source in self.data.sources if isinstance(source, HubSource)]
+        return [*models, *files, *(("data.source.dataset", place) for place in datasets if is_path(place))]
 
 
 def why_not_shared(recipe: RecipeSpec, shape: ArchitecturePlan) -> str:

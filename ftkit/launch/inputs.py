@@ -23,7 +23,7 @@ from ftkit.files import read_json_if_valid
 from ftkit.hub.client import find_tokenizer
 from ftkit.models.folder import read_end_tokens
 from ftkit.models.weight_files import CONFIG_FILE
-from ftkit.paths import fixed_folder, is_address, is_path, is_pattern
+from ftkit.paths import fixed_folder, is_address, is_pattern
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import DocumentFit, RunPlan
 
@@ -62,18 +62,11 @@ def data_stamp(recipe: RecipeSpec) -> str:
 
 
 def local_paths(recipe: RecipeSpec) -> Iterator[tuple[str, Path]]:
-    """Yield the files and folders in a recipe, each with its key."""
-    model = recipe.model
-    for key, place in recipe.data.files:
-        if not is_address(place):
-            yield key, fixed_folder(place) if is_pattern(place) else Path(place)
-    for source in recipe.data.sources:
-        if isinstance(source, HubSource) and is_path(source.dataset):
-            yield "data.source.dataset", Path(source.dataset)
-    if is_path(model.weights):
-        yield "model.weights", Path(model.weights)
-    if is_path(model.tokenizer.source):
-        yield "model.tokenizer.source", Path(model.tokenizer.source)
+    """Yield the files and folders in a recipe, each with its key, except the teacher, which no data depends on."""
+    files = recipe.data.files
+    for key, place in recipe.paths:
+        if key != "training.distill.teacher":
+            yield key, fixed_folder(place) if (key, place) in files and is_pattern(place) else Path(place)
 
 
 def data_files(recipe: RecipeSpec) -> Iterator[tuple[str, Path]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,20 +41,12 @@ _EXPECTED = ("ftkit has uncommitted changes", "fingerprint", "image_sha256", "im
 """Keys that may differ although the content is the same, or that follow from another key."""
 
 
-@dataclass(frozen=True)
-class RerunArgs:
-    """Arguments of `ftkit rerun RUN`."""
-
-    cluster: str | None = None
-    num_nodes: int | None = None
-    gpus_per_node: int | None = None
-    name: str | None = None
-    is_own: bool = True  # a run of this workspace: a manifest from elsewhere has setup lines that must not run here
-    processes_per_node: int | None = None
-
-
-def plan_rerun(original: Original, args: RerunArgs, ctx: Context, workspace: Workspace, default: str | None) -> RunPlan:
+def plan_rerun(
+    original: Original, args: RunArgs, ctx: Context, workspace: Workspace, default: str | None, *, is_own: bool = True
+) -> RunPlan:
     """Plan a run that repeats `original`; `default` is the image from the settings, for a run that had no container.
+
+    A run that is not this workspace's own has setup lines in its manifest that must not run here.
 
     On the original's nodes, the resolved values of `auto` stay, so that losses can be equal bit for bit. Elsewhere they
     are resolved again; the global batch stays.
@@ -68,7 +60,7 @@ def plan_rerun(original: Original, args: RerunArgs, ctx: Context, workspace: Wor
     recipe = _read(manifest.get("resolved_recipe"), RecipePlan, "resolved_recipe")
     place: dict[str, Any] = mapping(manifest.get("placement"))
     execution: dict[str, Any] = mapping(manifest.get("execution"))
-    if args.cluster or not args.is_own or not manifest.get("cluster_profile"):
+    if args.cluster or not is_own or not manifest.get("cluster_profile"):
         site = read_cluster(args.cluster or str(manifest.get("cluster")), ctx)
         profile, layers = detect_hardware(site.spec, ctx.environment, ctx.root), site.layers
     else:
@@ -79,15 +71,10 @@ def plan_rerun(original: Original, args: RerunArgs, ctx: Context, workspace: Wor
     name = manifest.get("image") or default
     image = parse_image(str(name), ctx.project) if name and profile.runtime != "none" else None
     stays = args.cluster in (None, manifest.get("cluster"))
-    run_args = RunArgs(
-        cluster=args.cluster,
-        name=args.name or f"{recipe.name}-rerun",
-        num_nodes=args.num_nodes or (1 if profile.scheduler == "local" else place.get("num_nodes")),
-        gpus_per_node=args.gpus_per_node,
-        processes_per_node=args.processes_per_node,
-    ).sized(profile, place.get("processes_per_node") if stays else None)
-    origins = Origins(recipe=loaded.layers, cluster=layers)
-    request = new_request(run_args, image, workspace, origins)
+    num_nodes = args.num_nodes or (1 if profile.scheduler == "local" else place.get("num_nodes"))
+    args = args._replace(name=args.name or f"{recipe.name}-rerun", num_nodes=num_nodes)
+    args = args.sized(profile, place.get("processes_per_node") if stays else None)
+    request = new_request(args, image, workspace, Origins(recipe=loaded.layers, cluster=layers))
     request = build_request(loaded.spec, recipe.model, replace(request, teacher=recipe.teacher))
     plan = plan_run(loaded.spec, profile, image_definition(image, ctx), request)
     file = Path(str(manifest.get("container_image")))

@@ -60,29 +60,6 @@ _HARMLESS = (
 
 
 @dataclass(frozen=True)
-class ResumeArgs:
-    """Arguments of `ftkit resume RUN`."""
-
-    num_nodes: int | None = None
-    gpus_per_node: int | None = None
-    cluster: str | None = None
-    overrides: tuple[str, ...] = ()  # `key.path=value`, the time limit among them
-    allowed: tuple[str, ...] = ()  # keys that may change although they affect the result
-    processes_per_node: int | None = None
-
-    @property
-    def asks_for_changes(self) -> bool:
-        """Whether the run continues with another plan."""
-        return self != ResumeArgs()
-
-    @property
-    def typed_keys(self) -> list[str]:
-        """The keys of the overrides, each once, down to single values."""
-        keys = [key for override in self.overrides for key in _leaves(parse_override(override).values)]
-        return list(dict.fromkeys(keys))
-
-
-@dataclass(frozen=True)
 class Change:
     """A value that differs from the run's earlier plan."""
 
@@ -137,17 +114,21 @@ def renew_code(resumed: ResumedPlan[PlanT]) -> ResumedPlan[PlanT]:
 
 
 def replan(
-    plan: RunPlan, args: ResumeArgs, ctx: Context, default_image: AnyImage | None = None
+    plan: RunPlan, args: RunArgs, ctx: Context, default_image: AnyImage | None = None, allowed: Sequence[str] = ()
 ) -> ResumedPlan[RunPlan]:
-    """Plan a run again with the same id, model, and data; `default_image` is for a run that had no container so far."""
-    _check_sections(args)
+    """Plan a run again with the same id, model, and data.
+
+    The keys `allowed` may change although they affect the result; `default_image` is for a run that had no container.
+    """
+    typed = list(dict.fromkeys(key for each in args.overrides for key in _leaves(parse_override(each).values)))
+    _check_sections(typed)
     known = open_values(plan.recipe, plan.execution.chosen, plan.engine.name)
-    if {_SEED, _DATA_SEED} & {*args.typed_keys}:  # a changed seed keeps the order of the data, which has its own seed
+    if {_SEED, _DATA_SEED} & {*typed}:  # a changed seed keeps the order of the data, which has its own seed
         known["training"]["data_seed"] = plan.recipe.training.order_seed
     loaded = override_recipe(known, args.overrides)
     recipe = loaded.spec
     before, after = Layers(known), Layers(recipe.model_dump(mode="json", include=set(_CHANGEABLE)))
-    paths = {key: tuple(key.split(".")) for key in args.typed_keys}
+    paths = {key: tuple(key.split(".")) for key in typed}
     changes = [Change(key, before.value(path), after.value(path)) for key, path in paths.items()]
     cluster, layers = plan.cluster, Layers()
     if args.cluster:
@@ -159,15 +140,11 @@ def replan(
         image = parse_image(name, ctx.project) if name else default_image
     if str(image or "") != (plan.image or ""):
         changes.append(Change("image", plan.image, None if image is None else str(image)))
-    _check_changes([change for change in changes if change.before != change.after], args)
+    _check_changes([change for change in changes if change.before != change.after], allowed)
     _check_length(plan, recipe.training.max_steps)
     stays = args.cluster in (None, plan.cluster.name)
-    wanted = RunArgs(
-        name=plan.name,
-        num_nodes=args.num_nodes or plan.placement.num_nodes,
-        gpus_per_node=args.gpus_per_node,
-        processes_per_node=args.processes_per_node,
-    ).sized(cluster, plan.placement.processes_per_node if stays else None)
+    wanted = args._replace(name=plan.name, num_nodes=args.num_nodes or plan.placement.num_nodes)
+    wanted = wanted.sized(cluster, plan.placement.processes_per_node if stays else None)
     origins = Origins(recipe=loaded.layers, cluster=layers)
     request = with_packs(new_request(wanted, image, Workspace(plan.workspace), origins), plan.data)
     request = replace(
@@ -215,10 +192,10 @@ def _leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
-def _check_sections(args: ResumeArgs) -> None:
+def _check_sections(keys: Sequence[str]) -> None:
     """Refuse changes with which no checkpoint of the run can be loaded, before the whole recipe is checked."""
     problems = []
-    for key in args.typed_keys:
+    for key in keys:
         is_fixed = any(fnmatchcase(key, pattern) for pattern in (*_FIXED, _GLOBAL_BATCH))
         if is_fixed or key.partition(".")[0] not in _CHANGEABLE:
             reason = "the run's checkpoints, or its place in the data, depend on the former value"
@@ -238,14 +215,14 @@ def _check_length(plan: RunPlan, max_steps: int | None) -> None:
             raise ConfigError([Problem(COMMAND_LINE, "training.max_steps", what, fix)])
 
 
-def _check_changes(changes: Sequence[Change], args: ResumeArgs) -> None:
+def _check_changes(changes: Sequence[Change], allowed: Sequence[str]) -> None:
     problems = []
     for change in changes:
-        if change.key not in args.allowed and not change.is_harmless:
+        if change.key not in allowed and not change.is_harmless:
             what = f"changes the result: from {change.before!r} to {change.after!r}."
             fix = f"Omit it; or accept that the result differs: --allow {change.key}"
             problems.append(Problem(COMMAND_LINE, change.key, what, fix))
-    for key in args.allowed:
+    for key in allowed:
         if key not in (_CODE, *(change.key for change in changes)):
             what = "allows a change that was not requested."
             problems.append(Problem(COMMAND_LINE, f"--allow {key}", what, "Omit it."))

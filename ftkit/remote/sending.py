@@ -22,11 +22,10 @@ from typing import IO, TYPE_CHECKING, Final
 
 from ftkit import assets, process
 from ftkit.config.context import PROJECT_FILE, Context, list_names, search_folders
-from ftkit.config.data_sources import HubSource
 from ftkit.config.load import Loaded, read_cluster, read_recipe
 from ftkit.config.yaml_files import parse_override, to_yaml
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, one_line
-from ftkit.paths import absolute_path, fixed_folder, is_address, is_path
+from ftkit.paths import absolute_path, fixed_folder, is_path
 from ftkit.remote.ssh import Login, call, is_lost, unreachable
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ _OF_THIS_MACHINE: Final = ("login", "ssh_options", "login_folder", "send_limit_g
 _NO_RSYNC: Final = (2, 127)
 """Exit status of rsync if there is none on the other side, or the login shell's files print into its protocol."""
 _MAX_PROJECT_BYTES: Final = 2**20
-_WITH_PATHS: Final = ("data", "model", "image")
+_WITH_PATHS: Final = ("data", "model", "image", "training")
 """Keys of a recipe with paths."""
 
 
@@ -97,12 +96,7 @@ def pack_run(
 
 def _paths(loaded: Loaded[RecipeSpec]) -> Iterator[tuple[str, str]]:
     recipe, layers = loaded.spec, loaded.layers
-    yield from ((key, file) for key, file in recipe.data.files if not is_address(file))
-    for source in recipe.data.sources:
-        if isinstance(source, HubSource) and is_path(source.dataset):
-            yield "data.source.dataset", source.dataset
-    model = {"model.weights": recipe.model.weights, "model.tokenizer.source": recipe.model.tokenizer.source}
-    yield from ((key, path) for key, path in model.items() if is_path(path))
+    yield from recipe.paths
     if recipe.data.task:
         yield "data.task", recipe.data.task.file
     template = ("data", "chat_template")

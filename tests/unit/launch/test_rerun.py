@@ -12,13 +12,13 @@ import pytest
 from ftkit.config.context import Context
 from ftkit.errors import ConfigError
 from ftkit.launch.rerun import (
-    RerunArgs,
     changed_inputs,
     changes_between_starts,
     check_inputs,
     plan_rerun,
     repetition_record,
 )
+from ftkit.launch.resolve import RunArgs
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import PlanError, plan_to_json, read_plan
 from ftkit.runs.manifest import build_manifest
@@ -45,9 +45,9 @@ def original(make_run: RunMaker, tmp_path: Path) -> Original:
     return read_original(str(layout.root))
 
 
-def rerun(original: Original, workspace: Workspace, **args: Any) -> RunPlan:
+def rerun(original: Original, workspace: Workspace, *, is_own: bool = True, **args: Any) -> RunPlan:
     ctx = Context(Path("/nowhere"), Path("/nowhere"), {"CUDA_VISIBLE_DEVICES": ""})
-    return plan_rerun(original, RerunArgs(**args), ctx, workspace, None)
+    return plan_rerun(original, RunArgs(**args), ctx, workspace, None, is_own=is_own)
 
 
 def test_a_rerun_on_the_same_cluster_has_the_same_plan(original: Original, workspace: Workspace) -> None:

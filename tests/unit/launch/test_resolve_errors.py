@@ -412,7 +412,7 @@ def test_everything_missing_is_reported_together(plan: RunPlan, tmp_path: Path) 
     (tmp_path / "train.jsonl").unlink()
     here = with_weights(replace(plan, recipe=plan.recipe.model_copy(update={"data": recipe.data})), "/nowhere/model")
     findings = run_checks(here, {})
-    assert [error.what.partition(":")[0] for error in findings.errors] == ["data.source.train", "model.weights"]
+    assert [error.what.partition(":")[0] for error in findings.errors] == ["model.weights", "data.source.train"]
     with pytest.raises(ExceptionGroup, match="the run would fail"):
         findings.raise_errors()
     assert run_checks(plan, {}) == Findings((), ())

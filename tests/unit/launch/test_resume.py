@@ -13,7 +13,8 @@ import pytest
 from ftkit import assets
 from ftkit.config.context import Context
 from ftkit.errors import ConfigError, SubmitError
-from ftkit.launch.resume import ResumeArgs, replan
+from ftkit.launch.resolve import RunArgs
+from ftkit.launch.resume import replan
 from ftkit.launch.submission import resume
 from ftkit.planning.plan import parse_plan, plan_to_json, read_plan
 from ftkit.runs.manifest import build_manifest
@@ -31,15 +32,15 @@ def ctx(tmp_path: Path) -> Context:
     return Context(tmp_path, tmp_path / "user", {})
 
 
-def refusal(plan: RunPlan, args: ResumeArgs, ctx: Context) -> str:
+def refusal(plan: RunPlan, args: RunArgs, ctx: Context, allowed: tuple[str, ...] = ()) -> str:
     with pytest.raises(ConfigError) as caught:
-        replan(plan, args, ctx)
+        replan(plan, args, ctx, allowed=allowed)
     return " ".join(map(str, caught.value.problems))
 
 
 def test_another_number_of_processes_does_not_change_the_optimization(plan: RunPlan, ctx: Context) -> None:
     read = parse_plan(plan_to_json(plan), "plan.json")
-    changed = replan(read, ResumeArgs(processes_per_node=4), ctx)
+    changed = replan(read, RunArgs(processes_per_node=4), ctx)
     new = changed.plan
     assert (new.id, new.fingerprint, new.created) == (plan.id, plan.fingerprint, plan.created)
     assert (new.placement.world_size, new.batch.accumulation_steps) == (4, 1)
@@ -47,7 +48,7 @@ def test_another_number_of_processes_does_not_change_the_optimization(plan: RunP
     assert new.recipe.training.model_dump(exclude={"engine"}) == plan.recipe.training.model_dump(exclude={"engine"})
     assert (new.recipe.model, new.recipe.data) == (plan.recipe.model, plan.recipe.data)
     assert [change.key for change in changed.changes] == ["processes per node"]
-    again = replan(new, ResumeArgs(cluster=new.cluster.name), ctx)
+    again = replan(new, RunArgs(cluster=new.cluster.name), ctx)
     assert (again.plan.placement, again.changes) == (new.placement, ())
 
 
@@ -56,7 +57,7 @@ def test_a_plan_that_chose_the_micro_batch_chooses_it_again(plan: RunPlan, ctx: 
     plan = replace(plan, recipe=plan.recipe.model_copy(update={"training": training}))
     for chosen in (("micro_batch_size",), ("activation_checkpointing",), ()):
         left_open = replace(plan, execution=replace(plan.execution, chosen=chosen))
-        assert replan(left_open, ResumeArgs(processes_per_node=4), ctx).plan.execution.chosen == chosen
+        assert replan(left_open, RunArgs(processes_per_node=4), ctx).plan.execution.chosen == chosen
 
 
 def test_resuming_on_another_cluster_uses_its_profile(plan: RunPlan, ctx: Context, tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ def test_resuming_on_another_cluster_uses_its_profile(plan: RunPlan, ctx: Contex
     folder.mkdir()
     text = "name: ours\nextends: slurm\nruntime: none\ngpus_per_node: 4\ngpu: h100-80gb\npartition: gpu\n"
     (folder / "ours.yaml").write_text(text)
-    changed = replan(plan, ResumeArgs(None, 4, "ours", ("resources.time_limit=02:00:00",)), ctx)
+    changed = replan(plan, RunArgs(gpus_per_node=4, cluster="ours", overrides=("resources.time_limit=02:00:00",)), ctx)
     new = changed.plan
     assert (new.cluster.partition, new.placement.device, new.placement.world_size) == ("gpu", "cuda", 4)
     assert {change.key for change in changed.changes} >= {"cluster", "device", "resources.time_limit"}
@@ -82,7 +83,7 @@ def test_resuming_on_another_cluster_uses_its_profile(plan: RunPlan, ctx: Contex
     ],
 )
 def test_changes_that_do_not_affect_the_result_are_accepted(override: str, plan: RunPlan, ctx: Context) -> None:
-    changed = replan(plan, ResumeArgs(overrides=(override,)), ctx)
+    changed = replan(plan, RunArgs(overrides=(override,)), ctx)
     assert [change.key for change in changed.changes] == [override.partition("=")[0]]
     assert bool(changed.warnings) == ("max_steps" in override)  # the cosine schedule is stretched
 
@@ -92,32 +93,32 @@ def test_changes_that_do_not_affect_the_result_are_accepted(override: str, plan:
 )
 def test_changes_that_affect_the_result_must_be_allowed_by_key(override: str, plan: RunPlan, ctx: Context) -> None:
     key = override.partition("=")[0]
-    assert f"--allow {key}" in refusal(plan, ResumeArgs(overrides=(override,)), ctx)
-    changed = replan(plan, ResumeArgs(overrides=(override,), allowed=(key,)), ctx)
+    assert f"--allow {key}" in refusal(plan, RunArgs(overrides=(override,)), ctx)
+    changed = replan(plan, RunArgs(overrides=(override,)), ctx, allowed=(key,))
     assert key in " ".join(changed.warnings)
 
 
 def test_another_seed_keeps_the_order_of_the_data(plan: RunPlan, ctx: Context) -> None:
-    changed = replan(plan, ResumeArgs(overrides=("training.seed=9",), allowed=("training.seed",)), ctx)
+    changed = replan(plan, RunArgs(overrides=("training.seed=9",)), ctx, allowed=("training.seed",))
     training = changed.plan.recipe.training
     assert (training.seed, training.order_seed) == (9, plan.recipe.training.seed)
     assert [change.key for change in changed.changes] == ["training.seed"]
     assert f"seed {plan.recipe.training.seed}" in changed.warnings[0]
-    again = replan(changed.plan, ResumeArgs(overrides=("training.seed=8",), allowed=("training.seed",)), ctx)
+    again = replan(changed.plan, RunArgs(overrides=("training.seed=8",)), ctx, allowed=("training.seed",))
     assert again.plan.recipe.training.order_seed == plan.recipe.training.seed
 
 
 def test_another_order_of_the_data_is_accepted_only_with_what_it_means(plan: RunPlan, ctx: Context) -> None:
     override = "training.data_seed=9"
-    assert "--allow training.data_seed" in refusal(plan, ResumeArgs(overrides=(override,)), ctx)
-    changed = replan(plan, ResumeArgs(overrides=(override,), allowed=("training.data_seed",)), ctx)
+    assert "--allow training.data_seed" in refusal(plan, RunArgs(overrides=(override,)), ctx)
+    changed = replan(plan, RunArgs(overrides=(override,)), ctx, allowed=("training.data_seed",))
     assert (changed.plan.recipe.training.seed, changed.plan.recipe.training.order_seed) == (
         plan.recipe.training.seed,
         9,
     )
     assert "examples twice" in changed.warnings[0]
     same = f"training.data_seed={plan.recipe.training.seed}"
-    assert not replan(plan, ResumeArgs(overrides=(same,)), ctx).changes
+    assert not replan(plan, RunArgs(overrides=(same,)), ctx).changes
 
 
 @pytest.mark.parametrize(
@@ -128,24 +129,25 @@ def test_changes_incompatible_with_checkpoints_are_rejected_even_if_allowed(
     override: str, plan: RunPlan, ctx: Context
 ) -> None:
     key = override.partition("=")[0]
-    assert "can't change" in refusal(plan, ResumeArgs(overrides=(override,), allowed=(key,)), ctx)
+    assert "can't change" in refusal(plan, RunArgs(overrides=(override,)), ctx, allowed=(key,))
 
 
 def test_fewer_steps_than_the_newest_checkpoint_has_are_refused_before_the_job_waits(
     plan: RunPlan, ctx: Context
 ) -> None:
     plan.layout.checkpoint(120).mkdir(parents=True)
-    args = ResumeArgs(overrides=("training.max_steps=100",), allowed=("training.max_steps",))
-    assert "less than the 120" in refusal(plan, args, ctx)
-    assert replan(plan, replace(args, overrides=("training.max_steps=120",)), ctx).plan.num_steps == 120
+    allowed = ("training.max_steps",)
+    assert "less than the 120" in refusal(plan, RunArgs(overrides=("training.max_steps=100",)), ctx, allowed)
+    longer = replan(plan, RunArgs(overrides=("training.max_steps=120",)), ctx, allowed=allowed)
+    assert longer.plan.num_steps == 120
 
 
 def test_a_key_that_is_allowed_but_not_changed_is_a_mistake(plan: RunPlan, ctx: Context) -> None:
-    assert "not requested" in refusal(plan, ResumeArgs(num_nodes=1, allowed=("training.seed",)), ctx)
+    assert "not requested" in refusal(plan, RunArgs(num_nodes=1), ctx, allowed=("training.seed",))
 
 
 def test_an_indivisible_batch_is_rejected_without_advice_to_change_it(plan: RunPlan, ctx: Context) -> None:
-    said = refusal(plan, ResumeArgs(processes_per_node=3), ctx)
+    said = refusal(plan, RunArgs(processes_per_node=3), ctx)
     assert "global_batch_size" in said
     assert "global batch" in said
     assert "Use 3" not in said
@@ -159,7 +161,7 @@ def test_a_rejected_submission_does_not_change_plan_script_and_manifest(
     layout.manifest.write_text(json.dumps(build_manifest(plan, ["ftkit", "run"], ctx.project)))
     files = (layout.plan, layout.script, layout.manifest)
     before = [path.read_bytes() for path in files]
-    changed = replan(plan, ResumeArgs(processes_per_node=4), ctx)
+    changed = replan(plan, RunArgs(processes_per_node=4), ctx)
     part = ctx.project / "sbatch/parts/cache.sh.j2"
     part.parent.mkdir(parents=True)
     part.write_text((assets.JOB_TEMPLATES / "parts/cache.sh.j2").read_text() + "echo overridden\n")

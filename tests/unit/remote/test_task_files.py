@@ -1,4 +1,4 @@
-"""A task is sent to the login node like the data of its recipe."""
+"""A task and a teacher are sent to the login node like the data of their recipe."""
 
 from __future__ import annotations
 
@@ -26,3 +26,18 @@ def test_the_file_of_a_task_is_sent_and_the_recipe_names_its_place_there(tmp_pat
     assert local_files == [str(own)]
     (text,) = files.values()
     assert YAML(typ="safe").load(text)["data"]["task"] == f"/ftkit/files{own}"
+
+
+def test_a_teacher_in_a_folder_is_sent_and_the_recipe_names_its_place_there(tmp_path: Path) -> None:
+    (tmp_path / "recipes").mkdir()
+    config = tmp_path / "recipes/teacher/config.json"
+    config.parent.mkdir()
+    config.touch()
+    (tmp_path / "recipes/mine.yaml").write_text(
+        "extends: demo\nname: mine\ntraining: {objective: distill, distill: {teacher: ./teacher}}\n"
+    )
+    ctx = Context(tmp_path, tmp_path / "user", {})
+    _, files, local_files = pack_run("mine", [()], ("mine",), Login("own", "node", (), "/ftkit"), ctx)
+    assert str(config) in local_files
+    (text,) = files.values()
+    assert YAML(typ="safe").load(text)["training"]["distill"]["teacher"] == f"/ftkit/files{config.parent}"
