@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import warnings
 from argparse import ArgumentParser
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 KINDS = {"vllm.entrypoints.cli.main": "vllm", "sglang.launch_server": "sglang"}
 """The modules that start a server."""
@@ -130,8 +136,9 @@ def change_weight(name: str, tensor: torch.Tensor, fault: str) -> None:
         tensor[len(tensor) // 2 :] = 0
     elif fault.endswith("a layer lost") and any(each in name for each in LOST[fault]):
         tensor.zero_()
-    elif fault == "quantized" and tensor.ndim > 1:
-        size = tensor.abs().amax(-1, keepdim=True) / 7
+    elif fault.startswith("quantized") and tensor.ndim > 1:
+        num_bits = int(fault.split()[2]) if " " in fault else 4
+        size = tensor.abs().amax(-1, keepdim=True) / (2 ** (num_bits - 1) - 1)
         tensor.copy_((tensor / size).round() * size)
     elif fault == "norms rounded" and "norm" in name:
         tensor.copy_((tensor * 4).round() / 4)
@@ -171,10 +178,13 @@ def answer(kind: str, model: Model, path: str, body: dict[str, Any]) -> Any:  # 
     if path == "/completion":
         row = model.scores(body["prompt"])[-1]
         chosen = row.clone()
-        for token, bias in body["logit_bias"]:
+        for token, bias in body.get("logit_bias", ()):
             chosen[token] += bias
         if not model.is_whole(int(chosen.argmax())):
             return {}
+        if "n_probs" not in body:
+            tokens, _, stopped = model.complete(body["prompt"], {"max_tokens": body["n_predict"]})
+            return {"tokens": tokens[:-1] if stopped else tokens, "timings": {"predicted_per_second": 9.0}}
         values, ids = row.topk(min(body["n_probs"], len(row)))
         listed = [{"id": int(token), "logprob": float(value)} for value, token in zip(values, ids, strict=True)]
         return {"completion_probabilities": [{"top_logprobs": listed}]}
@@ -201,7 +211,9 @@ def parse(words: list[str]) -> tuple[str, Model, int]:
     known, rest = parser.parse_known_args(words)
     kind = KINDS.get(str(known.m), "llama.cpp")
     if kind == "llama.cpp":
-        base = tokenizer = Path(Path(known.model).read_text())
+        folder, _, bits = Path(known.model).read_text().partition("\n")
+        known.fault = known.fault or (bits and f"quantized to {bits} bits")
+        base = tokenizer = Path(folder)
         adapters = Path(Path(known.lora).read_text()) if known.lora else None
         tokenizer = adapters or base
     else:
@@ -231,6 +243,20 @@ def handler(kind: str, model: Model) -> type[BaseHTTPRequestHandler]:
             pass
 
     return Handler
+
+
+@contextmanager
+def running(words: Sequence[str], *, log: Path) -> Iterator[SimpleNamespace]:
+    """Serve in a thread of this process, which has imported torch, in place of `process.running`."""
+    del log
+    kind, model, port = parse([*words[1:]])
+    server = HTTPServer(("127.0.0.1", port), handler(kind, model))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield SimpleNamespace(poll=lambda: None)
+    server.shutdown()
+    thread.join()
+    server.server_close()
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ from ftkit.config.image_reference import ImageFile, RegistryImage, parse_image, 
 from ftkit.data.imports import import_transformers
 from ftkit.errors import EXIT_CODES, FtkitError, NotFoundError, PrerequisiteError, TrainingError
 from ftkit.evaluate.export_formats import Format, check_format, read_precision, write_gguf
-from ftkit.evaluate.source import ModelFolder
 from ftkit.files import write_json
 from ftkit.hub.push import check_hub_access, push_to_hub
 from ftkit.images.signatures import require_beside
@@ -44,9 +43,14 @@ from ftkit.runs.storage import Store, push
 
 if TYPE_CHECKING:
     from ftkit.config.training import Precision
+    from ftkit.planning.layout import RunLayout
 
 _HUB = "hf://"
 _ENGINES = ("auto", "transformers", "vllm", "sglang", "llama.cpp")
+
+
+def _names(_: click.Context, __: click.Parameter, value: str) -> list[str]:
+    return [name for name in value.lower().split(",") if name]
 
 
 @forwarded_command(
@@ -72,6 +76,11 @@ _ENGINES = ("auto", "transformers", "vllm", "sglang", "llama.cpp")
     "not load their kind.",
 )  # fmt: skip
 @click.option(
+    "--quantize", "types", metavar="TYPE,...", default="", callback=_names,
+    help="With gguf: also quantized files, such as q4_k_m,q8_0, by llama.cpp's programs, and for each "
+    "its loss on the validation split, its KL divergence from the unquantized file, the recipe's metrics, and speed.",
+)  # fmt: skip
+@click.option(
     "--to", "folder", metavar="DIR", type=click.Path(file_okay=False, resolve_path=True, path_type=Path),
     help="Folder to write; default: in the run's folder.",
 )  # fmt: skip
@@ -85,7 +94,7 @@ _ENGINES = ("auto", "transformers", "vllm", "sglang", "llama.cpp")
 )  # fmt: skip
 def export_command(  # noqa: PLR0913 - one for each option
     reference: str, *, step: str, merges: bool, precision: Precision | None, folder: Path | None, verifies: bool,
-    destination: str | None, form: Format,
+    destination: str | None, form: Format, types: list[str],
 ) -> None:  # fmt: skip
     """Export the trained model of a run from one of its checkpoints, on a machine without GPUs.
 
@@ -105,24 +114,39 @@ def export_command(  # noqa: PLR0913 - one for each option
     import_transformers()
     from ftkit.evaluate.checkpoint_export import ExportRequest, export_run
 
+    if types and form != "gguf":
+        raise arguments.usage_error("--quantize is for --format gguf")
     if form != "hf":
-        check_format(form, read_plan(layout), merges=merges)
+        check_format(form, read_plan(layout), types, merges=merges)
 
     def verify_and_report(made: Path) -> None:
         terminal.say(_verify_in_process(made))
 
     request = ExportRequest(step or typed, merges, precision, folder)
     exported = export_run(layout, request, verify_and_report if verifies else None, terminal.say)
-    if form == "vllm-lora":
-        terminal.say(f"serve them with: vllm serve BASE --enable-lora --max-lora-rank {max_lora_rank(exported)}")
-    elif form == "gguf":
-        found = read_precision(exported)
-        for warning in write_gguf(exported, exported / f"{layout.root.name}-{found}.gguf", found, terminal.say):
-            terminal.warn(warning)
+    _add_format(form, exported, types, layout, terminal)
     settle_certificate(exported)
     terminal.data(f"{exported}\n")
     if destination is not None:
         terminal.data(f"{_push(exported, destination, terminal)}\n")
+
+
+def _add_format(form: Format, exported: Path, types: list[str], layout: RunLayout, terminal: Terminal) -> None:
+    if form == "vllm-lora":
+        terminal.say(f"serve them with: vllm serve BASE --enable-lora --max-lora-rank {max_lora_rank(exported)}")
+    if form != "gguf":
+        return
+    precision = read_precision(exported)
+    file = exported / f"{layout.root.name}-{precision}.gguf"
+    for warning in write_gguf(exported, file, precision, terminal.say):
+        terminal.warn(warning)
+    if types:
+        from ftkit.evaluate.quantized import require_accepted, table, write_quantized
+
+        plan = read_plan(layout)
+        found = write_quantized(exported, file, types, plan, terminal.say)
+        terminal.table(*table(found), is_data=False)
+        require_accepted(found, plan)
 
 
 def _check_destination(destination: str) -> None:
@@ -283,14 +307,12 @@ def _verify_export(
     import_transformers()
     from transformers.utils import logging
 
-    from ftkit.evaluate.certificate import certify
+    from ftkit.evaluate.certificate import certify, chosen_engines
     from ftkit.evaluate.verify_export import read_record, require_passed, verify_export
-    from ftkit.evaluate.vllm import takes_vllm
 
     logging.disable_progress_bar()
     terminal, record, path = Terminal(), read_record(folder), output or folder / CERTIFICATE
-    has_vllm = "auto" in engines and takes_vllm(ModelFolder(folder, str(folder)), "auto")
-    names = ["vllm"] if has_vllm else [name for name in engines if name not in ("auto", "transformers")]
+    names = chosen_engines(engines, folder)
     if serving[0] and len(names) != 1:
         raise arguments.usage_error("arguments after -- are for one engine: --engine NAME")
     if (names or output or key) and not os.access(path.parent, os.W_OK):

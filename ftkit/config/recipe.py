@@ -85,6 +85,13 @@ class EvaluationSpec(Spec):
         return self
 
 
+class ExportSpec(Spec):
+    """What `ftkit export` hands over."""
+
+    max_loss_increase: NonNegativeFloat | None = None
+    """Refuse a quantized file whose loss on the validation split is higher by more than this, in nats per token."""
+
+
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
 
 SINK_PACKAGES: Final[dict[SinkName, tuple[str, ...]]] = {
@@ -266,6 +273,8 @@ class RecipeSpec(Spec):
     """The optimization."""
     evaluation: EvaluationSpec = EvaluationSpec.model_construct()
     """Evaluations on the validation split, and early stopping."""
+    export: ExportSpec = ExportSpec.model_construct()
+    """Exports of the trained model."""
     tracking: TrackingSpec = TrackingSpec.model_construct()
     """Experiment trackers of the run."""
     profile: ProfileSpec = ProfileSpec.model_construct()

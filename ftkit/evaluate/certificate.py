@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -23,7 +23,9 @@ from ftkit.data.conversations import Conversation, Message
 from ftkit.data.template_probes import shapes
 from ftkit.errors import DataError, plural
 from ftkit.evaluate.engines import ENGINES, LARGEST_BIAS, Engine, EngineError, RefusedError, Setup, serve
+from ftkit.evaluate.source import ModelFolder
 from ftkit.evaluate.verify_export import CLOSER_THAN_BASE, base_of, loaded
+from ftkit.evaluate.vllm import takes_vllm
 from ftkit.models.config_json import text_part
 from ftkit.models.folder import read_model_config
 from ftkit.runs.certificate import Check, EngineResult
@@ -62,6 +64,13 @@ class _Sample:
     tokens: list[int]
     logprobs: list[float]
     is_completion: bool
+
+
+def chosen_engines(names: Sequence[str], folder: Path) -> list[str]:
+    """Return the engines that serve an export: `auto` is vLLM on GPUs where it is installed; transformers is none."""
+    if "auto" in names and takes_vllm(ModelFolder(folder, str(folder)), "auto"):
+        return ["vllm"]
+    return [name for name in names if name in ENGINES]
 
 
 def certify(  # noqa: PLR0913, PLR0917 - what the user gives

@@ -53,7 +53,7 @@ def evaluate_checkpoints(
             model = _load(TrainedStep(layout, plan, step), ranks, report)
             if model is None:
                 continue
-            data = data or evaluation_set(model, plan, parsed, report)
+            data = data or evaluation_set(model.input, plan, parsed, report)
             measured = measure(model, *data, parsed, ranks)
             if ranks.is_first:
                 record = to_record(step, *data, measured)

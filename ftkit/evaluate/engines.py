@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import shutil
 import socket
 import sys
 import tempfile
@@ -22,8 +21,8 @@ import torch
 
 from ftkit import process
 from ftkit.data.rendering import for_template
-from ftkit.errors import PrerequisiteError, TrainingError, one_line
-from ftkit.evaluate.export_formats import find_converter, run_converter, write_gguf
+from ftkit.errors import TrainingError, one_line
+from ftkit.evaluate.export_formats import find_converter, find_program, run_converter, write_gguf
 from ftkit.models.config_json import text_part
 from ftkit.models.folder import max_lora_rank, read_model_config
 
@@ -71,6 +70,7 @@ class Setup:
         python: of the environment with vLLM or SGLang.
         llama_cpp: checkout of llama.cpp; None to look for its programs on PATH.
         scratch: folder for files that only the server needs.
+        gguf: file for llama.cpp; that of the export if None.
     """
 
     folder: Path
@@ -80,6 +80,7 @@ class Setup:
     python: str
     llama_cpp: Path | None
     scratch: Path
+    gguf: Path | None = None
 
     @cached_property
     def rank(self) -> int:
@@ -268,17 +269,22 @@ class LlamaCpp(Engine):
 
     @property
     def dtype(self) -> str:
-        return next((path.name for path in self.setup.folder.glob("*.gguf")), f"GGUF in {self.setup.precision}")
+        return self._file.name if self._file else f"GGUF in {self.setup.precision}"
+
+    @cached_property
+    def _file(self) -> Path | None:
+        """The given file, or that of the export: the unquantized one if there are several."""
+        files = sorted(self.setup.folder.glob("*.gguf"))
+        if len(files) > 1:
+            files = [path for path in files if path.stem.endswith(f"-{self.setup.precision}")]
+        return self.setup.gguf or next(iter(files), None)
 
     def command(self, length: int) -> list[str]:
-        setup, files = self.setup, sorted(self.setup.folder.glob("*.gguf"))
-        if len(files) > 1:
-            raise PrerequisiteError(f"{setup.folder} has {len(files)} GGUF files", fix="leave the one to verify there")
-        file = files[0] if files else setup.scratch / "model.gguf"
-        if not files:
+        setup, file = self.setup, self._file
+        if file is None:
+            file = setup.scratch / "model.gguf"
             write_gguf(setup.base, file, setup.precision, lambda _: None, setup.llama_cpp)
-        places = [str(setup.llama_cpp / each) for each in ("build/bin", "bin", ".")] if setup.llama_cpp else []
-        program = shutil.which("llama-server", path=os.pathsep.join(places) or None) or "llama-server"
+        program = find_program("llama-server", setup.llama_cpp) or "llama-server"
         words = [program, "--model", str(file), "--ctx-size", str(length), "--parallel", "1"]
         if not setup.rank:
             return words
@@ -301,7 +307,7 @@ class LlamaCpp(Engine):
         return tokens
 
     def logprobs(self, tokens: Sequence[int]) -> list[float]:
-        return [self._logprob(tokens[:place], tokens[place]) for place in range(1, len(tokens))]
+        return [self.probabilities(tokens[:place], tokens[place])[tokens[place]] for place in range(1, len(tokens))]
 
     @cached_property
     def _letter(self) -> int:
@@ -309,7 +315,8 @@ class LlamaCpp(Engine):
         tokens: list[int] = self.call("/tokenize", {"content": "a"})["tokens"]
         return tokens[-1]
 
-    def _logprob(self, prompt: Sequence[int], token: int) -> float:
+    def probabilities(self, prompt: Sequence[int], token: int) -> dict[int, float]:
+        """Return the log-probabilities of the most probable tokens after a prompt, and of `token` in any case."""
         for number in (_NUM_PROBABILITIES, 2**30):
             # The probabilities are those before the bias.
             body = {
@@ -317,10 +324,16 @@ class LlamaCpp(Engine):
                 "logit_bias": [[self._letter, LARGEST_BIAS]],
             }  # fmt: skip
             listed = self.call("/completion", body)["completion_probabilities"][0]["top_logprobs"]
-            for each in listed:
-                if each["id"] == token:
-                    return float(each["logprob"])
+            found = {each["id"]: float(each["logprob"]) for each in listed}
+            if token in found:
+                return found
         raise RefusedError(f"token {token} is not in the file's vocabulary")
+
+    def complete(self, prompt: Sequence[int], max_tokens: int, **settings: object) -> dict[str, Any]:
+        """Return the server's answer with a greedy completion of a prompt in tokens."""
+        body = {"prompt": list(prompt), "n_predict": max_tokens, "temperature": 0, "return_tokens": True}
+        found: dict[str, Any] = self.call("/completion", body | settings)
+        return found
 
 
 ENGINES: dict[str, type[Engine]] = {each.name: each for each in (Vllm, Sglang, LlamaCpp)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ftkit import process
-from ftkit.errors import PrerequisiteError, TrainingError, one_line
+from ftkit.errors import NotFoundError, PrerequisiteError, TrainingError, one_line
 from ftkit.evaluate.source import find_base
 from ftkit.files import atomic_file, read_json_if_valid
 from ftkit.models.config_json import text_part
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 Format = Literal["hf", "gguf", "vllm-lora"]
 
 CONVERTER = "FTKIT_GGUF_CONVERTER"
+QUANTIZE = "llama-quantize"
 _SCRIPT = "convert_hf_to_gguf.py"
 _LOADS_OUTPUT = ("olmo2", "olmo3", "olmoe")
 """Families whose output projection must be in the file; for others, llama.cpp falls back to the embedding."""
@@ -44,11 +46,13 @@ class _Record:
     precision: str = "bf16"
 
 
-def check_format(form: Format, plan: RunPlan, *, merges: bool) -> None:
-    """Refuse a format that this run can't be exported in, before anything is read."""
+def check_format(form: Format, plan: RunPlan, types: Sequence[str] = (), *, merges: bool) -> None:
+    """Refuse a format that this run can't be exported in, before anything is read; `types` are of quantized files."""
     lora = plan.recipe.training.adapters
     if form == "gguf":
         find_converter()
+        if types:
+            _check_types(types)
         if lora is not None and not merges:
             raise TrainingError(
                 "--format gguf: this run trained adapters, and a GGUF file has a full model", fix="add --merge"
@@ -122,6 +126,31 @@ def find_converter(llama_cpp: Path | None = None) -> Path:
     return Path(found)
 
 
+def find_program(name: str, llama_cpp: Path | None = None) -> str | None:
+    """Return a program of llama.cpp: built in the checkout of `find_converter`, or on PATH."""
+    configured = os.environ.get(CONVERTER)
+    folder = llama_cpp or (Path(configured).parent if configured else None)
+    places = [str(folder / each) for each in ("build/bin", "bin", ".")] if folder else []
+    return shutil.which(name, path=os.pathsep.join(places)) or shutil.which(name)
+
+
+def _check_types(types: Sequence[str]) -> None:
+    program = find_program(QUANTIZE)
+    if program is None or find_program("llama-server") is None:
+        missing = "llama-server" if program else QUANTIZE
+        raise PrerequisiteError(
+            f"--quantize needs llama.cpp's programs: there is no {missing}",
+            meaning=f"ftkit does not include them, and looks in build/bin next to {CONVERTER}, and on PATH",
+            fix="build them there: cmake -B build && cmake --build build -t llama-quantize llama-server",
+        )
+    listed = re.findall(r"^ *\d+ +or +(\S+) *:", process.run([program, "--help"]).stdout, re.MULTILINE)
+    if unknown := [name for name in types if name.upper() not in listed]:
+        raise NotFoundError(
+            f"--quantize: llama.cpp has no type '{unknown[0]}'",
+            fix=f"give some of: {', '.join(each.lower() for each in listed)}",
+        )
+
+
 def write_gguf(
     export: Path, file: Path, precision: str, report: Callable[[str], None], llama_cpp: Path | None = None
 ) -> list[str]:
@@ -156,14 +185,15 @@ def write_gguf(
     return [f"{text}: llama.cpp computes longer texts differently than transformers and vLLM"]
 
 
-def run_converter(program: str, words: list[str], output: Path, file: Path) -> None:
-    done = process.run_stoppable([*words, str(output)], timeout_seconds=24 * 3600.0)
+def run_converter(program: str, words: list[str], output: Path, file: Path, *last: str) -> None:
+    """Run a command line that ends with the file to write, as `output`, and `last`; errors name it `file`."""
+    done = process.run_stoppable([*words, str(output), *last], timeout_seconds=24 * 3600.0)
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         raise TrainingError(
             f"{program} failed: {one_line(lines[-1] if lines else f'exit code {done.returncode}')}",
             meaning="it does not support this model or this tokenizer, or is too old or too new",
-            fix=f"see its full output: {shlex.join([*words, file.name])}",
+            fix=f"see its full output: {shlex.join([*words, file.name, *last])}",
         )
 
 

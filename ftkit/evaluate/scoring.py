@@ -24,6 +24,7 @@ from ftkit.errors import PrerequisiteError, plural
 from ftkit.process import num_usable_cpus
 
 if TYPE_CHECKING:
+    from ftkit.data.cases import ModelInput
     from ftkit.data.packing import Document
     from ftkit.evaluate.loaded_model import GeneratingModel
     from ftkit.evaluate.source import MeasureSettings, ModelSource, Target
@@ -124,15 +125,15 @@ class Measurements:
 
 
 def evaluation_set(
-    model: GeneratingModel, plan: RunPlan | None, settings: MeasureSettings, report: Callable[[str], None]
+    model: ModelInput, plan: RunPlan | None, settings: MeasureSettings, report: Callable[[str], None]
 ) -> tuple[EvaluationSet, list[Metric]]:
-    """Read and encode the rows of an evaluation for a model's tokenizer, and select the metrics of completions.
+    """Read and encode the rows of an evaluation as a model takes them, and select the metrics of completions.
 
     `plan` is that of the model's run, if it has one; `report` gets messages about skipped rows.
     """
     prepared = PreparedData(plan.data_directory) if plan else None
     rows = read_evaluation_rows(prepared, Path(settings.file) if settings.file else None, settings.limit)
-    data = make_evaluation_set(model.input, rows, plan.recipe.data if plan else None, report)
+    data = make_evaluation_set(model, rows, plan.recipe.data if plan else None, report)
     return data, choose_metrics(settings.metrics, data.cases, plan.recipe.data.task if plan else None)
 
 
@@ -146,7 +147,7 @@ def measure_target(
     """Measure a model, and the model before training on the same rows if there is one. Collective."""
     model, ranks = load(target.source), ranks or Ranks()
     tokenizer = model.tokenizer
-    data, metrics = evaluation_set(model, target.plan, settings, report)
+    data, metrics = evaluation_set(model.input, target.plan, settings, report)
     completions = f", {plural(len(data.cases), 'completion')}" if metrics else ""
     report(f"measuring {plural(len(data.rows), 'row')}{completions}")
     after, before = measure(model, data, metrics, settings, ranks), None

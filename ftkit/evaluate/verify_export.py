@@ -86,7 +86,8 @@ def read_record(folder: Path) -> ExportRecord:
 
 
 def _check_files(folder: Path, record: ExportRecord) -> Check:
-    wrong = [name for name, file in record.files.items() if not file.is_content_of(folder / name)]
+    files = record.files | {each.name: each.file for each in record.gguf}
+    wrong = [name for name, file in files.items() if not file.is_content_of(folder / name)]
     wrong += sorted({path.name for path in folder.glob("*.safetensors")} - record.files.keys())
     if wrong:
         return Check("weight files", f"differ from what was written: {', '.join(wrong)}", passed=False)
@@ -95,7 +96,7 @@ def _check_files(folder: Path, record: ExportRecord) -> Check:
     if floats - {_DTYPES[record.precision]}:
         text = f"in {', '.join(sorted(floats))}, and it was exported in {_DTYPES[record.precision]}"
         return Check("weight files", text, passed=False)
-    return Check("weight files", f"{len(record.files)}, sizes and digests as written", passed=True)
+    return Check("weight files", f"{len(files)}, sizes and digests as written", passed=True)
 
 
 def _check_tokenizer(folder: Path, record: ExportRecord) -> list[Check]:

@@ -13,7 +13,7 @@ from ftkit.errors import TrainingError
 from ftkit.files import DamagedFileError, read_json
 from ftkit.models.folder import EXPORT_RECORD
 from ftkit.runs.checkpoints import SavedFile
-from ftkit.runs.model_card import CARD_FILE, CURVE_FILE, RECIPE_FILE
+from ftkit.runs.model_card import CARD_FILE, CURVE_FILE, RECIPE_FILE, append_table
 from ftkit.runs.signing import signature_file, verify_beside
 
 CERTIFICATE = "certificate.json"
@@ -105,16 +105,13 @@ def settle_certificate(folder: Path) -> None:
         path.unlink(missing_ok=True)
         signature_file(path).unlink(missing_ok=True)
         return
-    card = folder / CARD_FILE
-    card.write_text(
-        f"{card.read_text(encoding='utf-8')}\n{_TITLE}\n\n{_table(certificate.engines)}\n", encoding="utf-8"
-    )
+    append_table(folder, _TITLE, ["engine", "dtype", "options", "compared", "result"], _rows(certificate.engines))
 
 
-def _table(engines: Sequence[EngineResult]) -> str:
-    rows = [["engine", "dtype", "options", "compared", "result"], ["---"] * 5]
+def _rows(engines: Sequence[EngineResult]) -> list[list[str]]:
+    rows = []
     for each in engines:
         checks = "<br>".join(f"{check.name}: {check.found}" for check in each.checks).replace("|", "\\|")
         passed = "passed" if each.passed else "failed"
         rows.append([f"{each.engine} {each.version}", each.dtype, " ".join(each.options), checks, passed])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+    return rows

@@ -138,13 +138,25 @@ def _metrics(layout: RunLayout, step: int) -> str:
     if not rows:
         return "Nothing was measured."
     scores = sorted({name for _, record in rows for name in _scores(record)})
-    lines = [["", "loss", "perplexity", *scores], ["---"] * (3 + len(scores))]
+    lines = [["", "loss", "perplexity", *scores]]
     for weights, record in rows:
         own = _scores(record)
         measured = [f"{own[name]:.1%}" if name in own else "" for name in scores]
         lines.append([weights, f"{record.loss:.4f}", f"{record.perplexity:.2f}", *measured])
-    table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    table = _table(lines)
     return table if these else f"{table}\n\nThe weights after {plural(step, 'step')} were not evaluated."
+
+
+def append_table(folder: Path, title: str, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Add a section with a table to the card of an export."""
+    table = _table([[each.removeprefix("#") for each in titles], *rows])
+    with (folder / CARD_FILE).open("a", encoding="utf-8") as card:
+        card.write(f"\n{title}\n\n{table}\n")
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _scores(record: EvaluationRecord) -> dict[str, float]:

@@ -9,11 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
-from contextlib import contextmanager
-from http.server import HTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,7 +25,7 @@ from ftkit.evaluate.verify_export import read_record, verify_export
 from ftkit.runs.certificate import CERTIFICATE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable
 
     from ftkit.runs.certificate import EngineResult
 
@@ -41,20 +37,7 @@ CONVERT = "import pathlib, sys; pathlib.Path(sys.argv[-1]).write_text(sys.argv[1
 @pytest.fixture(autouse=True)
 def servers_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start stand-ins in this process, which has imported torch."""
-
-    @contextmanager
-    def running(words: Sequence[str], *, log: Path) -> Iterator[SimpleNamespace]:
-        del log
-        kind, model, port = stand_in_engine.parse([*words[1:]])
-        server = HTTPServer(("127.0.0.1", port), stand_in_engine.handler(kind, model))
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield SimpleNamespace(poll=lambda: None)
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-    monkeypatch.setattr("ftkit.evaluate.engines.process.running", running)
+    monkeypatch.setattr("ftkit.evaluate.engines.process.running", stand_in_engine.running)
     # llama.cpp's files are pointers to the folders that they were made of.
     monkeypatch.setattr(
         "ftkit.evaluate.engines.write_gguf", lambda export, file, *_: Path(file).write_text(str(export)) and []

@@ -51,6 +51,28 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class GgufFile:
+    """A GGUF file, measured with llama.cpp on rows of the validation split.
+
+    Attributes:
+        loss: mean of `num_targets` tokens, in nats.
+        loss_increase: over the unquantized file, with its 95% interval; zeros for that file itself.
+        kl: mean KL divergence from the unquantized file's distributions to this one's, in nats.
+        tokens_per_second: generated on the machine that measured.
+    """
+
+    name: str
+    file: SavedFile
+    loss: float
+    loss_increase: float
+    interval: tuple[float, float]
+    kl: float
+    scores: dict[str, float]
+    tokens_per_second: float
+    num_targets: int
+
+
+@dataclass(frozen=True)
 class ExportRecord:
     """The source of an export, and its expected logits: ftkit-export.json."""
 
@@ -69,6 +91,7 @@ class ExportRecord:
     columns: tuple[int, ...]  # tokens of the vocabulary whose logits are recorded
     tokenizer: dict[str, str]
     version: Literal[1]  # of the record's fields and their meaning; a record with another version is refused
+    gguf: tuple[GgufFile, ...] = ()  # those that were measured
 
 
 def make_prompts(tokenizer: PreTrainedTokenizerBase) -> tuple[Prompt, ...]:

@@ -1,0 +1,129 @@
+"""Quantized files: what they change is measured by the server, and what the recipe does not accept is not kept.
+
+llama.cpp's programs are stand-ins: files are pointers to folders, and the server computes with transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import stand_in_engine
+import torch
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftkit.cli.main import cli
+from ftkit.config.recipe import ExportSpec
+from ftkit.evaluate.export_formats import CONVERTER
+from ftkit.evaluate.loaded_model import load_model
+from ftkit.evaluate.quantized import divergence
+from ftkit.evaluate.scoring import Ranks, evaluation_set, measure
+from ftkit.evaluate.source import MeasureSettings, ModelFolder
+from ftkit.planning.plan import plan_to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from conftest import Run
+
+pytestmark = [pytest.mark.train, pytest.mark.filterwarnings("ignore")]
+
+QUANTIZE = """#!/bin/sh
+case $1 in
+--help) echo "usage: llama-quantize
+   7  or  Q8_0    :  7.96G, +0.0026 ppl @ Llama-3-8B
+  10  or  Q2_K    :  2.96G, +3.5199 ppl @ Llama-3-8B
+          COPY    : only copy tensors, no quantizing";;
+*) printf '%s\\n%s' "$(cat "$1")" "$(echo "$3" | cut -c2)" >"$2";;
+esac
+"""
+
+
+@pytest.fixture(scope="module")
+def run(make_run: Callable[..., Run]) -> Run:
+    made = make_run("quantized-20260102T030405Z-ab12", "training.max_steps=20", processes=1)
+    made.train()
+    return made
+
+
+@pytest.fixture
+def llama_cpp(tmp_path: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf", reason="needs the extra gguf")
+    built = tmp_path / "build" / "bin"
+    built.mkdir(parents=True)
+    for name, text in (("llama-quantize", QUANTIZE), ("llama-server", "#!/bin/sh\n")):
+        (built / name).write_text(text)
+        (built / name).chmod(0o755)
+    (tmp_path / "convert_hf_to_gguf.py").write_text("")
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(workspace))
+    monkeypatch.setenv(CONVERTER, str(tmp_path / "convert_hf_to_gguf.py"))
+    monkeypatch.setattr("ftkit.evaluate.engines.process.running", stand_in_engine.running)
+    monkeypatch.setattr("ftkit.cli.export.write_gguf", lambda export, file, *_: file.write_text(str(export)) and [])
+
+
+def export(run: Run, *words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(cli, ["export", run.plan.id, "--no-verify", "--format", "gguf", *words])
+    return done.exit_code, done.output
+
+
+@pytest.mark.usefixtures("llama_cpp")
+def test_each_file_has_its_own_loss_on_the_validation_split(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    code, output = export(run, "--quantize", "q8_0,Q2_K", "--to", str(folder))
+    assert code == 0, output
+    plain, eight, two = json.loads((folder / "ftkit-export.json").read_text())["gguf"]
+    assert plain["loss_increase"] == plain["kl"] == 0
+    assert 0 < abs(eight["loss_increase"]) < two["loss_increase"]
+    assert 0 < eight["kl"] < two["kl"]
+    assert two["loss_increase"] == pytest.approx(two["loss"] - plain["loss"])
+    source = ModelFolder(folder, "made")
+    model = load_model(source, torch.device("cpu"))
+    settings = MeasureSettings(("loss",), limit=100)
+    data, metrics = evaluation_set(model.input, run.plan, settings, [].append)
+    summed, count, _ = measure(model, data, metrics, settings, Ranks()).loss.sum(0)
+    assert plain["num_targets"] == count
+    assert plain["loss"] == pytest.approx(summed / count, rel=1e-4)
+    card = (folder / "README.md").read_text()
+    assert all(name in card and (folder / name).is_file() for name in (plain["name"], eight["name"], two["name"]))
+    assert CliRunner().invoke(cli, ["verify", str(folder)]).exit_code != 0  # no logits were recorded
+
+
+@pytest.mark.usefixtures("llama_cpp")
+def test_a_file_whose_loss_is_above_the_bound_is_not_kept(run: Run, tmp_path: Path) -> None:
+    bounded = run.copy_to("bounded-20260102T030405Z-ab12")
+    recipe = run.plan.recipe.model_copy(update={"export": ExportSpec(max_loss_increase=0.02)})
+    bounded.layout.plan.write_text(plan_to_json(replace(bounded.plan, recipe=recipe)))
+    folder = tmp_path / "made"
+    code, output = export(bounded, "--quantize", "q8_0,q2_k", "--to", str(folder))
+    assert code == 9, output
+    names = [f"{bounded.plan.id}-{kind}.gguf" for kind in ("fp32", "q8_0")]
+    assert [path.name for path in sorted(folder.glob("*.gguf"))] == names
+    assert [each["name"] for each in json.loads((folder / "ftkit-export.json").read_text())["gguf"]] == names
+    assert "q2_k" not in (folder / "README.md").read_text()
+    assert not list(folder.glob(".quantized-*"))
+
+
+@pytest.mark.usefixtures("llama_cpp")
+def test_a_type_that_llama_cpp_does_not_list_is_refused_before_anything_is_written(run: Run, tmp_path: Path) -> None:
+    code, output = export(run, "--quantize", "q9", "--to", str(tmp_path / "made"))
+    assert (code, "q9" in output, "q8_0" in output, (tmp_path / "made").exists()) == (4, True, True, False)
+    done = CliRunner().invoke(cli, ["export", run.plan.id, "--quantize", "q8_0"])
+    assert done.exit_code == 2
+
+
+@given(st.integers(0, 2**31), st.integers(2, 40), st.integers(1, 40))
+def test_divergence_is_that_of_all_tokens_or_below(seed: int, vocabulary: int, num_listed: int) -> None:
+    rows = np.random.default_rng(seed).normal(0, 3, (2, vocabulary))
+    rows -= np.log(np.exp(rows).sum(1, keepdims=True))
+    exact = math.fsum((np.exp(rows[0]) * (rows[0] - rows[1])).tolist())
+    everything = [dict(enumerate(row.tolist())) for row in rows]
+    assert divergence(*everything) == pytest.approx(exact, abs=1e-9)
+    listed = [dict(sorted(each.items(), key=lambda pair: -pair[1])[:num_listed]) for each in everything]
+    assert -1e-9 <= divergence(*listed) <= exact + 1e-9
