@@ -66,7 +66,7 @@ def _names(_: click.Context, __: click.Parameter, value: str) -> list[str]:
     help="Checkpoint: a step, 'best' (by evaluation.best, or validation loss), or 'last'; default: the best by "
     "evaluation.best if the recipe sets it, else the newest.",
 )  # fmt: skip
-@click.option("--merge", "merges", is_flag=True, help="Merge adapters into the unquantized base model.")
+@click.option("--merge", "merges", is_flag=True, help="Merge adapters into the base model; QLoRA's is dequantized.")
 @click.option(
     "--dtype", "precision", type=click.Choice(["bf16", "fp32"]), help="Dtype of the weights; default: that of training."
 )

@@ -8,14 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from ftkit.config.training import Precision
-from ftkit.errors import NotFoundError, PrerequisiteError, TrainingError, one_line
-from ftkit.evaluate.loaded_model import config_of, tokenizer_of
-from ftkit.evaluate.source import TrainedStep
+from ftkit.data.cases import ModelInput
+from ftkit.errors import DataError, NotFoundError, PrerequisiteError, TrainingError, one_line, plural
+from ftkit.evaluate.loaded_model import LoadedModel, config_of, tokenizer_of
+from ftkit.evaluate.scoring import evaluation_set
+from ftkit.evaluate.source import MeasureSettings, TrainedStep
 from ftkit.evaluate.verify_export import check_memory, peak_bytes
 from ftkit.files import atomic_folder, read_json_if_valid
 from ftkit.models.folder import EXPORT_RECORD
-from ftkit.planning.plan import read_plan_to_use
+from ftkit.planning.plan import RunPlan, read_plan_to_use
 from ftkit.runs.certificate import keep_certificate
 from ftkit.runs.checkpoints import DamagedCheckpointError, choose_step
 from ftkit.train.checkpoint.loading import describe_damage, open_trained
@@ -25,7 +29,13 @@ from ftkit.train.components.generation import Generation
 from ftkit.train.memory.usage import available_bytes
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from ftkit.planning.layout import RunLayout
+
+_MAX_COMPARED_ROWS = 50
+_MAX_COMPARED_TOKENS = 2048
+"""Tokens of a batch, with padding, whose logits are in memory in fp32."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,8 @@ def export_run(
     if verify is not None:
         report("computing logits of the trained model and of its base")
         record = exporter.with_logits(record)
+        if request.merges and plan.recipe.training.method == "qlora":
+            record = replace(record, merged=_compare_bases(exporter, plan, parts, report))
     with atomic_folder(folder) as temporary:
         report(f"writing {folder}")
         exporter.write(record, temporary, layout)
@@ -93,6 +105,34 @@ def export_run(
             report("loading the export in another process to compare it with the trained model")
             verify(temporary)
     return folder
+
+
+def _compare_bases(
+    exporter: Exporter, plan: RunPlan, parts: ExportedParts, report: Callable[[str], None]
+) -> tuple[float, float] | None:
+    """Return the losses on validation rows with the 4-bit base of training, and with the unquantized one, if any."""
+    config = parts.config.text
+    try:
+        rows = MeasureSettings(("loss",), limit=_MAX_COMPARED_ROWS)
+        data, _ = evaluation_set(ModelInput.of(parts.tokenizer, plan.id, config), plan, rows, report)
+    except DataError as error:
+        report(f"the loss with the unquantized base was not compared: {one_line(error)}")
+        return None
+    documents = [document for _, document in data.documents]
+    while len(documents) > 1 and len(documents) * max(len(each.tokens) for each in documents) > _MAX_COMPARED_TOKENS:
+        documents.pop()
+
+    def measure(model: PreTrainedModel) -> float:
+        loaded = LoadedModel(plan.id, parts.tokenizer, parts.generation, model, torch.device("cpu"))
+        losses, counts, _ = zip(*loaded.losses(documents), strict=True)
+        return sum(losses) / max(1.0, sum(counts))
+
+    trained, unquantized = exporter.compare_bases(measure)
+    report(
+        f"the adapters are merged into the 4-bit base that they were trained on, dequantized: loss {trained:.4f} on "
+        f"{plural(len(documents), 'validation document')}; with the unquantized base {unquantized:.4f}"
+    )
+    return trained, unquantized
 
 
 def _check_replaceable(folder: Path, run: str) -> None:

@@ -18,6 +18,9 @@ from transformers import AutoModelForCausalLM
 from ftkit.cli.main import cli
 from ftkit.errors import NotFoundError, PrerequisiteError, TrainingError
 from ftkit.evaluate.checkpoint_export import ExportRequest, export_run
+from ftkit.evaluate.loaded_model import load_model
+from ftkit.evaluate.scoring import Ranks, evaluation_set, measure
+from ftkit.evaluate.source import MeasureSettings, ModelFolder, TrainedStep
 from ftkit.evaluate.verify_export import read_record, require_passed, verify_export
 from ftkit.files import write_json
 from ftkit.models.folder import EXPORT_RECORD
@@ -102,11 +105,30 @@ def test_adapters_and_the_model_merged_with_them_are_verified(adapted: Any, tmp_
     rounded = export(adapted, tmp_path / "rounded", merges=True, precision="bf16")
     assert read_record(adapters).step == 10
     assert read_record(adapters).trained != read_record(merged).trained
-    assert read_record(merged).trained == read_record(adapted.layout.export).trained
+    assert read_record(adapted.layout.export).merged is None
     exact, coarse = (load_file(folder / "model.safetensors") for folder in (merged, rounded))
     assert all(torch.equal(coarse[name], exact[name].bfloat16()) for name in exact)
     model = AutoModelForCausalLM.from_pretrained(rounded)
     assert model.config.dtype == torch.bfloat16
+
+
+def test_adapters_are_merged_into_the_4_bit_base_that_they_were_trained_on(adapted: Any, tmp_path: Path) -> None:
+    merged = export(adapted, tmp_path / "merged", merges=True)
+    settings = MeasureSettings(("loss",))
+
+    def loss(source: TrainedStep | ModelFolder) -> float:
+        model = load_model(source, torch.device("cpu"))
+        data, _ = evaluation_set(model.input, adapted.plan, settings, quiet)
+        total, count, _ = measure(model, data, [], settings, Ranks()).loss.sum(0)
+        return float(total / count)
+
+    checkpoint = TrainedStep(adapted.layout, adapted.plan, read_record(merged).step)
+    trained, unquantized = read_record(merged).merged or (0.0, 0.0)
+    assert abs(trained - unquantized) > 1e-4
+    assert loss(checkpoint) == pytest.approx(trained, rel=1e-5)
+    assert loss(ModelFolder(merged, "merged")) == pytest.approx(trained, rel=1e-5)
+    assert loss(ModelFolder(adapted.layout.export, "adapters")) == pytest.approx(unquantized, rel=1e-5)
+    assert f"{trained:.4f}" in (merged / "README.md").read_text()
 
 
 @pytest.mark.parametrize("kind", ["full", "adapters"])

@@ -41,7 +41,7 @@ METHODS = {
     "lora": ("training.method=lora", "training.lora={rank: 4}", "training.learning_rate=0.05"),
     "qlora": ("training.method=qlora", "training.lora={rank: 4, use_dora: true}", "training.learning_rate=0.05"),
 }
-ROUNDED = {"full": "bf16", "lora": "fp32", "qlora": "bf16"}
+ROUNDED = {"full": "bf16", "lora": "fp32", "qlora": "fp32"}
 """Precision of the second export, which is merged if there are adapters."""
 SHORT = (
     "training.max_steps=2",
@@ -103,7 +103,7 @@ def test_an_export_loaded_in_a_fresh_process_matches_its_checkpoint(
 ) -> None:
     case = matrix[f"{family} {method}"]
     assert {name: fresh["failed"] for name, fresh in case["fresh"].items()} == {"run": [], "again": []}
-    if method != "qlora":  # its checkpoint uses the 4-bit base, its exports the unquantized one
+    if method != "qlora":  # peft loads its adapters onto the unquantized base
         assert case["fresh"]["run"]["tokens"] == case["tokens"]
-    if ROUNDED[method] == "fp32":
+    if method != "full":
         assert case["fresh"]["again"]["tokens"] == case["tokens"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ _CONVERSATIONS: tuple[tuple[tuple[str, str], ...], ...] = (
 _PLAIN_TEXTS = ("The quick brown fox jumps over 13 lazy dogs.\n", "def add(a, b):\n    return a + b")
 _NUM_COLUMNS = 256
 _SIGNIFICANT_DIGITS = 7
+ResultT = TypeVar("ResultT")
 Logits = list[list[list[float]]]
 """Per prompt and token: logits of some tokens of the vocabulary, then the log-sum-exp of all."""
 
@@ -91,6 +92,7 @@ class ExportRecord:
     columns: tuple[int, ...]  # tokens of the vocabulary whose logits are recorded
     tokenizer: dict[str, str]
     version: Literal[1]  # of the record's fields and their meaning; a record with another version is refused
+    merged: tuple[float, float] | None = None  # losses with the 4-bit base of training, and with the unquantized one
     gguf: tuple[GgufFile, ...] = ()  # those that were measured
 
 
@@ -139,8 +141,11 @@ def sample_logits(model: PreTrainedModel, record: ExportRecord) -> Logits:
     ]
 
 
-def streamed_logits(model: nn.Module, tensors: Mapping[str, torch.Tensor], record: ExportRecord) -> Logits:
-    """Compute `sample_logits` in fp32 on the CPU, with one decoder layer, or one embedding, at a time in memory.
+@torch.no_grad()
+def streamed(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], compute: Callable[[PreTrainedModel], ResultT]
+) -> ResultT:
+    """Compute in fp32 on the CPU, with one decoder layer, or one embedding, at a time in memory.
 
     `model` is on the meta device; `tensors` are its parameters, and the buffers that are in files, by its names.
     """
@@ -166,7 +171,7 @@ def streamed_logits(model: nn.Module, tensors: Mapping[str, torch.Tensor], recor
     causal_lm.eval()
     try:
         fill(resident)
-        return sample_logits(causal_lm, record)
+        return compute(causal_lm)
     finally:
         for hook in hooks:
             hook.remove()
@@ -176,7 +181,7 @@ def streamed_logits(model: nn.Module, tensors: Mapping[str, torch.Tensor], recor
 
 
 def streamed_bytes(model: nn.Module) -> int:
-    """Return the bytes of the most weights that `streamed_logits` holds at a time."""
+    """Return the bytes of the most weights that `streamed` holds at a time."""
     resident, units = _units(model)
     held = [sum(model.get_parameter(name).numel() for name in own) for own in units.values()]
     return 4 * (max(held) + sum(model.get_parameter(name).numel() for name in resident))

@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 from collections import ChainMap, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,15 +29,16 @@ from ftkit.models.folder import ADAPTER_FILE, ADDED_TOKENS_FILE, EXPORT_RECORD, 
 from ftkit.models.weight_files import LENGTH_BYTES, WEIGHTS_FILE, WEIGHTS_INDEX
 from ftkit.process import num_usable_cpus
 from ftkit.runs.checkpoints import SavedFile
-from ftkit.runs.model_card import read_license, write_card
+from ftkit.runs.model_card import append_table, read_license, write_card
 from ftkit.train.components import export_record
 from ftkit.train.components.batches import computed_ahead
-from ftkit.train.components.export_record import ExportRecord, Logits, streamed_logits
+from ftkit.train.components.export_record import ExportRecord, Logits, ResultT, sample_logits, streamed
 from ftkit.train.components.generation import Generation, end_token_setting
 from ftkit.train.model.expert_adapters import transposed_experts
 from ftkit.train.model.hf_model import TextConfig, build_empty, config_for_export, find_decoder_layers, find_text
 from ftkit.train.model.linears import transposed_weights
 from ftkit.train.model.lora import (
+    dequantized_base,
     is_adapter,
     merge_adapters,
     peft_config,
@@ -141,17 +142,28 @@ class Exporter:
         )
 
     def with_logits(self, record: ExportRecord) -> ExportRecord:
+        def of(model: PreTrainedModel, weights: Tensors) -> Logits:
+            return streamed(model, weights, lambda filled: sample_logits(filled, record))
+
         def of_trained(weights: Tensors) -> Logits:
-            whole = self._with_buffers(weights) if self._lora is None else with_adapters(self._required_base(), weights)
-            return streamed_logits(self._model, whole, record)
+            if self._lora is None:
+                return of(self._model, self._with_buffers(weights))
+            base = self._trained_base() if record.kind == "model" else self._required_base()
+            return of(self._model, with_adapters(base, weights))
 
         exported, dtype = None, DTYPES[record.precision]
         if dtype is not torch.float32 and record.kind == "adapters":
             exported = of_trained(_all_rounded(self._trained, dtype))
         elif dtype is not torch.float32:
-            exported = streamed_logits(self._plain, _all_rounded(self._full_weights(dtype), dtype), record)
-        untrained = None if self._base is None else streamed_logits(self._plain, self._base, record)
+            exported = of(self._plain, _all_rounded(self._full_weights(dtype), dtype))
+        untrained = None if self._base is None else of(self._plain, self._base)
         return replace(record, trained=of_trained(self._trained), exported=exported, untrained=untrained)
+
+    def compare_bases(self, measure: Callable[[PreTrainedModel], ResultT]) -> tuple[ResultT, ResultT]:
+        """Measure the model with adapters on the base of training, and on the unquantized one."""
+        bases = (self._trained_base(), self._required_base())
+        first, second = (streamed(self._model, with_adapters(base, self._trained), measure) for base in bases)
+        return first, second
 
     def write(self, record: ExportRecord, folder: Path, layout: RunLayout) -> None:
         parts, dtype = self._parts, DTYPES[record.precision]
@@ -167,6 +179,10 @@ class Exporter:
         parts.generation.save(folder)
         known = None if parts.pretrained is None else read_license(parts.pretrained)
         write_card(folder, layout, parts.recipe, record.step, record.kind, known)
+        if record.merged is not None:
+            names = ("the 4-bit base of training, dequantized: these files", "the unquantized base")
+            rows = [[name, f"{loss:.4f}"] for name, loss in zip(names, record.merged, strict=True)]
+            append_table(folder, "## Merged adapters", ["merged into", "loss on validation rows"], rows)
         write_json(folder / EXPORT_RECORD, replace(record, files=files))
 
     def _write_model(self, dtype: torch.dtype, folder: Path) -> dict[str, SavedFile]:
@@ -189,7 +205,7 @@ class Exporter:
         if self._lora is None:
             return self._with_buffers(self._trained)
         transposed = transposed_weights(self._plain) | transposed_experts(self._plain)
-        return merge_adapters(self._required_base(), self._trained, self._lora, dtype, transposed)
+        return merge_adapters(self._trained_base(), self._trained, self._lora, dtype, transposed)
 
     def _write_adapters(self, dtype: torch.dtype, folder: Path) -> dict[str, SavedFile]:
         """Write the files for `PeftModel.from_pretrained` on the pretrained model, which may be multimodal."""
@@ -211,6 +227,13 @@ class Exporter:
         stored = self._plain.state_dict() if self._base is None else self._base
         buffers = {name: stored[name] for name, _ in self._plain.named_buffers() if name in stored}
         return ChainMap(cast("MutableMapping[str, torch.Tensor]", weights), buffers)
+
+    def _trained_base(self) -> Tensors:
+        """Return the base weights that training computed with: after QLoRA, the dequantized ones."""
+        base, training = self._required_base(), self._parts.recipe.training
+        if training.quantization != "nf4":
+            return base
+        return dequantized_base(base, build_empty(self._parts.config.text, "eager"), DTYPES[training.compute_precision])
 
     def _required_base(self) -> Tensors:
         if self._base is None:

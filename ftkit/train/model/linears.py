@@ -117,6 +117,10 @@ class QuantizedLinear(nn.Linear):
         """The dequantized matrix, whose magnitude DoRA uses."""
         return self.layout.dequantize(self.quantized)
 
+    def by_output(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return a matrix of the files as [outputs, inputs], or such a matrix as files have it."""
+        return stored.T if self.is_transposed else stored
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
         output = self.layout.multiply(input, self.quantized)
         return output if self.bias is None else output + self.bias
@@ -135,8 +139,7 @@ def quantize_linears(layers: Iterable[nn.Module], layout_of: Callable[[int, int]
             weight, bias = cast("nn.Linear", linear).weight, cast("nn.Linear", linear).bias
             quantized = QuantizedLinear(layout, bias, weight.device, is_transposed=is_transposed(linear))
             if not weight.is_meta:
-                by_output = weight.data.T if quantized.is_transposed else weight.data
-                quantized.quantized.data.copy_(layout.quantize(by_output))
+                quantized.quantized.data.copy_(layout.quantize(quantized.by_output(weight.data)))
             layer.set_submodule(name, quantized)
 
 

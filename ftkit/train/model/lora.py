@@ -28,7 +28,14 @@ from ftkit.train.model.expert_adapters import (
 )
 from ftkit.train.model.float8 import Fp8Layout, check_fp8, convert_linears
 from ftkit.train.model.hf_model import TextPlace, find_decoder_layers, find_text
-from ftkit.train.model.linears import Nf4Layout, WeightLayout, linears_in_layers, quantize_linears, transposed_weights
+from ftkit.train.model.linears import (
+    Nf4Layout,
+    QuantizedLinear,
+    WeightLayout,
+    linears_in_layers,
+    quantize_linears,
+    transposed_weights,
+)
 from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.weight_conversion import LazyTensors, name_for_peft
 from ftkit.train.private_apis.libraries import adapts_experts, import_peft
@@ -200,6 +207,23 @@ def merge_adapters(
         factors = zip(weight.mT if is_turned else weight, adapters[f"{owner}.lora_B_{own_name}"], down, strict=True)
         experts = torch.stack([merged(*each) for each in factors])
         return experts.mT.contiguous() if is_turned else experts
+
+    return LazyTensors(base, read)
+
+
+def dequantized_base(base: Mapping[str, torch.Tensor], model: PreTrainedModel, precision: torch.dtype) -> LazyTensors:
+    """Return base weights as QLoRA's forward pass computes with them: quantized to NF4, and dequantized to `precision`.
+
+    `model` is one without adapters on the meta device, whose linear layers are replaced.
+    """
+    quantize_linears(find_decoder_layers(model), partial(Nf4Layout.of, precision))
+    linears = {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, QuantizedLinear)}
+
+    def read(name: str) -> torch.Tensor:
+        if (linear := linears.get(name)) is None:
+            return base[name]
+        matrix = linear.layout.dequantize(linear.layout.quantize(linear.by_output(base[name])))
+        return linear.by_output(matrix)
 
     return LazyTensors(base, read)
 
