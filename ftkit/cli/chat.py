@@ -28,7 +28,7 @@ from ftkit.config.load import load_cluster
 from ftkit.data.conversations import read_tools
 from ftkit.errors import NotFoundError, TrainingError
 from ftkit.evaluate.source import ModelFolder, Target, find_target, weights_digests
-from ftkit.launch.side_jobs import ServeArgs, plan_serving, submit, tunnel, wait_for_server
+from ftkit.launch.side_jobs import plan_serving, submit, tunnel, wait_for_server
 from ftkit.planning.layout import Workspace
 
 if TYPE_CHECKING:
@@ -230,9 +230,10 @@ def serve_command(  # noqa: PLR0913 - one for each option
         raise NotFoundError(f"{reference} is not a run", fix="serve a folder with vLLM itself: vllm serve FOLDER")
     place = load_cluster(cluster, ctx) if cluster else target.plan.cluster
     chosen = parse_image(image, ctx.project, "command line", "--image") if image else None
-    args = ServeArgs(num_gpus, port, time_limit, words)
     folder = _export(target, terminal, dry_run=dry_run)
-    job = plan_serving(target.plan, place, chosen, folder, args, ctx)
+    job = plan_serving(
+        target.plan, place, chosen, folder, ctx, num_gpus=num_gpus, port=port, time_limit=time_limit, words=words
+    )
     say_overridden(terminal, ctx.project)
     if dry_run:
         terminal.data(job.script)

@@ -196,7 +196,7 @@ def destroy_command(name: str, *, keep_image: bool, dry_run: bool, yes: bool) ->
     if dry_run:
         for step in removed:
             for undo in step.undo:
-                terminal.data(shlex.join(words_of(undo, folder)))
+                terminal.data(f"{shlex.join(words_of(undo, folder))}\n")
         return
     if not terminal.confirm("Remove it and everything on its disks?", yes=yes):
         return

@@ -9,10 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-from pydantic import TypeAdapter, ValidationError
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ftkit import process
 from ftkit.errors import EXIT_CODES, DiskFullError, FtkitError
@@ -22,7 +20,7 @@ from ftkit.runs.ends import find_slurms_words, find_wait
 from ftkit.runs.job import STATES, Cause, Job, RunState, SubmittedRun
 from ftkit.runs.lease import current_holder, last_touch
 from ftkit.runs.metrics_file import read_last_record
-from ftkit.runs.records import EndRecord
+from ftkit.runs.records import EndRecord, Seconds
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
@@ -30,7 +28,14 @@ if TYPE_CHECKING:
 
 
 LOST = "Slurm no longer knows the job, and it left no exit code"  # of an unknown state, although Slurm answered
-_JOB = TypeAdapter(Job)
+
+
+@dataclass(frozen=True)
+class _FinalState:
+    """The content of state.json: a final state, and when it was observed."""
+
+    observed: Seconds
+    job: Job
 
 
 @dataclass(frozen=True)
@@ -208,24 +213,16 @@ def _exit_code(run: SubmittedRun, job_id: str | None = None) -> int | None:
 
 def _read_final(run: SubmittedRun, *, even_if_old: bool = False) -> Job | None:
     """Read the final state back, unless the run was since submitted again or requeued."""
-    values = read_json_if_valid(run.layout.state, dict[str, Any]) or {}
-    observed = values.get("observed")
-    if values.get("id") != run.job_id or not isinstance(observed, float):
+    known = read_json_if_valid(run.layout.state, _FinalState)
+    if known is None or known.job.id != run.job_id or not known.job.is_final:
         return None
-    if not even_if_old and _last_change(run.layout) > observed:
-        return None
-    try:
-        seen = _JOB.validate_python(values)
-    except ValidationError:
-        return None
-    return seen if seen.is_final else None
+    return known.job if even_if_old or _last_change(run.layout) <= known.observed else None
 
 
 def _write_final(run: SubmittedRun, seen: Job) -> None:
     """Record a final state; do nothing in another user's folder that is not writable."""
-    values = {"observed": max(time.time(), _last_change(run.layout)), **asdict(seen)}
     with suppress(OSError):
-        write_json(run.layout.state, values)
+        write_json(run.layout.state, _FinalState(max(time.time(), _last_change(run.layout)), seen))
 
 
 def _last_change(layout: RunLayout) -> float:

@@ -33,13 +33,8 @@ class LocalScheduler:
     poll_seconds: ClassVar[float] = 1.0
     grace_seconds: ClassVar[float] = 10.0
 
-    def submit(
-        self, layout: RunLayout, environment: Mapping[str, str], *, has_preparation: bool = False,
-        tasks: str = "", after: SubmittedRun | None = None,  # noqa: ARG002 - runs follow one another anyway
-    ) -> Submission:  # fmt: skip
-        """Start the script of a run, with these variables."""
-        if has_preparation or tasks:
-            raise ValueError("on this machine, each run has its own script, which prepares its data")
+    def submit(self, layout: RunLayout, environment: Mapping[str, str], **_: object) -> Submission:
+        """Start the script of a run, with these variables; it prepares its data, and runs follow one another anyway."""
         pid = process.start_detached(
             ["bash", str(layout.script)], log=layout.job_log, cwd=layout.root, environment=environment
         )

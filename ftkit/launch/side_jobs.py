@@ -47,29 +47,20 @@ _MAX_WEIGHTS = 0.5  # maximum fraction of a GPU's memory for weights; the rest i
 _POLL_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
-class ServeArgs:
-    """Arguments of `ftkit serve RUN`; defaults are chosen for nulls. `words` are passed to vLLM unchanged."""
-
-    num_gpus: int | None = None
-    port: int | None = None
-    time_limit: str | None = None
-    words: tuple[str, ...] = ()
-
-
-def plan_serving(
-    plan: RunPlan, cluster: ClusterProfile, image: AnyImage | None, folder: Path, args: ServeArgs, ctx: Context
-) -> SideJob:
+def plan_serving(  # noqa: PLR0913 - one for each option
+    plan: RunPlan, cluster: ClusterProfile, image: AnyImage | None, folder: Path, ctx: Context, *,
+    num_gpus: int | None = None, port: int | None = None, time_limit: str | None = None, words: Sequence[str] = (),
+) -> SideJob:  # fmt: skip
     """Render the script of the job that serves an export of a run: weights or adapters.
 
     The cluster shares the run's workspace. Without an image, the shipped one serves; a cluster without containers uses
-    none.
+    none. `words` are passed to vLLM unchanged.
     """
     plan = replace(plan, cluster=cluster)
     _check_on_slurm(plan, "ftkit serve", "choose a Slurm cluster with --cluster; here: vllm serve FOLDER")
     if cluster.runtime != "none":
         plan = _with_image(plan, image or NamedImage(SERVING_IMAGE), ctx)
-    num_gpus = args.num_gpus or _choose_gpus(plan, cluster)
+    num_gpus = num_gpus or _choose_gpus(plan, cluster)
     heads = plan.recipe.model.architecture.num_attention_heads
     if num_gpus > cluster.max_processes:
         what = f"{plural(num_gpus, 'GPU')} requested, a node of '{cluster.name}' has {cluster.max_processes}."
@@ -78,9 +69,8 @@ def plan_serving(
         what = f"the model's {heads} attention heads can't be divided among {num_gpus} GPUs."
         raise ConfigError([Problem("command line", "--gpus", what, "Use a divisor.")])
     path, log = plan.layout.serving_script, plan.layout.logs / "serving.log"
-    job = SideJob("serve", plan, num_gpus, path, log, args.time_limit, (str(folder),), ("VLLM_API_KEY",))
-    words = [*serve_command(folder, plan, num_gpus), *args.words]
-    return render_side_job(job, ctx.project, words=words, port=args.port)
+    job = SideJob("serve", plan, num_gpus, path, log, time_limit, (str(folder),), ("VLLM_API_KEY",))
+    return render_side_job(job, ctx.project, words=[*serve_command(folder, plan, num_gpus), *words], port=port)
 
 
 def _with_image(plan: RunPlan, image: AnyImage, ctx: Context) -> RunPlan:

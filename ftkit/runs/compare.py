@@ -83,16 +83,20 @@ class Difference:
 
 
 AlignedBy = Literal["tokens", "step"]
-_Losses = list[tuple[int, tuple[float, ...]]]
 
 
 @dataclass(frozen=True)
 class AlignedLosses:
-    """Places where all of several runs have a record, by what is equal there: some of them, with each run's loss."""
+    """Places where all of several runs have a record, by what is equal there, with each run's loss."""
 
     by: AlignedBy
-    num_common: int
-    points: tuple[tuple[int, tuple[float, ...]], ...]
+    points: list[tuple[int, tuple[float, ...]]]
+
+    def some(self, num_points: int = 10) -> list[tuple[int, tuple[float, ...]]]:
+        """Return at most `num_points` of the points, evenly spaced."""
+        last = len(self.points) - 1
+        chosen = {last * index // max(1, num_points - 1) for index in range(num_points)} if self.points else set()
+        return [self.points[index] for index in sorted(chosen)]
 
 
 @dataclass(frozen=True)
@@ -270,35 +274,27 @@ def find_run_step(reference: str, workspace: Workspace) -> tuple[RunFolder, str]
         ) from None
 
 
-def align_losses(runs: Sequence[ComparedRun], num_points: int = 10) -> AlignedLosses:
-    """Return the losses of runs where each has a record: at most `num_points` of these, evenly spaced."""
-    by, losses = _align(runs)
-    last = len(losses) - 1
-    chosen = {last * index // max(1, num_points - 1) for index in range(num_points)} if losses else set()
-    return AlignedLosses(by, len(losses), tuple(losses[index] for index in sorted(chosen)))
-
-
 def compare_curves(first: ComparedRun, other: ComparedRun) -> CurveComparison:
     """Compare two loss curves where both have a record."""
-    by, losses = _align([first, other])
-    differing = [place for place, (one, two) in losses if repr(one) != repr(two)]  # two NaN are equal
-    gaps = [abs(one - two) for _, (one, two) in losses if isfinite(one) and isfinite(two)]
-    return CurveComparison(by, len(losses), max(gaps, default=None), differing[0] if differing else None)
+    aligned = align_losses([first, other])
+    differing = [place for place, (one, two) in aligned.points if repr(one) != repr(two)]  # two NaN are equal
+    gaps = [abs(one - two) for _, (one, two) in aligned.points if isfinite(one) and isfinite(two)]
+    return CurveComparison(aligned.by, len(aligned.points), max(gaps, default=None), next(iter(differing), None))
 
 
-def _align(runs: Sequence[ComparedRun]) -> tuple[AlignedBy, _Losses]:
+def align_losses(runs: Sequence[ComparedRun]) -> AlignedLosses:
     """Return the losses that were recorded after the same number of tokens, or else at the same step.
 
     Runs on the same packs have the same tokens where their numbers of packs are equal, whatever their batches; with
     another order of packs, only where an epoch ends.
     """
-    found: dict[AlignedBy, _Losses] = {}
+    found: dict[AlignedBy, list[tuple[int, tuple[float, ...]]]] = {}
     for by in ("tokens", "step"):
         curves = [{getattr(point, by): point.loss for point in run.curve} for run in runs]
         places = sorted(set(curves[0]).intersection(*curves))
         found[by] = [(place, tuple(curve[place] for curve in curves)) for place in places]
     by = "tokens" if len(found["tokens"]) > 1 else max(found, key=lambda each: len(found[each]))
-    return by, found[by]
+    return AlignedLosses(by, found[by])
 
 
 def have_same_documents(first: ComparedRun, other: ComparedRun) -> bool | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Literal
 
 from ftkit.runs.records import (
@@ -123,29 +123,18 @@ def merge_spans(spans: Sequence[Span], shortest: float = 0.0) -> list[Span]:
     A merged group has the kind that takes most of its time. A group that stays shorter joins the span before it.
     """
     merged: list[Span] = []
-    short: list[Span] = []
 
-    def join(span: Span) -> None:
-        if merged and (merged[-1].kind == span.kind or span.seconds < shortest):
-            merged[-1] = replace(merged[-1], end=span.end, step=span.step)
+    def group_of(span: Span) -> tuple[bool, float]:
+        is_long = span.seconds >= shortest
+        return is_long, span.begin if is_long else (span.begin - spans[0].begin) // shortest
+
+    for _, grouped in groupby(spans, group_of):
+        group = list(grouped)
+        kinds = dict.fromkeys(each.kind for each in group)
+        seconds = {kind: sum(each.seconds for each in group if each.kind == kind) for kind in kinds}
+        kind, end = max(seconds, key=seconds.__getitem__), group[-1].end
+        if merged and (merged[-1].kind == kind or end - group[0].begin < shortest):
+            merged[-1] = replace(merged[-1], end=end)
         else:
-            merged.append(span)
-
-    def join_short() -> None:
-        if short:
-            seconds: Counter[SpanKind] = Counter()
-            for each in short:
-                seconds[each.kind] += each.seconds  # type: ignore[assignment] # counts may be floats
-            join(replace(short[-1], kind=max(seconds, key=seconds.__getitem__), begin=short[0].begin))
-            short.clear()
-
-    for span in spans:
-        if span.seconds >= shortest:
-            join_short()
-            join(span)
-        else:
-            short.append(span)
-            if span.end - short[0].begin >= shortest:
-                join_short()
-    join_short()
+            merged.append(replace(group[0], kind=kind, end=end))
     return merged

@@ -52,7 +52,9 @@ def _whole(name: str) -> Case:
     )
     values: dict[str, Any] = {
         "submission.json": asdict(Submission("slurm", "4711", 1.0, "login")),
-        "state.json": {"id": "4711", "observed": 4e9, "state": "failed", "is_final": True, "exit_code": 1},
+        "state.json": {
+            "observed": 4e9, "job": {"id": "4711", "state": "failed", "is_final": True, "exit_code": 1}
+        },
         "manifest.json": {"run": plan.id, "command": ["ftkit", "run", "demo"], "started": {"image": None}},
         "error-00000.json": asdict(RankError(2e9, 1, "n", "ValueError", "no", "Traceback", 9)),
     }  # fmt: skip

@@ -165,10 +165,10 @@ def show_comparison(runs: Sequence[ComparedRun], terminal: Terminal) -> None:
         terminal.text()
         form = count if aligned.by == "tokens" else str
         titles = [f"#{aligned.by.upper()}", *(f"#LOSS {name}" for name in found.names)]
-        rows = [(form(place), *map("{:.4f}".format, losses)) for place, losses in aligned.points]
+        rows = [(form(place), *map("{:.4f}".format, losses)) for place, losses in aligned.some()]
         terminal.table(titles, rows)
-        if aligned.num_common > len(rows):
-            terminal.text(f"{len(rows)} of {aligned.num_common} such records")
+        if len(aligned.points) > len(rows):
+            terminal.text(f"{len(rows)} of {len(aligned.points)} such records")
     show_curves(runs, terminal, is_data=True)
     terminal.text()
     for line in found.remarks:
@@ -193,7 +193,7 @@ def comparison_as_json(runs: Sequence[ComparedRun]) -> dict[str, object]:
         "best": (best := find_best(runs)) and asdict(best) | {"is_clear": best.is_clear},
         "results": {run.id: asdict(run.results) for run in runs},
         "metrics_problems": {run.id: run.metrics_problem for run in runs if run.metrics_problem},
-        "losses": [{aligned.by: place, "losses": losses} for place, losses in aligned.points],
+        "losses": [{aligned.by: place, "losses": losses} for place, losses in aligned.some()],
         "against_first": {
             run.id: asdict(compare_curves(runs[0], run)) | {"same_documents": have_same_documents(runs[0], run)}
             for run in runs[1:]

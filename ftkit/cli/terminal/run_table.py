@@ -45,7 +45,8 @@ def show_runs(entries: Sequence[RunEntry], terminal: Terminal, *, as_json: bool,
     sweeps = [entry.plan.sweep.values if entry.plan and entry.plan.sweep else {} for entry in entries]
     keys = list(dict.fromkeys(key for values in sweeps for key in values if key != "cluster")) if is_sweep else []
     is_roomy = terminal.is_roomy and not is_sweep
-    rows, objects = [], []
+    rows: list[list[Cell]] = []
+    objects = []
     for entry, values in zip(entries, sweeps, strict=True):
         metrics = entry.folder.layout.metrics
         problem = "" if entry.is_private else find_damage(metrics, tail_bytes=_TAIL_BYTES)
@@ -53,28 +54,26 @@ def show_runs(entries: Sequence[RunEntry], terminal: Terminal, *, as_json: bool,
             terminal.warn(f"{entry.folder.id}: {problem}")
         layout, seen = entry.folder.layout, overview.state_of(entry)
         step = read_script_step(layout) if not entry.is_private and layout.is_script else read_last_step(metrics)
-        objects.append(_as_json(entry, seen, step, problem) | {"values": values})
-        name, id_, *others = _cells(entry, seen, step, problem)
-        rows.append([name, id_ if is_roomy else entry.folder.suffix, *(values.get(key, "-") for key in keys), *others])
+        shown = _as_json(entry, seen, step, problem)
+        objects.append(shown | {"values": values})
+        name = entry.folder.id if is_roomy else entry.folder.suffix
+        progress = f"{'?' if shown['step'] is None else shown['step']}/{shown['num_steps'] or '?'}"
+        rows.append([
+            entry.folder.name,
+            name,
+            *(values.get(key, "-") for key in keys),
+            Styled(seen.state, STATE_STYLES[seen.state]),
+            progress,
+            f"{step.loss:.4f}" if step and step.loss is not None else "?" if problem else "-",
+            entry.plan.cluster.name if entry.plan else "?",
+            entry.run.job_id if entry.run else "-",
+            age(time.time() - entry.folder.created.timestamp()),
+        ])  # fmt: skip
     if as_json:
         terminal.json(objects)
         return
     own = [f"{key.rpartition('.')[2].upper()}…" for key in keys]
     terminal.table((*_TITLES[:2], *own, *_TITLES[2:]), rows)
-
-
-def _cells(entry: RunEntry, seen: Job, step: StepRecord | ScriptStepRecord | None, metrics_problem: str) -> list[Cell]:
-    planned = entry.plan.num_steps if entry.plan else None
-    return [
-        entry.folder.name,
-        entry.folder.id,
-        Styled(seen.state, STATE_STYLES[seen.state]),
-        f"{step.step}/{step.num_steps or '?'}" if step else f"{'?' if metrics_problem else 0}/{planned or '?'}",
-        f"{step.loss:.4f}" if step and step.loss is not None else "?" if metrics_problem else "-",
-        entry.plan.cluster.name if entry.plan else "?",
-        entry.run.job_id if entry.run else "-",
-        age(time.time() - entry.folder.created.timestamp()),
-    ]
 
 
 def _as_json(

@@ -37,8 +37,8 @@ def run(make_run: RunMaker, programs: FakePrograms, records: Any, sacct_line: An
     )
     write_rank_error(made.layout.rank_error(1), RankError(2e9, 1, "n", "ValueError", "no", "Traceback", 9))
     made.layout.job_exit_code(made.submission.job_id).write_text("1")
-    observed = {"id": "4711", "observed": 4e9, "state": "failed", "is_final": True, "exit_code": 1, "ended": 5.0}
-    made.layout.state.write_text(json.dumps(observed))
+    job = {"id": "4711", "state": "failed", "is_final": True, "exit_code": 1, "ended": 5.0}
+    made.layout.state.write_text(json.dumps({"observed": 4e9, "job": job}))
     made.layout.job_log.write_text("words\n")
     programs.answer("squeue")
     programs.answer("sacct", sacct_line(made, "FAILED"))

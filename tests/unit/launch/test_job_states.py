@@ -223,7 +223,9 @@ def test_a_run_in_a_read_only_folder_can_be_observed(
     assert observe(run).state is RunState.TIMED_OUT
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"id": "101"}', '{"id": "101", "state": "odd"}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"observed": 4e9}', '{"observed": 4e9, "job": {"id": "101", "state": "odd"}}']
+)
 def test_a_damaged_state_file_is_ignored(make_run: RunMaker, slurm_says: Callable[..., None], text: str) -> None:
     run = make_run(job_id="101")
     run.layout.state.write_text(text)

@@ -14,7 +14,7 @@ from ftkit.config.context import Context
 from ftkit.config.image_reference import NamedImage
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError
 from ftkit.launch.resolve import RunArgs, resolve
-from ftkit.launch.side_jobs import ServeArgs, plan_serving, serve_command, tunnel
+from ftkit.launch.side_jobs import plan_serving, serve_command, tunnel
 
 if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan
@@ -60,7 +60,7 @@ def test_adapters_that_vllm_cannot_serve_are_rejected_before_submission(
 
 def served(plan: RunPlan, image: str | None = None, **args: Any) -> str:
     chosen = NamedImage(image) if image else None
-    return plan_serving(plan, plan.cluster, chosen, Path("/m"), ServeArgs(**args), Context.here()).script
+    return plan_serving(plan, plan.cluster, chosen, Path("/m"), Context.here(), **args).script
 
 
 def test_serving_uses_as_many_gpus_as_the_weights_need(slurm_plan: RunPlan) -> None:

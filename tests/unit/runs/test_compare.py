@@ -141,15 +141,15 @@ def test_only_recorded_losses_are_compared() -> None:
     fine = with_curve("fine", (5, 4.0), (10, 3.0), (20, 2.0), (30, 1.0))
     coarse = with_curve("coarse", (10, 5.0), (25, 3.0), (30, 1.5), (40, 1.0))
     found = align_losses([fine, coarse])
-    assert (found.by, found.num_common, found.points) == ("tokens", 2, ((10, (3.0, 5.0)), (30, (1.0, 1.5))))
+    assert (found.by, found.points) == ("tokens", [(10, (3.0, 5.0)), (30, (1.0, 1.5))])
     assert compare_curves(fine, coarse).first_difference == 10
-    assert align_losses([fine, with_curve("none")]).points == ()
+    assert align_losses([fine, with_curve("none")]).points == []
 
 
 def test_runs_on_other_tokens_are_compared_at_the_same_steps() -> None:
     one = with_curve("one", (11, 4.0), (19, 3.0), (32, 2.0))
     other_order = with_curve("other", (9, 4.5), (21, 2.5), (32, 2.0))  # an epoch has the same tokens in any order
-    assert align_losses([one, other_order]).points == ((0, (4.0, 4.5)), (1, (3.0, 2.5)), (2, (2.0, 2.0)))
+    assert align_losses([one, other_order]).points == [(0, (4.0, 4.5)), (1, (3.0, 2.5)), (2, (2.0, 2.0))]
     found = compare_curves(one, other_order)
     assert (found.by, found.num_common, found.first_difference, found.largest_difference) == ("step", 3, 0, 0.5)
 
@@ -169,13 +169,13 @@ def test_each_compared_loss_is_one_that_a_run_recorded(
             tokens += more
             points.append((tokens, loss))
         runs.append(with_curve(name, *points))
-    found = align_losses(runs, num_points)
-    assert len(found.points) <= min(num_points, found.num_common)
-    for place, losses in found.points:
+    found = align_losses(runs)
+    assert len(found.some(num_points)) <= min(num_points, len(found.points))
+    for place, losses in found.some(num_points):
         for run, loss in zip(runs, losses, strict=True):
             assert (place, loss) in [(getattr(point, found.by), point.loss) for point in run.curve]
-    itself = align_losses([runs[0], runs[2]], len(one))
-    assert itself.num_common == len(one)
+    itself = align_losses([runs[0], runs[2]])
+    assert itself.some(len(one)) == itself.points
     assert [loss for _, (loss, _) in itself.points] == [loss for _, loss in one]
 
 
