@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 KINDS = {"vllm.entrypoints.cli.main": "vllm", "sglang.launch_server": "sglang"}
 """The modules that start a server."""
 
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "x", "n": 3}}\n</tool_call>'
+CALL_TOKENS = 100
+"""With tools, the server generates `CALL` where that many tokens are allowed."""
+
 LOST = {
     "a layer lost": "layers.1.self_attn.o_proj.weight",
     "adapters of a layer lost": (
@@ -146,7 +150,7 @@ def change_weight(name: str, tensor: torch.Tensor, fault: str) -> None:
         tensor.copy_(tensor.roll(1, 0))
 
 
-def answer(kind: str, model: Model, path: str, body: dict[str, Any]) -> Any:  # noqa: C901, PLR0911 - one for each path
+def answer(kind: str, model: Model, path: str, body: dict[str, Any]) -> Any:  # noqa: C901, PLR0911, PLR0912 - one for each path
     """Return the answer to a request, in the form of a kind of server."""
     fixed = {
         "/health": {},
@@ -163,8 +167,14 @@ def answer(kind: str, model: Model, path: str, body: dict[str, Any]) -> Any:  # 
     if path == "/v1/chat/completions":
         prompt = model.encode(model.render(body))
         tokens, scores, stopped = model.complete(prompt, body)
+        message: dict[str, Any] = {"content": ""}
+        if body.get("tools") and body["max_tokens"] >= CALL_TOKENS:
+            tokens, scores, stopped = [*model.encode(CALL), model.ends[0]], [0.0] * (len(model.encode(CALL)) + 1), True
+            if model.fault != "calls as text":
+                arguments = {} if model.fault == "arguments lost" else {"a": "x", "n": 3}
+                message["tool_calls"] = [{"function": {"name": "f", "arguments": json.dumps(arguments)}}]
         content = [{"token": "", "logprob": score} for score in scores]
-        choice = {"message": {"content": ""}, "finish_reason": "stop" if stopped else "length"}
+        choice = {"message": message, "finish_reason": "stop" if stopped else "length"}
         usage = {"usage": {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}}
         if kind == "llama.cpp":  # seen in b1-0c1e570: nothing about tokens that are a part of a character
             content = [

@@ -307,7 +307,7 @@ def _verify_export(
     import_transformers()
     from transformers.utils import logging
 
-    from ftkit.evaluate.certificate import certify, chosen_engines
+    from ftkit.evaluate.certificate import certify, chosen_engines, held_out
     from ftkit.evaluate.verify_export import read_record, require_passed, verify_export
 
     logging.disable_progress_bar()
@@ -320,7 +320,9 @@ def _verify_export(
     checks = verify_export(folder, terminal.say)
     results = [EngineResult("transformers", version("transformers"), "fp32", (), tuple(checks))]
     if results[0].passed:
-        results += [certify(name, folder, record, terminal.say, *serving) for name in names]
+        runs = list_runs(arguments.current_workspace()) if names else []
+        rows = next((held_out(read_plan(run.layout)) for run in runs if run.id == record.run), {})
+        results += [certify(name, folder, record, terminal.say, *serving, rows) for name in names]
     if names or output or key:
         signature_file(path).unlink(missing_ok=True)
         write_json(path, make_certificate(folder, record.run, record.step, record.kind, results))

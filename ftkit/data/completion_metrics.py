@@ -177,7 +177,7 @@ def read_calls(text: str) -> list[Call]:
     (newer Mistral, gpt-oss), and Qwen 3.5's `<function=…>`.
     """
     xml: list[Call] = [
-        (name, {key: _parse_value(value.strip("\n")) for key, value in _XML_PARAMETER.findall(body)})
+        (name, {key: parse_value(value.strip("\n")) for key, value in _XML_PARAMETER.findall(body)})
         for name, body in _XML.findall(text)
     ]
     decoded = ((match[1], _decode(text, match.end())[0]) for match in _NAME_BEFORE.finditer(text))
@@ -185,7 +185,8 @@ def read_calls(text: str) -> list[Call]:
     return xml or after_names or _in_json(text)
 
 
-def _parse_value(text: str) -> object:
+def parse_value(text: str) -> object:
+    """Return a JSON value, or the text if it is none."""
     try:
         return json.loads(text)
     except ValueError:
@@ -202,7 +203,7 @@ def _in_json(text: str) -> list[Call]:
         function = value["function"] if isinstance(value.get("function"), dict) else value
         arguments = function.get("arguments", function.get("parameters"))
         if isinstance(function.get("name"), str) and arguments is not None:
-            calls.append((function["name"], _parse_value(arguments) if isinstance(arguments, str) else arguments))
+            calls.append((function["name"], parse_value(arguments) if isinstance(arguments, str) else arguments))
     return calls
 
 

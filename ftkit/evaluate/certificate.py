@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ftkit.data.cases import encode_text, renderer_of
+from ftkit.data.cases import encode_text, prompt_of, read_evaluation_rows, renderer_of
+from ftkit.data.completion_metrics import read_calls
 from ftkit.data.conversations import Conversation, Message
+from ftkit.data.prepared_data import PreparedData
 from ftkit.data.template_probes import shapes
 from ftkit.errors import DataError, plural
 from ftkit.evaluate.engines import ENGINES, LARGEST_BIAS, Engine, EngineError, RefusedError, Setup, serve
@@ -31,10 +33,15 @@ from ftkit.models.folder import read_model_config
 from ftkit.runs.certificate import Check, EngineResult
 from ftkit.train.components.export_record import ExportRecord
 
+if TYPE_CHECKING:
+    from ftkit.planning.plan import RunPlan
+
 _TIMES_NOISE = 3.0
 """Largest error of log-probabilities, in root-mean-square differences between bf16 and fp32 in transformers."""
+_NUM_ROWS = 4
 _NUM_COMPLETIONS = 8
 _COMPLETION_TOKENS = 12
+_CALL_TOKENS = 128
 _END_TOKENS = 4
 """Tokens that an engine may generate where the first one must end a turn."""
 _LONG_TOKENS = 448
@@ -66,6 +73,15 @@ class _Sample:
     is_completion: bool
 
 
+def held_out(plan: RunPlan) -> dict[str, Conversation]:
+    """Return the prompts of a run's first validation rows; none if its data was removed, or has no conversations."""
+    found = {}
+    with suppress(DataError):
+        for _, row in read_evaluation_rows(PreparedData(plan.data_directory), None, _NUM_ROWS):
+            found[f"validation row {row.where}"] = prompt_of(row.columns, plan.recipe.data.format)
+    return found
+
+
 def chosen_engines(names: Sequence[str], folder: Path) -> list[str]:
     """Return the engines that serve an export: `auto` is vLLM on GPUs where it is installed; transformers is none."""
     if "auto" in names and takes_vllm(ModelFolder(folder, str(folder)), "auto"):
@@ -75,14 +91,14 @@ def chosen_engines(names: Sequence[str], folder: Path) -> list[str]:
 
 def certify(  # noqa: PLR0913, PLR0917 - what the user gives
     name: str, folder: Path, record: ExportRecord, report: Callable[[str], None], options: tuple[str, ...], python: str,
-    llama_cpp: Path | None,
+    llama_cpp: Path | None, rows: Mapping[str, Conversation],
 ) -> EngineResult:  # fmt: skip
-    """Serve an export by an engine, and compare it with the trained model; the rest is as in `Setup`."""
+    """Serve an export by an engine, and compare it with the trained model, also on `rows`; else as `Setup`."""
     base = folder if record.kind == "model" else base_of(record)
     with tempfile.TemporaryDirectory(prefix="ftkit-") as scratch:
         setup = Setup(folder, base, record.precision, options, python, llama_cpp, Path(scratch))
         engine, found = ENGINES[name](setup), ""
-        prompts, samples = _Prompts(AutoTokenizer.from_pretrained(folder), base), list[_Sample]()
+        prompts, samples = _Prompts(AutoTokenizer.from_pretrained(folder), base, rows), list[_Sample]()
         try:
             with serve(engine, prompts.length, report):
                 found = engine.version()
@@ -92,6 +108,7 @@ def certify(  # noqa: PLR0913, PLR0917 - what the user gives
                     scores = engine.logprobs(prompt.tokens)
                     samples.append(_Sample(f"fixed prompt {number}", list(prompt.tokens), scores, is_completion=False))
                 checks.append(_compare_ends(engine, record, prompts))
+                checks += _compare_calls(engine, prompts, [name for name in rows if rows[name].tools])
         except EngineError as error:
             checks = [Check("serves", f"{error.what}: {error.last_line}", passed=False)]
         else:
@@ -106,7 +123,7 @@ def certify(  # noqa: PLR0913, PLR0917 - what the user gives
 class _Prompts:
     """Conversations that end before an assistant turn, and their tokens in training: those that the template takes."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, base: Path) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, base: Path, rows: Mapping[str, Conversation]) -> None:
         self.tokenizer = tokenizer
         self._renderer = renderer_of(tokenizer, str(base), {}) if tokenizer.chat_template else None
         config = text_part(read_model_config(base))
@@ -114,7 +131,8 @@ class _Prompts:
         wanted = max(_LONG_TOKENS, window + 64) if isinstance(window, int) and window < _MAX_WINDOW else _LONG_TOKENS
         words = tokenizer(" ".join(map(str, range(wanted))), add_special_tokens=False)["input_ids"]
         long = tokenizer.decode(words[: min(wanted, longest - 128)])
-        self.conversations = {"long": _asked(str(long))} | _conversations(next(iter(tokenizer.all_special_tokens), ""))
+        special = next(iter(tokenizer.all_special_tokens), "")
+        self.conversations = {**rows, "long": _asked(str(long)), **_conversations(special)}
         rendered = {name: self.tokens_of(each) for name, each in self.conversations.items()}
         self.length = min(longest, max(len(each or ()) for each in rendered.values()) + _LONG_TOKENS)
         room = self.length - _COMPLETION_TOKENS
@@ -202,6 +220,22 @@ def _compare_ends(engine: Engine, record: ExportRecord, prompts: _Prompts) -> Ch
     missed = [str(end) for end in record.end_tokens if not stops(end)]
     text = f"it does not stop at token {', '.join(missed)} of " if missed else "it stops at "
     return Check("end of turn", text + ", ".join(map(str, record.end_tokens)), passed=not missed)
+
+
+def _compare_calls(engine: Engine, prompts: _Prompts, rows: Sequence[str]) -> list[Check]:
+    """Compare the tool calls that the chat endpoint returns with those in the text that it generated."""
+    asked = [name for name in rows if name in prompts.expected] if engine.parses_calls else []
+    num_calls, wrong = 0, []
+    for name in asked:
+        reply = engine.chat(prompts.conversations[name], _CALL_TOKENS)
+        calls = read_calls(prompts.tokenizer.decode(reply.tokens)) if reply.stopped else []
+        num_calls += len(calls)
+        if calls and calls != reply.calls:
+            wrong.append(f"{calls} of '{name}' as {reply.calls or 'text'}")
+    if not num_calls:
+        return []
+    text = f"the endpoint returns {wrong[0]}" if wrong else f"{plural(num_calls, 'call')} as generated"
+    return [Check("tool calls", text, passed=not wrong)]
 
 
 # --- Log-probabilities ---------------------------------------------------------------------------

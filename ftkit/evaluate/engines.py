@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ftkit import process
+from ftkit.data.completion_metrics import Call, parse_value
 from ftkit.data.rendering import for_template
 from ftkit.errors import TrainingError, one_line
 from ftkit.evaluate.export_formats import find_converter, find_program, run_converter, write_gguf
@@ -52,12 +53,16 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Reply:
-    """A completion: the tokens of its prompt as the server rendered it, its own, and whether an end token ended it."""
+    """A completion: the tokens of its prompt as the server rendered it, its own, and whether an end token ended it.
+
+    `calls` are the tool calls that the server read in it.
+    """
 
     prompt: list[int]
     tokens: list[int]
     logprobs: list[float]
     stopped: bool
+    calls: list[Call]
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,7 @@ class Engine(ABC):
         self.setup = setup
         self.port = 0
         self.tool_settings = {}
+        self.parses_calls = True
 
     @abstractmethod
     def command(self, length: int) -> list[str]:
@@ -138,8 +144,10 @@ class Engine(ABC):
             is_whole = len(content) == answer["usage"]["completion_tokens"]
             tokens = [each["id"] for each in content] if is_whole else []
         scored = [(token, each["logprob"]) for token, each in zip(tokens, content, strict=False)]  # with or without end
+        functions = [call["function"] for call in choice["message"].get("tool_calls") or ()]
+        calls: list[Call] = [(each["name"], parse_value(each["arguments"])) for each in functions]
         return Reply(
-            self.prompt_of(body, answer), [token for token, _ in scored], [each for _, each in scored], stopped
+            self.prompt_of(body, answer), [token for token, _ in scored], [each for _, each in scored], stopped, calls
         )
 
     def prompt_of(self, body: dict[str, Any], answer: dict[str, Any]) -> list[int]:
@@ -216,7 +224,7 @@ class Vllm(Engine):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         if "--enable-auto-tool-choice" not in setup.options:  # vLLM then takes tools only if it need not parse calls
-            self.tool_settings = {"tool_choice": "none"}
+            self.tool_settings, self.parses_calls = {"tool_choice": "none"}, False
 
     def command(self, length: int) -> list[str]:
         setup = self.setup
@@ -242,6 +250,10 @@ class Vllm(Engine):
 
 class Sglang(Engine):
     name = "sglang"
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.parses_calls = "--tool-call-parser" in setup.options
 
     def command(self, length: int) -> list[str]:
         setup = self.setup

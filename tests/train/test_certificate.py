@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,16 @@ from family_matrix import tiny_config
 from tiny_exports import write_adapters, write_export
 
 from ftkit.cli.main import cli
-from ftkit.evaluate.certificate import certify
+from ftkit.data.conversations import Conversation, Message
+from ftkit.evaluate.certificate import certify, held_out
 from ftkit.evaluate.engines import ENGINES
 from ftkit.evaluate.verify_export import read_record, verify_export
 from ftkit.runs.certificate import CERTIFICATE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+
+    from conftest import Run
 
     from ftkit.runs.certificate import EngineResult
 
@@ -72,14 +76,17 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-def served(exported: Path, engine: str, tmp_path: Path, *options: str) -> EngineResult:
+def served(
+    exported: Path, engine: str, tmp_path: Path, *options: str, rows: Mapping[str, Conversation] | None = None
+) -> EngineResult:
     llama_cpp = tmp_path / "llama.cpp"
     llama_cpp.mkdir(exist_ok=True)
     for name in ("convert_hf_to_gguf.py", "convert_lora_to_gguf.py"):
         (llama_cpp / name).write_text(CONVERT)
     (llama_cpp / "llama-server").write_text("#!/bin/sh\n")
     (llama_cpp / "llama-server").chmod(0o755)
-    return certify(engine, exported, read_record(exported), lambda _: None, options, sys.executable, llama_cpp)
+    record = read_record(exported)
+    return certify(engine, exported, record, lambda _: None, options, sys.executable, llama_cpp, rows or {})
 
 
 def failed(result: EngineResult) -> dict[str, str]:
@@ -146,6 +153,39 @@ FAMILIES = [
 def test_a_healthy_family_raises_no_alarm(family: str, tmp_path: Path) -> None:
     folder = write_export(tmp_path / "export", tiny_config(family))
     assert failed(served(folder, "vllm", tmp_path)) == {}
+
+
+PARSES = {
+    "vllm": ("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    "sglang": ("--tool-call-parser", "qwen25"),
+    "llama.cpp": (),
+}
+
+
+@pytest.mark.parametrize("engine", PARSES)
+def test_tool_calls_that_an_endpoint_parses_are_compared_with_the_text(
+    engine: str, export: Callable[[str], Path], tmp_path: Path
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object"}}}
+    asked = Conversation((Message("user", "Call it."),))
+    rows = {"row 1": replace(asked, tools=(tool,)), "row 2": asked}
+    result = served(export("full"), engine, tmp_path, *PARSES[engine], rows=rows)
+    assert failed(result) == {}
+    assert [check.found for check in result.checks if check.name == "tool calls"] == ["1 call as generated"]
+    for fault, found in (("calls as text", "as text"), ("arguments lost", "[('f', {})]")):
+        wrong = served(export("full"), engine, tmp_path, *PARSES[engine], "--fault", fault, rows=rows)
+        assert found in failed(wrong)["tool calls"]
+    if PARSES[engine]:
+        unparsed = served(export("full"), engine, tmp_path, "--fault", "calls as text", rows=rows)
+        assert "tool calls" not in {check.name for check in unparsed.checks}
+
+
+def test_rows_of_the_validation_split_are_among_the_conversations(finished_run: Run) -> None:
+    rows = held_out(finished_run.plan)
+    assert len(rows) == 4
+    assert all(each.messages[-1].role == "user" for each in rows.values())
+    gone = replace(finished_run.plan, workspace=finished_run.plan.workspace / "gone")
+    assert held_out(gone) == {}
 
 
 def test_the_certificate_is_signed_and_of_these_files(export: Callable[[str], Path], tmp_path: Path) -> None:
