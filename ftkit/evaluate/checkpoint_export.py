@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -124,8 +125,8 @@ def _compare_bases(
 
     def measure(model: PreTrainedModel) -> float:
         loaded = LoadedModel(plan.id, parts.tokenizer, parts.generation, model, torch.device("cpu"))
-        losses, counts, _ = zip(*loaded.losses(documents), strict=True)
-        return sum(losses) / max(1.0, sum(counts))
+        sums = loaded.losses(documents)
+        return math.fsum(loss for loss, _, _ in sums) / max(1.0, math.fsum(count for _, count, _ in sums))
 
     trained, unquantized = exporter.compare_bases(measure)
     report(
