@@ -17,6 +17,8 @@ from ftkit.errors import closest
 
 SERVED = "FTKIT_FORWARDED"
 """Variable that is set where a forwarded command runs: it is not forwarded again."""
+SUBMITTING = ("run", "resume", "rerun")
+"""Commands that submit a job, and then follow it."""
 _SHARED_HELP = {
     "{RUN}": "RUN is a name (the newest run with that name), an id or the beginning or end of an id, a Slurm job id, "
     "or 'last'. SWEEP@best is the run of a sweep with the lowest validation loss.",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ftkit.cli.arguments import current_workspace, run_args, split_script_args
-from ftkit.cli.commands import SERVED
+from ftkit.cli.commands import SERVED, SUBMITTING
 from ftkit.cli.output import current_output, log_output
 from ftkit.cli.terminal.console import Terminal
 from ftkit.config.load import load_cluster
@@ -32,8 +32,6 @@ from ftkit.remote.sending import find_missing, pack_files, pack_run, project_fil
 if TYPE_CHECKING:
     from ftkit.config.context import Context
 
-_SUBMITTING: Final = ("run", "resume", "rerun")
-"""Commands that submit a job, and then follow it."""
 SECRETS: Final = (
     "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD",
     "MLFLOW_TRACKING_TOKEN",
@@ -78,7 +76,7 @@ def forward(
 ) -> int:
     """Run a command on a login node, and return its exit status."""
     forwarded = _Forwarded(login, f"projects/{project_name(ctx.project)}", project_files(ctx), Terminal())
-    if path[0] in _SUBMITTING:
+    if path[0] in SUBMITTING:
         return _submit(forwarded, ctx, path[0], typed, params)
     if params.get("follow"):
         return forwarded.follow((*path, *typed), copies_log=path[0] == "logs")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftkit.cli.arguments import get_run
-from ftkit.cli.commands import SERVED, ExamplesCommand, command, current_context
+from ftkit.cli.commands import SERVED, SUBMITTING, ExamplesCommand, command, current_context
 from ftkit.cli.output import current_output
 from ftkit.config.context import Context, read_settings_layers, search_folders
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
@@ -35,9 +35,17 @@ class ForwardedCommand(ExamplesCommand):
     """A command that runs on the login node of its cluster or run if the profile has a `login`, else here."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Keep the typed words, which are forwarded unchanged."""
+        """Keep the typed words, which are forwarded unchanged: a file of the cluster need not exist here."""
         ctx.meta[_TYPED] = list(args)
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, list(args))
+        except click.BadParameter:
+            lenient = click.Context(self, parent=ctx.parent, resilient_parsing=True)
+            super().parse_args(lenient, args)
+            if self.name in SUBMITTING or find_login_node(lenient.params) is None:
+                raise
+            ctx.params = lenient.params
+            return []
 
     def invoke(self, ctx: click.Context) -> Any:
         place = find_login_node(ctx.params)

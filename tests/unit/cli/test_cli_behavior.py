@@ -149,11 +149,14 @@ def test_a_forwarded_command_takes_the_options_about_output_along(
     ftkit("-q", "--no-color", "status", "demo")
     ftkit("runs", "--json")
     ftkit("runs", "checkpoints", "demo")
+    ftkit("eval", "demo", "--data", "/of/the/cluster.jsonl")  # paths in options are the cluster's
     assert calls == [
         (["status"], ["--quiet", "--no-color", "demo"]),
         (["runs", "list"], ["--json"]),
         (["runs", "checkpoints"], ["demo"]),
+        (["eval"], ["demo", "--data", "/of/the/cluster.jsonl"]),
     ]
+    assert ftkit("run", "--script", "nowhere.py").code == 2
 
 
 @pytest.mark.parametrize(("former", "now"), RENAMED.items())
