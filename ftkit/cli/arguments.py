@@ -118,8 +118,10 @@ def file_option(*names: str, about: str, exists: bool = True) -> Decorator:
     return click.option(*names, metavar="FILE", type=click.Path(exists, dir_okay=False, path_type=Path), help=about)
 
 
-def folder_option(*names: str, about: str, exists: bool = True, multiple: bool = False) -> Decorator:
-    kind = click.Path(exists, file_okay=False, path_type=Path)
+def folder_option(
+    *names: str, about: str, exists: bool = True, multiple: bool = False, is_resolved: bool = False
+) -> Decorator:
+    kind = click.Path(exists, file_okay=False, resolve_path=is_resolved, path_type=Path)
     return click.option(*names, metavar="DIR", type=kind, multiple=multiple, help=about)
 
 

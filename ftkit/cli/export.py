@@ -80,10 +80,9 @@ def _names(_: click.Context, __: click.Parameter, value: str) -> list[str]:
     help="With gguf: also quantized files, such as q4_k_m,q8_0, by llama.cpp's programs, and for each "
     "its loss on the validation split, its KL divergence from the unquantized file, the recipe's metrics, and speed.",
 )  # fmt: skip
-@click.option(
-    "--to", "folder", metavar="DIR", type=click.Path(file_okay=False, resolve_path=True, path_type=Path),
-    help="Folder to write; default: in the run's folder.",
-)  # fmt: skip
+@arguments.folder_option(
+    "--to", "folder", exists=False, is_resolved=True, about="Folder to write; default: in the run's folder."
+)
 @click.option(
     "--push", "destination", metavar="hf://ORG/NAME|s3://…|gs://…|FOLDER",
     help="Copy the export there too. A new hub repository is private.",
@@ -221,24 +220,15 @@ def _engines_of(context: click.Context, _: click.Parameter, value: str) -> list[
     "it with vllm on GPUs where that is installed; transformers, with none.",
 )  # fmt: skip
 @click.option(
-    "--engine-python",
-    "python",
-    metavar="PYTHON",
-    default=sys.executable,
+    "--engine-python", "python", metavar="PYTHON", default=sys.executable,
     help="Python of the environment with vLLM or SGLang; default: ftkit's own.",
-)
-@click.option(
-    "--llama-cpp",
-    metavar="DIR",
-    type=click.Path(file_okay=False, exists=True, resolve_path=True, path_type=Path),
-    help="Checkout of llama.cpp, built in its folder build; default: its programs on PATH.",
-)
-@click.option(
-    "--output",
-    "-o",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="File of the certificate; default: certificate.json in DIR.",
+)  # fmt: skip
+@arguments.folder_option(
+    "--llama-cpp", is_resolved=True,
+    about="Checkout of llama.cpp, built in its folder build; default: its programs on PATH.",
+)  # fmt: skip
+@arguments.file_option(
+    "--output", "-o", exists=False, about="File of the certificate; default: certificate.json in DIR."
 )
 @arguments.signing_options("the signature is a file next to the certificate.")
 @arguments.json_option

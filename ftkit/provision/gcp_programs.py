@@ -5,7 +5,6 @@
     blueprint BLUEPRINT CHANGES OUTPUT             edit a blueprint of the Cluster Toolkit
     state claim|remove|others|clusters BUCKET BLUEPRINT NAME
                                                    Terraform's state of one cluster in a bucket of several
-    unprotect PROJECT ZONE DEPLOYMENT              let the Filestores of a deployment be deleted
 
 The toolkit keeps the state of a deployment's group in BUCKET/BLUEPRINT'S NAME/DEPLOYMENT/GROUP/default.tfstate.
 """
@@ -75,7 +74,9 @@ def _state(verb: str, bucket: str, blueprint: str, name: str) -> None:
     elif objects := _objects(f"{own}**"):
         if verb == "claim":
             sys.exit(f"{own} has the state of another cluster, or of one whose record is lost: use another name")
-        _run("gcloud", "storage", "rm", f"{own}**")
+        removed = process.run(("gcloud", "storage", "rm", f"{own}**"), timeout_seconds=600)
+        if removed.returncode != 0:
+            sys.exit(removed.stderr)
         sys.stdout.writelines(f"removed {each}\n" for each in objects)
 
 
@@ -88,22 +89,6 @@ def _objects(pattern: str) -> list[str]:
     sys.exit(listed.stderr)
 
 
-def _unprotect(project: str, zone: str, deployment: str) -> None:
-    filestores = ("gcloud", "filestore", "instances")
-    protected = f"--filter=labels.ghpc_deployment={deployment} AND deletionProtectionEnabled=true"
-    for name in _run(*filestores, "list", f"--project={project}", protected, "--format=value(name.basename())").split():
-        sys.stdout.write(f"disabling the deletion protection of Filestore {name}\n")
-        place = (f"--project={project}", f"--location={zone}")
-        _run(*filestores, "update", name, *place, "--no-deletion-protection")
-
-
-def _run(*command: str) -> str:
-    done = process.run(command, timeout_seconds=600)
-    if done.returncode != 0:
-        sys.exit(done.stderr)
-    return done.stdout
-
-
 if __name__ == "__main__":
-    programs: dict[str, Callable[..., None]] = {"blueprint": _blueprint, "state": _state, "unprotect": _unprotect}
+    programs: dict[str, Callable[..., None]] = {"blueprint": _blueprint, "state": _state}
     programs[sys.argv[1]](*sys.argv[2:])

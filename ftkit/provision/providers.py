@@ -267,6 +267,12 @@ def _gcp_slurm_steps(name: str, spec: GcpSlurmSpec, blueprint: _Blueprint) -> tu
     deploy = f"{gcluster} deploy --deployment-file deployment.yaml --auto-approve --overwrite-deployment blueprint.yaml"
     undo = f"{gcluster} destroy {FOLDER}/{name} --auto-approve"
     skip = f"--skip {blueprint.groups[-1]}"
+    filestores = f"gcloud filestore instances {{}} {project}"
+    protected = f"labels.ghpc_deployment={name} AND deletionProtectionEnabled=true"
+    unprotect = shlex.join(["bash", "-c", (  # Filestores of the deployment; others can't be deleted while it is set
+        f"set -o pipefail; {filestores.format('list')} '--filter={protected}' '--format=value(name.basename())' | "
+        f"xargs -rI@ {filestores.format('update @')} --location={spec.zone} --no-deletion-protection"
+    )])  # fmt: skip
     return (
         Step("services", "the project's APIs, enabled",
              f"gcloud services enable {project} " + " ".join(f"{each}.googleapis.com" for each in _SERVICES)),
@@ -287,7 +293,7 @@ def _gcp_slurm_steps(name: str, spec: GcpSlurmSpec, blueprint: _Blueprint) -> tu
              undo=(undo, f"{python} state remove {own_state}"), minutes=35, is_image=True),
         Step("cluster", f"networks, /home, controller, login node and {spec.num_nodes} GPU nodes",
              f"{deploy} {skip}", minutes=20,
-             undo=(f"{python} unprotect {spec.project} {spec.zone} {name}", f"{undo} {skip}")),
+             undo=(unprotect, f"{undo} {skip}")),
     )  # fmt: skip
 
 

@@ -129,11 +129,9 @@ def find_best(layout: RunLayout) -> BestEvaluation | None:
     if selected := read_selection(layout):
         return selected
     # Imported here: a plan reads a marker at most.
-    from ftkit.runs.metrics_file import read_outline  # noqa: PLC0415
-    from ftkit.runs.records import EvaluationRecord  # noqa: PLC0415
+    from ftkit.runs.metrics_file import read_evaluations  # noqa: PLC0415
 
-    steps = dict(layout.list_checkpoints())
-    records = (record for record in read_outline(layout.metrics) if isinstance(record, EvaluationRecord))
+    steps, records = dict(layout.list_checkpoints()), read_evaluations(layout.metrics)
     losses = {record.step: record.loss for record in records if record.step in steps and math.isfinite(record.loss)}
     step = min(losses, key=losses.__getitem__, default=None)
     return None if step is None else BestEvaluation(step, "loss", losses[step])

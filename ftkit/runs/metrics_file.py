@@ -42,24 +42,17 @@ def read_records(path: Path) -> Iterator[Record]:
     return (record for line in _lines(path) if (record := from_line(line)) is not None)
 
 
-def read_outline(path: Path) -> Iterator[Record]:
-    """Read a run's first step and the records that are not steps."""
-    has_step = False
-    for line in _thinned(path, skips_steps=True) or _lines(path):
-        if has_step and line.startswith(_STEP_LINE):
-            continue
-        record = from_line(line)
-        has_step |= isinstance(record, StepRecord)
-        if record is not None:
-            yield record
+def read_evaluations(path: Path) -> list[EvaluationRecord]:
+    """Read all evaluations of a run, without parsing its steps."""
+    found: list[Record] = []
+    find_damage(path, records=found, skips_steps=True)
+    return [record for record in found if isinstance(record, EvaluationRecord)]
 
 
 def read_job_evaluations(metrics: Path, evaluations: Path) -> list[EvaluationRecord]:
     """Return evaluations by separate jobs that the trainer has not yet copied into metrics.jsonl."""
-    records = [record for record in read_records(evaluations) if isinstance(record, EvaluationRecord)]
-    if not records:
-        return []
-    known = {(each.step, each.time) for each in read_outline(metrics) if isinstance(each, EvaluationRecord)}
+    records = read_evaluations(evaluations)
+    known = {(each.step, each.time) for each in read_evaluations(metrics)} if records else set()
     return [record for record in records if (record.step, record.time) not in known]
 
 

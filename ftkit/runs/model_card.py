@@ -23,7 +23,7 @@ from ftkit.files import read_json_if_valid, read_small
 from ftkit.models.architecture import ArchitectureSpec, ModelSpec
 from ftkit.paths import is_path
 from ftkit.runs.manifest import Values, mapping
-from ftkit.runs.metrics_file import read_outline, read_records
+from ftkit.runs.metrics_file import read_evaluations, read_records
 from ftkit.runs.records import EvaluationRecord, StepRecord
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _list(facts: list[tuple[str, object]]) -> str:
 
 def _metrics(layout: RunLayout, step: int) -> str:
     """Return a table with the evaluation before training, and the newest one of these weights."""
-    evaluations = [record for record in read_outline(layout.metrics) if isinstance(record, EvaluationRecord)]
+    evaluations = read_evaluations(layout.metrics)
     before = [("before training", record) for record in evaluations if record.when == "before"]
     these = [(f"after {plural(step, 'step')}", record) for record in evaluations if record.step == step > 0]
     rows = [*before[:1], *these[-1:]]

@@ -130,7 +130,7 @@ STATE/ftkit/clusters/train1/toolkit/gcluster deploy --deployment-file deployment
 STATE/ftkit/clusters/train1/toolkit/gcluster deploy --deployment-file deployment.yaml --auto-approve --overwrite-deployment blueprint.yaml --skip slurm-build
 
 # removed by 'ftkit cluster destroy', in this order:
-# python3 -m ftkit.provision.gcp_programs unprotect my-project us-central1-a train1
+# bash -c 'set -o pipefail; gcloud filestore instances list --project=my-project '"'"'--filter=labels.ghpc_deployment=train1 AND deletionProtectionEnabled=true'"'"' '"'"'--format=value(name.basename())'"'"' | xargs -rI@ gcloud filestore instances update @ --project=my-project --location=us-central1-a --no-deletion-protection'
 # STATE/ftkit/clusters/train1/toolkit/gcluster destroy STATE/ftkit/clusters/train1/train1 --auto-approve --skip slurm-build
 # STATE/ftkit/clusters/train1/toolkit/gcluster destroy STATE/ftkit/clusters/train1/train1 --auto-approve
 # python3 -m ftkit.provision.gcp_programs state remove my-state STATE/ftkit/clusters/train1/blueprint.yaml train1

@@ -9,9 +9,9 @@ from ftkit.runs.metrics_file import (
     MAX_LINE_BYTES,
     RecordTail,
     append_record,
+    read_evaluations,
     read_last_record,
     read_last_step,
-    read_outline,
     read_records,
 )
 from ftkit.runs.records import (
@@ -135,15 +135,16 @@ def test_damaged_or_overlong_lines_are_skipped(tmp_path: Path) -> None:
         assert from_line(to_line(STEP).replace('"step_seconds": 0.5', f'"step_seconds": {value}')) is None
 
 
-def test_the_outline_of_a_long_run_takes_bounded_memory(tmp_path: Path) -> None:
+def test_reading_the_evaluations_of_a_long_run_takes_bounded_memory(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     line = to_line(STEP) + "\n"
-    path.write_text(to_line(STAGE) + "\n" + line * (2**22 // len(line)) + to_line(STAGE) + "\n")
+    evaluation = EvaluationRecord(1.0, 400, "after", 6.0, 812.5, None, ())
+    path.write_text(to_line(STAGE) + "\n" + line * (2**22 // len(line)) + to_line(evaluation) + "\n")
     tracemalloc.start()
-    outline = list(read_outline(path))
+    found = read_evaluations(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert outline == [STAGE, STEP, STAGE]
+    assert found == [evaluation]
     assert peak < 2**20
 
 
