@@ -26,16 +26,28 @@ Cell = str | int
 # --- What ftkit calls ------------------------------------------------------------------------------
 
 
-def generate(seed: int, num_train: int, num_heldout: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+def generate(
+    seed: int, num_train: int, num_heldout: int, *, careless: float = 0.0, pairs: bool = False
+) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """Draw examples to train and to validate on; those of the validation split depend only on seed and number.
 
-    Columns: sql_prompt, sql_context, sql, and sql_fixture, which fills the table to execute the query. Queries of the
-    training split are never executed: whether its rows tell them from other queries is not checked.
+    Columns: sql_prompt, sql_context, sql, sql_fixture, which fills the table to execute the query, and those of
+    `Example`. Queries of the training split are not executed: whether its rows tell them from others is not checked.
+
+    Of the training split, the fraction `careless` has its careless queries as sql. With `pairs`, it has only examples
+    whose sql and confused_sql return other rows.
     """
     heldout = list(islice(_examples(random.Random(f"{seed} heldout"), _is_distinguishable), num_heldout))
     schemas = {example.sql_context for example in heldout}
-    train = islice(_examples(random.Random(f"{seed} train"), other_than=schemas), num_train)
-    return [asdict(example) for example in train], [asdict(example) for example in heldout]
+    train = _examples(random.Random(f"{seed} train"), other_than=schemas)
+    chosen = islice(filter(_is_pair, train) if pairs else train, num_train)
+    draw = random.Random(f"{seed} careless")
+    written = [replace(each, sql=each.careless_sql) if draw.random() < careless else each for each in chosen]
+    return [asdict(example) for example in written], [asdict(example) for example in heldout]
+
+
+def _is_pair(example: "Example") -> bool:
+    return not sql(asdict(example), example.confused_sql)
 
 
 def sql(row: dict[str, Any], completion: str) -> bool | None:
@@ -258,6 +270,23 @@ class Query:
         if self.function:
             selected = f"{self.function}( {selected} )"
         return f"{self.group_by.name}, {selected}" if self.group_by else selected
+
+    @property
+    def careless(self) -> "Query":
+        """The query as many would write it: without DISTINCT, with strict bounds, and the highest first."""
+        return self._rewritten("{}", "DESC")
+
+    @property
+    def confused(self) -> "Query":
+        """The query that is taken for this one: the careless one, or one of which this is the careless one."""
+        return self.careless if self.careless != self else self._rewritten("{}=", "ASC")
+
+    def _rewritten(self, bound: str, direction: str) -> "Query":
+        conditions = tuple(
+            replace(each, operator=bound.format(each.operator[0])) if each.operator in OPPOSITES else each
+            for each in self.conditions
+        )
+        return replace(self, is_distinct=False, conditions=conditions, direction=self.direction and direction)
 
     def near_misses(self) -> Iterator["Query"]:
         """Yield the query with one mistake: another column, function, operator or limit, or a missing clause."""
@@ -528,12 +557,21 @@ LIMITS = (2, 3, 4)
 
 @dataclass(frozen=True)
 class Example:
-    """A question on a schema, and the query that answers it; no model sees `sql_fixture`."""
+    """A question on a schema, and the query that answers it; no model sees `sql_fixture`.
+
+    Attributes:
+        prompt: schema and question.
+        careless_sql: the query as many would write it.
+        confused_sql: a query that is easily taken for the right one.
+    """
 
     sql_prompt: str
     sql_context: str
     sql: str
-    sql_fixture: str = ""
+    sql_fixture: str
+    prompt: str
+    careless_sql: str
+    confused_sql: str
 
 
 def _examples(
@@ -554,7 +592,9 @@ def _draw_example(rng: random.Random, accepts: Callable[[Query, str], bool]) -> 
         rows = _draw_rows(rng, table)
         query, fixture = _draw_query(rng, table, shape, rng.choice(rows)), table.insert_sql(rows)
         if accepts(query, fixture):
-            return Example(_draw_prompt(rng, query, shape), table.create_sql, query.sql, fixture)
+            question, schema = _draw_prompt(rng, query, shape), table.create_sql
+            others = (query.careless.sql, query.confused.sql)
+            return Example(question, schema, query.sql, fixture, f"{schema}\n{question}", *others)
 
 
 def _is_distinguishable(query: Query, fixture: str) -> bool:

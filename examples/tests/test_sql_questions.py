@@ -4,8 +4,8 @@ import hashlib
 import json
 import re
 from collections import Counter
-from dataclasses import asdict
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,8 +14,8 @@ from sql import DOMAINS, MATCH, SHAPES, WRONG_ROWS, Domain, Example, execution_m
 from sql import generate as generate_rows
 
 
-def generate(seed: int, num_train: int, num_heldout: int) -> tuple[list[Example], list[Example]]:
-    train, heldout = generate_rows(seed, num_train, num_heldout)
+def generate(seed: int, num_train: int, num_heldout: int, **options: Any) -> tuple[list[Example], list[Example]]:
+    train, heldout = generate_rows(seed, num_train, num_heldout, **options)
     return [Example(**row) for row in train], [Example(**row) for row in heldout]
 
 
@@ -45,7 +45,8 @@ def test_the_task_has_the_requested_sizes() -> None:
 
 
 def test_the_same_seed_gives_the_same_examples_on_every_machine() -> None:
-    text = json.dumps([asdict(example) for example in examples()])
+    names = ("sql_prompt", "sql_context", "sql", "sql_fixture")
+    text = json.dumps([{name: getattr(example, name) for name in names} for example in examples()])
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "0c2f02c1c4459c7b"
 
 
@@ -152,3 +153,15 @@ def test_every_value_is_safe_inside_quotes() -> None:
 
 def test_every_template_mentions_what_it_asks_for() -> None:
     assert all("{things}" in template for shape in SHAPES for template in shape.templates)
+
+
+def test_careless_queries_replace_some_and_pairs_return_other_rows() -> None:
+    careless = generate(seed=0, num_train=100, num_heldout=300, careless=0.5)
+    assert careless[1] == task()[1]
+    changed = [one for one, right in zip(careless[0], task()[0], strict=True) if one.sql != right.sql]
+    assert 5 < len(changed) < 40
+    assert all(each.sql == each.careless_sql for each in changed)
+    pairs, heldout = generate(seed=0, num_train=100, num_heldout=300, pairs=True)
+    assert heldout == task()[1]
+    assert {match(each, each.confused_sql) for each in pairs} == {WRONG_ROWS}
+    assert 0 < sum(each.sql == each.careless_sql for each in pairs) < 100

@@ -210,8 +210,6 @@ def _packs(run: RunInputs) -> Iterator[Problem]:
         if getattr(training, key) > 1:
             what = f"divides the tokens of a pack among GPUs, which objective '{objective}' does not support yet."
             yield problem(f"training.{key}", what, "Leave it out; use a shorter sequence_length, or offload.")
-    if training.engine == "zero3":
-        yield problem("training.engine", f"'zero3' does not train on '{objective}' yet.", "Use 'auto' or 'fsdp2'.")
     if run.recipe.data.packing == "off" and (objective != "kto" or training.stores_reference):
         what = f"'off' would separate the pairs of objective '{objective}', or what its stored reference is of."
         yield problem("data.packing", what, "Use 'auto', and a model that packs.")

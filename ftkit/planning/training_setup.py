@@ -83,7 +83,7 @@ def gpu_of_device(device_name: str) -> Gpu | None:
 def teacher_settings(training: TrainingPlan) -> TrainingPlan:
     """Return the settings with which a teacher computes: all weights are frozen, in the compute precision."""
     kept = ("objective", "distill", "attention", "compile", "collectives", "shard_degree", "sequence_length",
-            "micro_batch_size", "global_batch_size", "max_steps", "num_epochs", "engine", "seed")  # fmt: skip
+            "micro_batch_size", "global_batch_size", "max_steps", "num_epochs", "seed")  # fmt: skip
     offload = "all" if training.offload == "all" else "none"
     values = training.model_dump(include={*kept}) | {"offload": offload, "precision": training.compute_precision}
     return TrainingPlan.model_validate(values)
@@ -153,6 +153,5 @@ class Setup:
 
 def teacher_setup(setup: Setup, shape: ArchitectureSpec) -> Setup:
     """Return what a teacher of this shape computes with before step 1, on the processes of a run."""
-    return replace(
-        setup, shape=shape, training=teacher_settings(setup.training), keeps_weights=False, defers_sync=False
-    )
+    training = teacher_settings(setup.training)
+    return replace(setup, shape=shape, training=training, engine="fsdp2", keeps_weights=False, defers_sync=False)

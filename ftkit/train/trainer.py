@@ -136,7 +136,7 @@ class Trainer:
             model = build_empty(config, self._attention(config))
             choose_token_mixers(model, self.world)
             freeze(model, DTYPES[training.compute_precision])
-            chosen = replace(self.plan.engine, keeps_weights=False, defers_sync=False)
+            chosen = replace(self.plan.engine, name="fsdp2", keeps_weights=False, defers_sync=False)
             engine = make_engine(chosen, model, training, self.world, lambda sharded: load_weights(sharded, folder))
             size = teacher.architecture.vocab_size
             verification.verify_logits(verification.choose_packing(engine, self.world, "auto", size, training)[0])

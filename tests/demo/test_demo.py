@@ -96,3 +96,18 @@ def test_the_demo_model_answers_questions_about_unseen_tables(tmp_path: Path) ->
     for command in commands:
         ftkit(tmp_path, *command.split(), typed="How many ships are there?\n", HIDDEN=" ".join(hidden),
               PYTHONPATH=str(tmp_path / "hiding"))  # fmt: skip
+
+
+def test_pairs_train_the_model_that_careless_data_taught(tmp_path: Path) -> None:
+    short = ("--cluster", "local", "evaluation.generation.num_rows=20")
+    ftkit(tmp_path, "run", "careless", *short, "training.max_steps=40", "data.source.num_train=800")
+    ftkit(
+        tmp_path, "run", "corrected", *short, "model=run:careless", "training.max_steps=8", "data.source.num_train=150"
+    )
+    found = {run["name"]: run for run in json.loads(ftkit(tmp_path, "runs", "--json").stdout)}
+    assert [found[name]["state"] for name in ("careless", "corrected")] == ["completed", "completed"]
+    records = [*read_records(Path(found["corrected"]["folder"]) / "metrics.jsonl")]
+    before, after = (record for record in records if isinstance(record, EvaluationRecord))
+    assert before.scores["margin"] == pytest.approx(0, abs=1e-5)
+    assert after.scores["margin"] > 0.01
+    assert before.execution_accuracy is not None

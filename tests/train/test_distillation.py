@@ -228,6 +228,20 @@ def test_one_and_two_processes_distill_the_same(
     assert re.fullmatch(r"computing the teacher's distributions: 0 of \d+ packs", stages[1])
 
 
+def test_zero3_distills_what_one_process_distills(distill: Callable[..., Any]) -> None:
+    one, two = (
+        distill(f"zero3-distill-{size}", f"training.engine={engine}", f"training.micro_batch_size={3 - size}",
+                processes=size)
+        for size, engine in ((1, "fsdp2"), (2, "zero3"))
+    )  # fmt: skip
+    two.train()
+    one.train()
+    losses, others = one.losses(), two.losses()
+    assert len(losses) == 6
+    for step, (loss, norm) in losses.items():
+        assert others[step] == pytest.approx((loss, norm), rel=2e-5 * step)
+
+
 def test_a_killed_teacher_continues_and_damaged_shards_are_refused(distill: Callable[..., Any]) -> None:
     settings = ("training.distill.top_k=19",)  # distributions of its own
     first = distill("killed-teacher", *settings)

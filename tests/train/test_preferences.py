@@ -211,17 +211,24 @@ def train_on_pairs(
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize(("objective", "method"), [("dpo", "lora"), ("dpo", "full"), ("orpo", "full")])
+@pytest.mark.parametrize(
+    ("objective", "method", "engine"),
+    [
+        ("dpo", "lora", "fsdp2"), ("dpo", "full", "fsdp2"), ("orpo", "full", "fsdp2"),
+        ("dpo", "lora", "zero3"), ("dpo", "full", "zero3"),
+    ],
+)  # fmt: skip
 def test_one_and_two_processes_train_the_same_on_pairs(
-    train_on_pairs: Callable[..., Any], objective: str, method: str
+    train_on_pairs: Callable[..., Any], objective: str, method: str, engine: str
 ) -> None:
     settings = (f"training.objective={objective}", f"training.method={method}", "training.learning_rate=1e-3")
     one, two = (
         train_on_pairs(
-            f"{objective}-{method}-{size}", *settings, f"training.micro_batch_size={3 - size}", processes=size
+            f"{objective}-{method}-{engine}-{size}", *settings, f"training.micro_batch_size={3 - size}",
+            f"training.engine={chosen}", processes=size,
         )
-        for size in (1, 2)
-    )
+        for size, chosen in ((1, "fsdp2"), (2, engine))
+    )  # fmt: skip
     losses, others = one.losses(), two.losses()
     assert len(losses) == 6
     for step, (loss, norm) in losses.items():

@@ -78,7 +78,8 @@ class Zero3Engine:
             device=world.device,
         )
         # DeepSpeed gathers the output projection's weight when it is called as a module.
-        self.model = CausalLM(hf_model, routers=routers, by_weight=False, objective=Preferences.of(training))
+        objective, distill = Preferences.of(training), training.distillation
+        self.model = CausalLM(hf_model, routers=routers, by_weight=False, objective=objective, distill=distill)
         # Each step sets the learning rate. Until then it is 0, so that DeepSpeed's setup of the states can't change
         # the weights.
         optimizer = torch.optim.AdamW(parameter_groups(hf_model, training), lr=0.0, betas=training.betas, fused=True)

@@ -124,7 +124,6 @@ def test_prompts_are_shared_only_where_the_plan_knows_that_attention_can() -> No
     [
         ("training.tensor_parallel=2", "training.tensor_parallel: divides the tokens of a pack"),
         ("training.context_parallel=2", "training.context_parallel: divides the tokens of a pack"),
-        ("training.engine=zero3", "'zero3' does not train on 'dpo' yet"),
         ("data.packing=off", "'off' would separate the pairs"),
         ("data.format=alpaca", "'alpaca' has no pairs"),
         ("data.share_prompts=true|training.attention=eager", "'eager' takes documents, not masks"),
@@ -159,7 +158,6 @@ def with_teacher(recipe: RecipeSpec, **changes: object) -> RunRequest:
     [
         ("training.tensor_parallel=2", "training.tensor_parallel: divides the tokens of a pack"),
         ("training.context_parallel=2", "training.context_parallel: divides the tokens of a pack"),
-        ("training.engine=zero3", "'zero3' does not train on 'distill' yet"),
         ("data.packing=off", "'off' would separate the pairs of objective 'distill'"),
         ("training.distill.top_k=100000", "training.distill.top_k: the vocabulary has"),
         ("training.objective=next_token", "distill has no effect with objective 'next_token'"),
