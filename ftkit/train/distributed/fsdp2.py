@@ -39,9 +39,9 @@ from ftkit.train.objectives import Preferences
 from ftkit.train.private_apis.torch import (
     FSDP2_ON_CPUS,
     TORCH,
+    ReplacedParameters,
     complete_cpu_streams,
     divide_gradients,
-    replaced_parameters,
     set_collectives,
     skip_step,
 )
@@ -94,6 +94,7 @@ class Fsdp2Engine:
             init_weights(hf_model)
         self._shards = list(hf_model.parameters())
         """The sharded parameters; during forward and backward, the model has unsharded ones in their place."""
+        self._parameters = ReplacedParameters(hf_model)
         self.optimizer = make_optimizer(hf_model, training)
         self._update_scales()
 
@@ -127,9 +128,7 @@ class Fsdp2Engine:
         dtype = DTYPES[self._training.compute_precision]
         if not self._is_unsharded or self._training.adapters is not None or dtype == torch.float32:
             return nullcontext()
-        hf_model = self.model.hf_model
-        copies = {name: parameter.to(dtype) for name, parameter in hf_model.named_parameters()}
-        return replaced_parameters(hf_model, copies, tie_weights=True)
+        return self._parameters.by(lambda parameter: parameter.to(dtype))
 
     def forward(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
         if self._weights_of_step is None:

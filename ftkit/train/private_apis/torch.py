@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +15,6 @@ from torch._functorch import config as functorch_config
 from torch.distributed import ProcessGroup, _symmetric_memory, distributed_c10d
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.utils import stateless
 from torch.utils import _pytree
 
 if TYPE_CHECKING:
@@ -54,10 +53,6 @@ process_group: Callable[[str], ProcessGroup] = distributed_c10d._resolve_process
 """Returns a process group by its name, the only form in which an operator can take it."""
 dump_memory_snapshot: Callable[[Path], None] = torch.cuda.memory._dump_snapshot  # noqa: SLF001
 """Writes the recorded CUDA allocations to a path."""
-replaced_parameters = stateless._reparametrize_module  # noqa: SLF001
-"""A context in which a module has other tensors as parameters, by name, as in `torch.func.functional_call`.
-
-A backward pass that recomputes activations calls modules again: they need the same tensors, so it belongs inside."""
 add_to_all = torch._foreach_add_  # adds a scalar to tensors in one kernel
 find_norms = torch._foreach_norm  # noqa: SLF001
 """Returns the norm of each tensor, of an order, in few kernels; of order infinity, its largest absolute value."""
@@ -69,6 +64,33 @@ scaled_mm = torch._scaled_mm  # noqa: SLF001
 SCALED_MM = torch.ops.aten._scaled_mm.default  # noqa: SLF001
 GROUPED_MM = getattr(torch.ops.aten, "_grouped_mm", None)
 """Operators of matmuls in FP8 and of experts (torch 2.8 and newer), which activation checkpointing selects by."""
+
+
+class ReplacedParameters:
+    """Gives a module other tensors as parameters for a while, as `torch.func.functional_call` does.
+
+    That searches all modules at each call: 12 ms for the 340 parameters of Gemma 3 1B, where the places are known here.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        """Find the places of the parameters, which must not be replaced otherwise from then on."""
+        owners = [each._parameters for each in module.modules()]  # noqa: SLF001
+        self._places = [(owner, name, each) for owner in owners for name, each in owner.items() if each is not None]
+
+    @contextmanager
+    def by(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+        """Have `change(parameter)` in the place of each parameter; tied ones get one tensor.
+
+        A backward pass that recomputes activations calls modules again: it belongs inside.
+        """
+        changed = {id(parameter): change(parameter) for *_, parameter in self._places}
+        for owner, name, parameter in self._places:
+            owner[name] = changed[id(parameter)]  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for owner, name, parameter in self._places:
+                owner[name] = parameter
 
 
 def complete_cpu_streams() -> None:
