@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import click
@@ -24,7 +23,7 @@ from ftkit import __version__, process
 from ftkit.cli.commands import LazyCommand, LazyGroup
 from ftkit.cli.output import in_color, open_standard_streams, styled
 from ftkit.cli.terminal.format import printable
-from ftkit.config.context import Context, load_dotenv, set_home
+from ftkit.config.context import Context, load_dotenv, set_home, state_folder
 from ftkit.errors import EXIT_CODES, ConfigError, FtkitError, PrerequisiteError, as_user_error, redact, redact_command
 
 PROGRAM = "ftkit"
@@ -218,8 +217,7 @@ def _report(error: Exception, words: list[str]) -> int:
 def _report_bug(error: Exception, words: list[str]) -> None:
     """Report a bug in ftkit, and keep the traceback for the bug report in the XDG state folder."""
     _write(f"error: a bug in ftkit: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
-    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
-    path = state / "ftkit" / f"crash-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.txt"
+    path = state_folder(os.environ) / f"crash-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.txt"
     text = (
         f"ftkit {__version__}, Python {platform.python_version()}, {platform.platform()}\n"
         f"command: ftkit {shlex.join(redact_command(words, os.environ))}\ninterpreter: {sys.executable}\n\n"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 import click
 
@@ -28,7 +28,7 @@ from ftkit.launch.submission import check_removable, remove_folder
 from ftkit.planning.plan import read_plan
 from ftkit.runs import checkpoints
 from ftkit.runs.bundle import SIGNED_AS, write_bundle
-from ftkit.runs.checkpoints import DamagedCheckpointError, find_best, read_marker
+from ftkit.runs.checkpoints import DamagedCheckpointError, Marker, find_best, read_marker
 from ftkit.runs.job import read_submitted
 from ftkit.runs.signing import sign
 from ftkit.runs.sync import RunCopy
@@ -61,21 +61,31 @@ def checkpoints_command(reference: str, *, does_verify: bool, as_json: bool) -> 
             f"the checkpoints of this run can't be listed: {error}",
             meaning="you lack permission to read them, or the file system is not reachable",
         ) from error
-    listed, rows = [], []
+    listed: list[dict[str, object]] = []
+    rows: list[list[Cell]] = []
+    damaged = []
     for step, folder in folders:
         if does_verify:
             terminal.say(f"reading {short_path(folder)}")
-        found = _read_checkpoint(step, folder, does_verify=does_verify)
+        marker, damage = _read_checkpoint(step, folder, does_verify=does_verify)
+        size, world_size = (marker.size, marker.world_size) if marker else (None, None)
         reason = f"{best.metric} {best.value:.4g}" if best is not None and best.step == step else None
-        listed.append({"step": step, "path": str(folder), **found, "best": reason})
-        rows.append(_checkpoint_cells(step, found, f", best ({reason})" if reason else ""))
+        written = folder.stat().st_mtime
+        listed.append({"step": step, "path": str(folder), "size": size, "world_size": world_size, "written": written,
+                       "damage": damage, "best": reason})  # fmt: skip
+        is_best = f", best ({reason})" if reason else ""
+        state: Cell = f"complete{is_best}" if damage is None else Styled(f"verified{is_best}", "green")
+        if damage:
+            damaged.append(f"step {step}")
+            state = Styled(f"damaged: {', '.join(damage)}{is_best}", "red")
+        weight = "?" if size is None else gib(size / 2**30)
+        rows.append([str(step), weight, str(world_size or "?"), age(time.time() - written), state])
     if as_json:
         terminal.json(listed)
     elif rows:
         terminal.table(("#STEP", "#SIZE", "#PROCESSES", "#AGE", "STATE…"), rows)
     else:
         terminal.say(f"no checkpoints yet in {short_path(layout.checkpoints)}")
-    damaged = [f"step {each['step']}" for each in listed if each["damage"]]
     if damaged:
         raise TrainingError(
             f"{plural(len(damaged), 'checkpoint')} of {len(listed)} damaged: {', '.join(damaged)}",
@@ -84,31 +94,15 @@ def checkpoints_command(reference: str, *, does_verify: bool, as_json: bool) -> 
         )
 
 
-class _Checkpoint(TypedDict):
-    size: int | None
-    world_size: int | None
-    written: float
-    damage: list[str] | None  # None if its files were not read
-
-
-def _read_checkpoint(step: int, folder: Path, *, does_verify: bool) -> _Checkpoint:
-    written = folder.stat().st_mtime
+def _read_checkpoint(step: int, folder: Path, *, does_verify: bool) -> tuple[Marker | None, list[str] | None]:
+    """Return a checkpoint's marker, and what is damaged; None if its files were not read, and none is missing."""
     try:
         marker = read_marker(folder, step)
     except DamagedCheckpointError as error:
-        return {"size": None, "world_size": None, "written": written, "damage": [str(error)]}
-    missing = [name for name in marker.files if not (folder / name).is_file()] or None
-    damage = checkpoints.find_damage(folder, marker, sorted(marker.files)) if does_verify else missing
-    return {"size": marker.size, "world_size": marker.world_size, "written": written, "damage": damage}
-
-
-def _checkpoint_cells(step: int, found: _Checkpoint, best: str) -> list[Cell]:
-    size, damage = found["size"], found["damage"]
-    state: Cell = f"complete{best}" if damage is None else Styled(f"verified{best}", "green")
-    if damage:
-        state = Styled(f"damaged: {', '.join(damage)}{best}", "red")
-    processes, written = str(found["world_size"] or "?"), age(time.time() - found["written"])
-    return [str(step), "?" if size is None else gib(size / 2**30), processes, written, state]
+        return None, [str(error)]
+    if does_verify:
+        return marker, checkpoints.find_damage(folder, marker, sorted(marker.files))
+    return marker, [name for name in marker.files if not (folder / name).is_file()] or None
 
 
 @forwarded_command("rm", "ftkit rm demo --yes", "ftkit rm --unused", "ftkit rm --unused --dry-run")

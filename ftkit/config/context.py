@@ -61,6 +61,11 @@ def set_home(environment: MutableMapping[str, str]) -> None:
             environment["HOME"] = pwd.getpwuid(os.getuid()).pw_dir or "/"
 
 
+def state_folder(environment: Mapping[str, str]) -> Path:
+    """Return the user's folder for ftkit's records, which is not removed like a cache."""
+    return Path(environment.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "ftkit"
+
+
 def cache_folder(environment: Mapping[str, str]) -> Path:
     """Return ftkit's cache folder, in `$XDG_CACHE_HOME` or `~/.cache`."""
     home = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME") or "~").expanduser() / ".cache"

@@ -160,8 +160,8 @@ def ask(wanted: Repository, files: tuple[str, ...], environment: Mapping[str, st
             status = 0 if response is None else int(response.status_code)
             if isinstance(error, errors.GatedRepoError):
                 status = _FORBIDDEN
-            said = "" if response is None else str(response.headers.get("X-Error-Message"))
-            if token is not None and status == 401 and said.startswith("Invalid credentials"):  # noqa: PLR2004
+            message = "" if response is None else str(response.headers.get("X-Error-Message"))
+            if token is not None and status == 401 and message.startswith("Invalid credentials"):  # noqa: PLR2004
                 raise PrerequisiteError(
                     f"{wanted.key}: the hub does not accept your token, so it was not asked for '{wanted.name}'",
                     meaning="the token expired, was revoked, or is incomplete",

@@ -106,9 +106,9 @@ def download_weights(
             return folder
         return download(files, folder.name)  # the same commit, even if the branch has moved
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
-        said = getattr(error, "server_message", None) or one_line(error)
+        message = getattr(error, "server_message", None) or one_line(error)
         raise NotFoundError(
-            f"can't download '{model.weights}': {said}",
+            f"can't download '{model.weights}': {message}",
             meaning="the name is wrong, the model is gated and HF_TOKEN may not read it, or the hub is out of reach",
             fix="accept the model's license on the hub and set HF_TOKEN; or give model.weights a local folder",
         ) from error

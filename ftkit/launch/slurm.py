@@ -90,13 +90,13 @@ def _folder_of(job_id: str, run: str) -> str:
 def _ask_squeue(options: list[str], environment: Mapping[str, str]) -> str:
     """Return what squeue prints of jobs, an id in front of each; NoAnswerError if it prints something else."""
     answer = ask(["squeue", "--noheader", "--array", *options], environment)
-    said = clean_stderr(answer.stderr)
+    problem = clean_stderr(answer.stderr)
     if answer.stdout.strip() and not re.search(r"^ *\d\S*\|", answer.stdout, re.MULTILINE):
-        said = f"squeue printed {one_line(answer.stdout)}"
-    elif answer.returncode == 0 or "invalid job id" in said.lower():
+        problem = f"squeue printed {one_line(answer.stdout)}"
+    elif answer.returncode == 0 or "invalid job id" in problem.lower():
         return answer.stdout
     raise NoAnswerError(
-        f"Slurm did not report job states: {said}",
+        f"Slurm did not report job states: {problem}",
         meaning="its controller is busy, restarting, or not reachable from this machine",
         fix="try again in a minute; the runs themselves continue",
     )

@@ -336,13 +336,13 @@ def remove_folder(root: Path) -> None:
                 meaning="it is read-only, or belongs to another user; nothing was removed",
                 fix=f"if it is yours: chmod -R u+rwX {shlex.quote(str(root))}",
             )
-    doomed = root.with_name(f".{root.name}.deleted")
+    renamed = root.with_name(f".{root.name}.deleted")
     try:
-        root.rename(doomed)
-        shutil.rmtree(doomed)
+        root.rename(renamed)
+        shutil.rmtree(renamed)
     except OSError as error:
         raise PrerequisiteError(
             f"can't remove all of {root}: {one_line(error)}",
             meaning="the folder, or a file in it, belongs to another user",
-            fix=f"list what is left: ls -la {shlex.quote(str(doomed if doomed.exists() else root))}",
+            fix=f"list what is left: ls -la {shlex.quote(str(renamed if renamed.exists() else root))}",
         ) from error

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from ftkit import process
+from ftkit.config.context import state_folder
 from ftkit.config.layers import COMMAND_LINE
 from ftkit.errors import ConfigError, NotFoundError, Problem, ProvisionError, UnusableFileError, one_line, redact
 from ftkit.files import DamagedFileError, PrivateFileError, read_json, write_file, write_json
@@ -103,8 +104,7 @@ def words_of(command: str, folder: Path) -> list[str]:
 
 def clusters_folder() -> Path:
     """Return the folder of all clusters that were created from this account."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "ftkit" / "clusters"
+    return state_folder(os.environ) / "clusters"
 
 
 def read_state(folder: Path) -> ProvisionState:

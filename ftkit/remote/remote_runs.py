@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ftkit.config.context import state_folder
 from ftkit.files import file_lock_if_supported, read_json_if_valid, write_file, write_json
 from ftkit.remote.ssh import Login
 from ftkit.runs.find import RUN_ID
@@ -44,8 +45,7 @@ class Records:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Records:
-        """Return the user's files: below `$XDG_STATE_HOME` or `~/.local/state`."""
-        return cls(Path(environment.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "ftkit" / "remote")
+        return cls(state_folder(environment) / "remote")
 
     def runs(self) -> tuple[RemoteRun, ...]:
         """Return all runs, the newest submission last."""

@@ -42,7 +42,6 @@ def sign(path: Path, key: Path, purpose: Purpose) -> Path:
     `key` is the private key, or a public key whose private key the agent holds. On a terminal, ssh-keygen may ask for
     the key's passphrase.
     """
-    _require_ssh_keygen()
     signature = signature_file(path)
     signature.unlink(missing_ok=True)
     command = ["ssh-keygen", "-Y", "sign", "-f", str(key), "-n", purpose, str(path)]

@@ -1,4 +1,4 @@
-"""The plan as a table, and what is said before its script is printed or submitted."""
+"""The plan as a table, and the messages before its script is printed or submitted."""
 
 from __future__ import annotations
 
