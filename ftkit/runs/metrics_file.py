@@ -37,16 +37,16 @@ _STEP_LINE, _START_LINE = b'{"event": "step"', b'{"event": "start"'
 """The first characters of the records of steps and starts, as `to_line` writes them."""
 
 
-def read_records(path: Path) -> Iterator[Record]:
-    """Read all records of a run, one at a time; none if there are none yet."""
-    return (record for line in _lines(path) if (record := from_line(line)) is not None)
+def read_records(path: Path, *, skips_steps: bool = False) -> list[Record]:
+    """Read the records of a run as `find_damage` does; none if there are none yet."""
+    found: list[Record] = []
+    find_damage(path, records=found, skips_steps=skips_steps)
+    return found
 
 
 def read_evaluations(path: Path) -> list[EvaluationRecord]:
     """Read all evaluations of a run, without parsing its steps."""
-    found: list[Record] = []
-    find_damage(path, records=found, skips_steps=True)
-    return [record for record in found if isinstance(record, EvaluationRecord)]
+    return [record for record in read_records(path, skips_steps=True) if isinstance(record, EvaluationRecord)]
 
 
 def read_job_evaluations(metrics: Path, evaluations: Path) -> list[EvaluationRecord]:
@@ -203,16 +203,8 @@ def _some_steps(file: IO[bytes], low: int, high: int) -> Iterator[tuple[int, byt
         step, place, line = find(bisect_left(range(high), following, lo=place, key=lambda at: find(at)[0]))
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file with their line breaks, without those longer than `MAX_LINE_BYTES`."""
-    try:
-        with open_regular(path) as file:
-            yield from _short_lines(file)
-    except OSError:
-        return
-
-
 def _short_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a file with their line breaks, without those longer than `MAX_LINE_BYTES`."""
     is_inside = False
     while line := file.readline(MAX_LINE_BYTES):
         is_complete = line.endswith(b"\n") or len(line) < MAX_LINE_BYTES
