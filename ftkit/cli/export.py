@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,10 +51,6 @@ _HUB = "hf://"
 _ENGINES = ("auto", "transformers", "vllm", "sglang", "llama.cpp")
 
 
-def _names(_: click.Context, __: click.Parameter, value: str) -> list[str]:
-    return [name for name in value.lower().split(",") if name]
-
-
 @forwarded_command(
     "export",
     "ftkit export last",
@@ -76,7 +74,7 @@ def _names(_: click.Context, __: click.Parameter, value: str) -> list[str]:
     "not load their kind.",
 )  # fmt: skip
 @click.option(
-    "--quantize", "types", metavar="TYPE,...", default="", callback=_names,
+    "--quantize", "types", metavar="TYPE,...", default="",
     help="With gguf: also quantized files, such as q4_k_m,q8_0, by llama.cpp's programs, and for each "
     "its loss on the validation split, its KL divergence from the unquantized file, the recipe's metrics, and speed.",
 )  # fmt: skip
@@ -93,7 +91,7 @@ def _names(_: click.Context, __: click.Parameter, value: str) -> list[str]:
 )  # fmt: skip
 def export_command(  # noqa: PLR0913 - one for each option
     reference: str, *, step: str, merges: bool, precision: Precision | None, folder: Path | None, verifies: bool,
-    destination: str | None, form: Format, types: list[str],
+    destination: str | None, form: Format, types: str,
 ) -> None:  # fmt: skip
     """Export the trained model of a run from one of its checkpoints, on a machine without GPUs.
 
@@ -113,24 +111,27 @@ def export_command(  # noqa: PLR0913 - one for each option
     import_transformers()
     from ftkit.evaluate.checkpoint_export import ExportRequest, export_run
 
-    if types and form != "gguf":
+    quantizations = types.lower().split(",") if types else []
+    if quantizations and form != "gguf":
         raise arguments.usage_error("--quantize is for --format gguf")
     if form != "hf":
-        check_format(form, read_plan(layout), types, merges=merges)
+        check_format(form, read_plan(layout), quantizations, merges=merges)
 
     def verify_and_report(made: Path) -> None:
         terminal.say(_verify_in_process(made))
 
     request = ExportRequest(step or typed, merges, precision, folder)
     exported = export_run(layout, request, verify_and_report if verifies else None, terminal.say)
-    _add_format(form, exported, types, layout, terminal)
-    settle_certificate(exported)
+    try:
+        _add_format(form, exported, quantizations, layout, terminal)
+    finally:
+        settle_certificate(exported)
     terminal.data(f"{exported}\n")
     if destination is not None:
         terminal.data(f"{_push(exported, destination, terminal)}\n")
 
 
-def _add_format(form: Format, exported: Path, types: list[str], layout: RunLayout, terminal: Terminal) -> None:
+def _add_format(form: Format, exported: Path, types: Sequence[str], layout: RunLayout, terminal: Terminal) -> None:
     if form == "vllm-lora":
         terminal.say(f"serve them with: vllm serve BASE --enable-lora --max-lora-rank {max_lora_rank(exported)}")
     if form != "gguf":
@@ -140,12 +141,10 @@ def _add_format(form: Format, exported: Path, types: list[str], layout: RunLayou
     for warning in write_gguf(exported, file, precision, terminal.say):
         terminal.warn(warning)
     if types:
-        from ftkit.evaluate.quantized import require_accepted, table, write_quantized
+        from ftkit.evaluate.quantized import write_quantized
 
-        plan = read_plan(layout)
-        found = write_quantized(exported, file, types, plan, terminal.say)
-        terminal.table(*table(found), is_data=False)
-        require_accepted(found, plan)
+        show = partial(terminal.table, is_data=False)
+        write_quantized(exported, file, types, read_plan(layout), terminal.say, show)
 
 
 def _check_destination(destination: str) -> None:

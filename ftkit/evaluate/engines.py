@@ -331,11 +331,8 @@ class LlamaCpp(Engine):
         """Return the log-probabilities of the most probable tokens after a prompt, and of `token` in any case."""
         for number in (_NUM_PROBABILITIES, 2**30):
             # The probabilities are those before the bias.
-            body = {
-                "prompt": list(prompt), "n_predict": 1, "n_probs": number, "temperature": 0,
-                "logit_bias": [[self._letter, LARGEST_BIAS]],
-            }  # fmt: skip
-            listed = self.call("/completion", body)["completion_probabilities"][0]["top_logprobs"]
+            answer = self.complete(prompt, 1, n_probs=number, logit_bias=[[self._letter, LARGEST_BIAS]])
+            listed = answer["completion_probabilities"][0]["top_logprobs"]
             found = {each["id"]: float(each["logprob"]) for each in listed}
             if token in found:
                 return found

@@ -14,7 +14,7 @@ from transformers import AutoConfig, GenerationConfig, TextStreamer
 
 from ftkit.data.cases import EvaluationSet, ModelInput
 from ftkit.data.packing import IGNORED, Document
-from ftkit.errors import TrainingError
+from ftkit.errors import DataError, TrainingError
 from ftkit.evaluate.engines import LlamaCpp, Setup, serve
 from ftkit.evaluate.export_formats import QUANTIZE, find_program, run_converter
 from ftkit.evaluate.loaded_model import GeneratingModel, find_generation
@@ -35,71 +35,74 @@ _MAX_ROWS = 100
 _MAX_TARGETS = 4000
 """Tokens whose loss is measured, in whole documents: the server computes one for each request."""
 _TIMED_TOKENS = 64
+_INCREASE = "increase"
+_Measured = tuple[Measured, Sequence[Mapping[int, float]]]
+"""Losses and scores of rows, and the distributions at each label."""
 _SMALLEST = 1e-12
 """Smallest probability of all tokens together that are not among the most probable ones."""
 
 
 def write_quantized(
-    folder: Path, file: Path, types: Sequence[str], plan: RunPlan, report: Callable[[str], None]
-) -> list[GgufFile]:
-    """Quantize the GGUF file of an export, and measure both; add what the recipe accepts to the export.
+    folder: Path, file: Path, types: Sequence[str], plan: RunPlan, report: Callable[[str], None],
+    show: Callable[[list[str], list[list[str]]], None],
+) -> None:  # fmt: skip
+    """Quantize the GGUF file of an export, measure all files, and show the table; add it and the files to the export.
 
-    Returns the measurements of all files. Those whose loss is above the recipe's bound are not kept.
+    Files whose loss is above the recipe's bound are not kept: TrainingError, after the others are written.
     """
     record = read_json(folder / EXPORT_RECORD, ExportRecord)
     if record is None:
         raise AssertionError("an export has a record")
+    _, tokenizer, generation = find_generation(ModelFolder(folder, str(folder)))
     with tempfile.TemporaryDirectory(prefix=".quantized-", dir=folder) as made:
-        model = _Served.of(folder, record, file)
-        names = _metrics(plan)
-        data, metrics = evaluation_set(model.input, plan, MeasureSettings(names, limit=_MAX_ROWS), report)
+
+        def served(path: Path) -> _Served:
+            setup = Setup(folder, folder, record.precision, (), "", None, Path(made), path)
+            return _Served(path.name, tokenizer, generation, LlamaCpp(setup))
+
+        settings = MeasureSettings(_metrics(plan), limit=_MAX_ROWS)
+        try:
+            data, metrics = evaluation_set(served(file).input, plan, settings, report)
+        except DataError as error:
+            fix = f"quantize it without measuring: {QUANTIZE} {file} FILE TYPE"
+            raise DataError(f"--quantize: {error.what}", meaning=error.meaning, fix=fix) from error
         data = replace(data, documents=_first_targets(data.documents))
-        unquantized, found = _measure(model, data, metrics, report), list[GgufFile]()
-        found.append(_compare(file, data, metrics, unquantized, unquantized))
-        for name in types:
-            path = Path(made, f"{file.stem.rpartition('-')[0]}-{name}.gguf")
-            report(f"quantizing to {name}")
-            run_converter(QUANTIZE, [find_program(QUANTIZE) or QUANTIZE, str(file)], path, path, name)
-            measured = _measure(replace(model, engine=_engine(folder, record, path), targets=[]), data, metrics, report)
-            found.append(_compare(path, data, metrics, measured, unquantized))
-        kept = [each for each in found if not _is_worse(each, plan)]
+        found, plain = list[GgufFile](), None
+        for name in ("", *types):
+            path = Path(made, f"{plan.id}-{name}.gguf") if name else file
+            if name:
+                report(f"quantizing to {name}")
+                run_converter(QUANTIZE, [find_program(QUANTIZE) or QUANTIZE, str(file)], path, path, name)
+            model = served(path)
+            rows, speed = _measure(model, data, metrics, settings, report)
+            plain = plain or (rows, model.targets)
+            change = _compare(data, metrics, (rows, model.targets), plain)
+            found.append(GgufFile(path.name, SavedFile.of(path), change | {"tokens/s": speed}))
+        bound = plan.recipe.export.max_loss_increase
+        worse = [each for each in found if bound is not None and not each.metrics[_INCREASE] <= bound]
+        kept = [each for each in found if each not in worse]
         for each in kept[1:]:
             publish(Path(made, each.name), folder / each.name)
+    show(*_table(found))
     write_json(folder / EXPORT_RECORD, replace(record, gguf=tuple(kept)))
-    append_table(folder, "## Quantized files\n\nMeasured with llama.cpp on the validation split", *table(kept))
-    return found
-
-
-def require_accepted(found: Sequence[GgufFile], plan: RunPlan) -> None:
-    if worse := [each for each in found if _is_worse(each, plan)]:
-        text = ", ".join(f"{each.name} by {each.loss_increase:.4f}" for each in worse)
+    append_table(folder, "## Quantized files\n\nMeasured with llama.cpp on the validation split", *_table(kept))
+    if worse:
+        text = ", ".join(f"{each.name} by {each.metrics[_INCREASE]:.4f}" for each in worse)
         raise TrainingError(
-            f"quantizing raises the loss by more than export.max_loss_increase={plan.recipe.export.max_loss_increase}, "
-            f"and these files were not kept: {text}",
+            f"quantizing raises the loss by more than export.max_loss_increase={bound}, and these files were not kept: "
+            + text,
             meaning="so few bits change this model more than the recipe accepts",
             fix="quantize to more bits: --quantize q6_k or q8_0",
         )
 
 
-def _is_worse(file: GgufFile, plan: RunPlan) -> bool:
-    bound = plan.recipe.export.max_loss_increase
-    return bound is not None and not file.loss_increase <= bound
-
-
-def table(files: Sequence[GgufFile]) -> tuple[list[str], list[list[str]]]:
-    """Return the titles and the rows of a table of measured files; those of numbers begin with `#`."""
-    scores = list(files[0].scores)
-    titles = ["file", "#GiB", "#loss", "#increase", "#95% interval", "#KL", *(f"#{name}" for name in scores)]
-    titles.append("#tokens/s")
-    rows = []
-    for each in files:
-        low, high = each.interval
-        rows.append([
-            each.name, f"{each.file.size / 2**30:.3g}", f"{each.loss:.4f}", f"{each.loss_increase:+.4f}",
-            f"{low:+.4f} to {high:+.4f}", f"{each.kl:.4f}", *(f"{each.scores[name]:.4g}" for name in scores),
-            f"{each.tokens_per_second:.1f}",
-        ])  # fmt: skip
-    return titles, rows
+def _table(files: Sequence[GgufFile]) -> tuple[list[str], list[list[str]]]:
+    """Return titles and rows; titles of numbers begin with `#`."""
+    rows = [
+        [each.name, f"{each.file.size / 2**30:.3g}", *(f"{value:.4g}" for value in each.metrics.values())]
+        for each in files
+    ]
+    return ["file", "#GiB", *(f"#{name}" for name in files[0].metrics)], rows
 
 
 # --- Measuring -----------------------------------------------------------------------------------
@@ -110,18 +113,12 @@ class _Served(GeneratingModel):
     """A GGUF file that llama.cpp's server serves; `targets` are the distributions at each label, once measured."""
 
     schedules: ClassVar[bool] = True
-    folder: Path
     engine: LlamaCpp
     targets: list[Mapping[int, float]] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, folder: Path, record: ExportRecord, file: Path) -> _Served:
-        _, tokenizer, generation = find_generation(ModelFolder(folder, str(folder)))
-        return cls(file.name, tokenizer, generation, folder, _engine(folder, record, file))
-
     @property
     def input(self) -> ModelInput:
-        return ModelInput.of(self.tokenizer, self.label, AutoConfig.from_pretrained(self.folder))
+        return ModelInput.of(self.tokenizer, self.label, AutoConfig.from_pretrained(self.engine.setup.folder))
 
     def complete(
         self, prompts: Sequence[Sequence[int]], config: GenerationConfig, streamer: TextStreamer | None = None
@@ -143,17 +140,6 @@ class _Served(GeneratingModel):
         return sums
 
 
-@dataclass(frozen=True)
-class _Measured:
-    rows: Measured
-    targets: Sequence[Mapping[int, float]]
-    tokens_per_second: float
-
-
-def _engine(folder: Path, record: ExportRecord, file: Path) -> LlamaCpp:
-    return LlamaCpp(Setup(folder, folder, record.precision, (), "", None, folder, file))
-
-
 def _metrics(plan: RunPlan) -> tuple[str, ...]:
     """Return the metrics of completions that the recipe has."""
     if generation := plan.recipe.evaluation.generation:
@@ -167,29 +153,25 @@ def _first_targets(documents: Sequence[tuple[int, Document]]) -> list[tuple[int,
 
 
 def _measure(
-    model: _Served, data: EvaluationSet, metrics: Sequence[Metric], report: Callable[[str], None]
-) -> _Measured:
-    settings = MeasureSettings()
+    model: _Served, data: EvaluationSet, metrics: Sequence[Metric], settings: MeasureSettings,
+    report: Callable[[str], None],
+) -> tuple[Measured, float]:  # fmt: skip
+    """Return a file's measurements, and the tokens per second that the server generates."""
     prompts = [each.prompt for each in data.cases] or [each.tokens[:1].tolist() for _, each in data.documents]
     longest = max(*(len(each.tokens) for _, each in data.documents), *(map(len, prompts)))
     with serve(model.engine, longest + settings.max_new_tokens, report):
         rows = measure(model, data, metrics, settings, Ranks())
         timings = model.engine.complete(prompts[0], _TIMED_TOKENS, ignore_eos=True)["timings"]
-    return _Measured(rows, model.targets, float(timings["predicted_per_second"]))
+    return rows, float(timings["predicted_per_second"])
 
 
-def _compare(
-    file: Path, data: EvaluationSet, metrics: Sequence[Metric], own: _Measured, unquantized: _Measured
-) -> GgufFile:
-    found = {each.metric: each for each in compare(data, metrics, own.rows, unquantized.rows, 0) if not each.source}
-    loss = found.pop("loss")
-    scores = {name: each.after for name, each in found.items() if name not in ("perplexity", "token_accuracy")}
-    pairs = zip(unquantized.targets, own.targets, strict=True)
-    kl = math.fsum(divergence(*pair) for pair in pairs) / len(own.targets)
-    return GgufFile(
-        file.name, SavedFile.of(file), loss.after, loss.change or 0.0, loss.interval, kl, scores,
-        own.tokens_per_second, len(own.targets),
-    )  # fmt: skip
+def _compare(data: EvaluationSet, metrics: Sequence[Metric], own: _Measured, plain: _Measured) -> dict[str, float]:
+    """Return the metrics of a file's table: losses in nats per token, and half of the 95% interval of their change."""
+    found = {each.metric: each for each in compare(data, metrics, own[0], plain[0], 0) if not each.source}
+    loss, (low, high) = found["loss"], found["loss"].interval
+    kl = math.fsum(map(divergence, plain[1], own[1])) / len(own[1])
+    scores = {name: each.after for name, each in found.items() if name not in ("loss", "perplexity", "token_accuracy")}
+    return {"loss": loss.after, _INCREASE: loss.change or 0.0, "±95%": (high - low) / 2, "KL": kl, **scores}
 
 
 def divergence(true: Mapping[int, float], other: Mapping[int, float]) -> float:

@@ -26,6 +26,7 @@ from ftkit.evaluate.quantized import divergence
 from ftkit.evaluate.scoring import Ranks, evaluation_set, measure
 from ftkit.evaluate.source import MeasureSettings, ModelFolder
 from ftkit.planning.plan import plan_to_json
+from ftkit.runs.certificate import CERTIFICATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,20 +79,20 @@ def test_each_file_has_its_own_loss_on_the_validation_split(run: Run, tmp_path: 
     folder = tmp_path / "made"
     code, output = export(run, "--quantize", "q8_0,Q2_K", "--to", str(folder))
     assert code == 0, output
-    plain, eight, two = json.loads((folder / "ftkit-export.json").read_text())["gguf"]
-    assert plain["loss_increase"] == plain["kl"] == 0
-    assert 0 < abs(eight["loss_increase"]) < two["loss_increase"]
-    assert 0 < eight["kl"] < two["kl"]
-    assert two["loss_increase"] == pytest.approx(two["loss"] - plain["loss"])
+    files = json.loads((folder / "ftkit-export.json").read_text())["gguf"]
+    plain, eight, two = (each["metrics"] for each in files)
+    assert plain["increase"] == plain["KL"] == 0
+    assert 0 < abs(eight["increase"]) < two["increase"]
+    assert 0 < eight["KL"] < two["KL"]
+    assert two["increase"] == pytest.approx(two["loss"] - plain["loss"])
     source = ModelFolder(folder, "made")
     model = load_model(source, torch.device("cpu"))
     settings = MeasureSettings(("loss",), limit=100)
     data, metrics = evaluation_set(model.input, run.plan, settings, [].append)
     summed, count, _ = measure(model, data, metrics, settings, Ranks()).loss.sum(0)
-    assert plain["num_targets"] == count
     assert plain["loss"] == pytest.approx(summed / count, rel=1e-4)
     card = (folder / "README.md").read_text()
-    assert all(name in card and (folder / name).is_file() for name in (plain["name"], eight["name"], two["name"]))
+    assert all(each["name"] in card and (folder / each["name"]).is_file() for each in files)
     assert CliRunner().invoke(cli, ["verify", str(folder)]).exit_code != 0  # no logits were recorded
 
 
@@ -101,6 +102,8 @@ def test_a_file_whose_loss_is_above_the_bound_is_not_kept(run: Run, tmp_path: Pa
     recipe = run.plan.recipe.model_copy(update={"export": ExportSpec(max_loss_increase=0.02)})
     bounded.layout.plan.write_text(plan_to_json(replace(bounded.plan, recipe=recipe)))
     folder = tmp_path / "made"
+    assert export(bounded, "--to", str(folder))[0] == 0
+    (folder / CERTIFICATE).write_text("{}")  # of other files
     code, output = export(bounded, "--quantize", "q8_0,q2_k", "--to", str(folder))
     assert code == 9, output
     names = [f"{bounded.plan.id}-{kind}.gguf" for kind in ("fp32", "q8_0")]
@@ -108,6 +111,7 @@ def test_a_file_whose_loss_is_above_the_bound_is_not_kept(run: Run, tmp_path: Pa
     assert [each["name"] for each in json.loads((folder / "ftkit-export.json").read_text())["gguf"]] == names
     assert "q2_k" not in (folder / "README.md").read_text()
     assert not list(folder.glob(".quantized-*"))
+    assert not (folder / CERTIFICATE).exists()
 
 
 @pytest.mark.usefixtures("llama_cpp")

@@ -53,24 +53,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file, measured with llama.cpp on rows of the validation split.
-
-    Attributes:
-        loss: mean of `num_targets` tokens, in nats.
-        loss_increase: over the unquantized file, with its 95% interval; zeros for that file itself.
-        kl: mean KL divergence from the unquantized file's distributions to this one's, in nats.
-        tokens_per_second: generated on the machine that measured.
-    """
+    """A GGUF file, and what llama.cpp computed with it on rows of the validation split (`ftkit.evaluate.quantized`)."""
 
     name: str
     file: SavedFile
-    loss: float
-    loss_increase: float
-    interval: tuple[float, float]
-    kl: float
-    scores: dict[str, float]
-    tokens_per_second: float
-    num_targets: int
+    metrics: dict[str, float]
 
 
 @dataclass(frozen=True)
