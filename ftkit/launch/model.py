@@ -23,6 +23,7 @@ from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, write_
 from ftkit.hub.client import TOKENIZER_FILE, find_folder
 from ftkit.hub.readiness import fetch_config, fetch_files, find_commit
 from ftkit.models.architecture import (
+    MULTIMODAL,
     NO_CAUSAL_CLASS,
     UNKNOWN_FAMILY,
     ArchitectureSpec,
@@ -184,8 +185,8 @@ def _count(query: dict[str, Any], environment: Mapping[str, str]) -> CountedMode
         done = process.run([sys.executable, *PROGRAM, text], timeout_seconds=TIMEOUT_SECONDS, environment=variables)
     except FtkitError as error:
         return one_line(error.what)
-    if done.returncode in {NO_CAUSAL_CLASS, UNKNOWN_FAMILY}:
-        raise ConfigError([_explain_exit(done.returncode, query)])
+    if done.returncode in {MULTIMODAL, NO_CAUSAL_CLASS, UNKNOWN_FAMILY}:
+        raise ConfigError([_explain_exit(done.returncode, query, done.stdout)])
     if done.returncode != 0:
         return one_line(done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}")
     try:
@@ -198,7 +199,7 @@ def _count(query: dict[str, Any], environment: Mapping[str, str]) -> CountedMode
     return counted
 
 
-def _explain_exit(code: int, query: dict[str, Any]) -> Problem:
+def _explain_exit(code: int, query: dict[str, Any], text_family: str) -> Problem:
     """Return the problem if transformers does not have a family, or no causal language model of it."""
     config, here = query.get("config"), f"transformers {version('transformers')}"
     key = "model.architecture.family" if config is None else "model.weights"
@@ -206,6 +207,9 @@ def _explain_exit(code: int, query: dict[str, Any]) -> Problem:
     if code == NO_CAUSAL_CLASS:
         what = f"transformers has no causal language model for '{family}', so ftkit can't train it on text."
         fix = "Choose a text-only model, or another family, such as Gemma 3 or Mistral Small 3."
+    elif code == MULTIMODAL:
+        what = f"'{family}' is a multimodal model, whose text model is of another family."
+        fix = f"Use {text_family}."
     elif config is None:
         what = f"{here} does not have the family '{family}'."
         fix = f"Use {', '.join(sorted(FAMILIES))}, or the model_type of another causal language model in transformers."

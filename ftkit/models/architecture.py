@@ -204,6 +204,7 @@ class AttentionLayers:
 NO_CAUSAL_CLASS = 9
 """Exit code of the program that counts parameters if transformers has no causal language model of a family."""
 UNKNOWN_FAMILY = 10  # its exit code if transformers does not have the family
+MULTIMODAL = 12  # its exit code if a family has a text model of another family, which it prints
 
 
 @dataclass(frozen=True)

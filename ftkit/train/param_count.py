@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelF
 from ftkit.config.execution import ParameterCounts, are_quantized, is_quantized
 from ftkit.errors import TrainingError
 from ftkit.models.adapters import adapter_size, expert_adapter_size
-from ftkit.models.architecture import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitectureSpec, Linear, ModelCounts
+from ftkit.models.architecture import MULTIMODAL, NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitectureSpec, Linear, ModelCounts
 from ftkit.models.config_json import fill_config, text_part
 from ftkit.models.parameters import Experts, count_attention, read_experts
 from ftkit.train.model.expert_adapters import expert_matrices
@@ -152,6 +152,11 @@ def print_counts(text: str) -> None:
         config: Any = CONFIG_MAPPING[family].from_dict(_with_floats(raw)).get_text_config(decoder=True)
     else:
         no_tokens = SimpleNamespace(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+        whole: Any = CONFIG_MAPPING[family]()
+        inner = whole.get_text_config(decoder=True)
+        if inner.model_type != whole.model_type:
+            sys.stdout.write(inner.model_type)
+            sys.exit(MULTIMODAL if type(inner) in MODEL_FOR_CAUSAL_LM_MAPPING else NO_CAUSAL_CLASS)
         config = make_config(ArchitectureSpec.model_validate(request["architecture"]), cast("Any", no_tokens))
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         sys.exit(NO_CAUSAL_CLASS)

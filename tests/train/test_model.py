@@ -474,6 +474,11 @@ def test_a_family_unknown_to_transformers_is_rejected(tokenizer: PreTrainedToken
         make_config(architecture("llama9"), tokenizer)
 
 
+def test_a_multimodal_family_which_ignores_the_shape_is_rejected(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(TrainingError, match="family=gemma3_text"):
+        make_config(architecture("gemma3"), tokenizer)
+
+
 def test_a_missing_projection_is_reported_with_those_that_exist(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:

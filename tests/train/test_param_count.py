@@ -21,7 +21,14 @@ from ftkit.errors import ConfigError, NotFoundError
 from ftkit.files import parse_json
 from ftkit.launch.model import CountedModel, resolve_model
 from ftkit.models.adapters import LoraSpec, adapter_size
-from ftkit.models.architecture import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitecturePlan, ArchitectureSpec, ModelSpec
+from ftkit.models.architecture import (
+    MULTIMODAL,
+    NO_CAUSAL_CLASS,
+    UNKNOWN_FAMILY,
+    ArchitecturePlan,
+    ArchitectureSpec,
+    ModelSpec,
+)
 from ftkit.models.config_json import CONFIG_KEYS, fill_config
 from ftkit.models.families import FAMILIES, MEASURED
 from ftkit.models.folder import read_model_config
@@ -184,7 +191,9 @@ def test_the_plan_rejects_a_family_that_transformers_cannot_train(
         resolve_model(ModelSpec(weights=str(tmp_path)), environment, Workspace(tmp_path))
 
 
-@pytest.mark.parametrize(("family", "code"), [("llamma", UNKNOWN_FAMILY), ("clip", NO_CAUSAL_CLASS)])
+@pytest.mark.parametrize(
+    ("family", "code"), [("llamma", UNKNOWN_FAMILY), ("clip", NO_CAUSAL_CLASS), ("gemma3", MULTIMODAL)]
+)
 def test_random_weights_of_a_family_that_transformers_lacks_are_not_counted(family: str, code: int) -> None:
     with pytest.raises(SystemExit) as ended:
         print_counts(json.dumps({"architecture": {"family": family} | SMALL}))

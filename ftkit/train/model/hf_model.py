@@ -51,6 +51,12 @@ def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> 
             meaning="the name is not a model_type, or only a newer version knows it",
             fix="correct model.architecture.family, or use an image with a newer transformers",
         ) from error
+    text = config.get_text_config(decoder=True)
+    if text.model_type != config.model_type:  # it did not take the shape
+        raise TrainingError(
+            f"'{shape.family}' is a multimodal model, whose text model has a shape of its own",
+            fix=f"set model.architecture.family={text.model_type}",
+        )
     _scale_positions(config, shape)
     return config
 

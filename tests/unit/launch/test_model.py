@@ -11,7 +11,7 @@ from ftkit.errors import ConfigError, NotFoundError
 from ftkit.files import to_json
 from ftkit.launch import model as launch_model
 from ftkit.launch.model import CountedModel, resolve_model
-from ftkit.models.architecture import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ModelSpec
+from ftkit.models.architecture import MULTIMODAL, NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ModelSpec
 from ftkit.models.parameters import count_by_config
 from ftkit.planning.layout import Workspace
 from ftkit.process import ProgramOutput
@@ -96,12 +96,17 @@ def test_a_plan_that_needs_counts_says_why_there_are_none(tmp_path: Path, progra
 
 
 @pytest.mark.parametrize(
-    ("code", "what"), [(UNKNOWN_FAMILY, "does not have the family 'llamma'"), (NO_CAUSAL_CLASS, "no causal language")]
+    ("code", "what", "fix"),
+    [
+        (UNKNOWN_FAMILY, "does not have the family 'llamma'", "Use deepseek_v2, "),
+        (NO_CAUSAL_CLASS, "no causal language", ""),
+        (MULTIMODAL, "text model is of another family", "Use llamma_text."),
+    ],
 )
 def test_random_weights_of_a_family_that_cannot_be_trained_are_rejected(
-    program: Program, tmp_path: Path, code: int, what: str
+    program: Program, tmp_path: Path, code: int, what: str, fix: str
 ) -> None:
-    program.output = ProgramOutput(code, "", "")
+    program.output = ProgramOutput(code, "llamma_text", "")
     shape = {"family": "llamma", "head_dim": 128} | {key: MIXTRAL[key] for key in MIXTRAL if "experts" not in key}
     shape.pop("model_type")
     model = ModelSpec.model_validate(
@@ -110,7 +115,7 @@ def test_random_weights_of_a_family_that_cannot_be_trained_are_rejected(
     with pytest.raises(ConfigError, match=f"{what}.*") as error:
         resolve_model(model, {"XDG_CACHE_HOME": str(tmp_path)}, Workspace(tmp_path))
     assert error.value.problems[0].key == "model.architecture.family"
-    assert code == NO_CAUSAL_CLASS or "Use deepseek_v2, " in str(error.value)
+    assert fix in str(error.value)
 
 
 def test_a_configuration_in_the_hub_cache_is_read(tmp_path: Path, program: Program) -> None:
