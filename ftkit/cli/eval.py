@@ -105,11 +105,11 @@ def eval_command(  # noqa: PLR0913 - one for each option
         raise arguments.usage_error(_HARNESS_ALONE)
     if engine == "vllm" and (harness or as_job or num_gpus > 1):
         raise arguments.usage_error(_VLLM_ALONE)
+    if as_json if as_job else dry_run or time_limit:
+        raise arguments.usage_error("--time and --dry-run are for --as-job, which has no --json")
     if as_job:
         _submit(reference, settings, num_gpus, time_limit, dry_run=dry_run)
         return
-    if dry_run or time_limit:
-        raise arguments.usage_error("--time and --dry-run are for --as-job")
     terminal, target = Terminal(), find_model(reference)
     if not with_before:
         target = replace(target, before=None)

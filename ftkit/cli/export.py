@@ -244,6 +244,8 @@ def verify_command(  # noqa: PLR0913 - one for each option
     certificate.json has the result.
     """
     if Path(wanted).is_dir():
+        if deep:
+            raise arguments.usage_error("--deep is for an image, and this is an export")
         private_key = arguments.signing_key(signs=signs, key=key)
         if public_key:
             engines_of_it = ", ".join(require_certificate(Path(wanted), public_key))
@@ -253,6 +255,8 @@ def verify_command(  # noqa: PLR0913 - one for each option
     elif any(wanted in (run.id, run.name) for run in list_runs(arguments.current_workspace())):
         raise NotFoundError(f"{wanted} is a run, not an export", fix=f"ftkit export {wanted}: it also verifies")
     else:
+        if words or output or signs or key or llama_cpp or engines != ["auto"]:
+            raise arguments.usage_error("engines, --output and --sign are for DIR, an export")
         _verify_image(wanted, public_key, deep=deep, as_json=as_json)
 
 

@@ -50,6 +50,8 @@ def report_command(references: tuple[str, ...], *, output: Path | None, live: bo
 
     {RUN} The id or the name of a sweep selects all of its runs.
     """
+    if (output and live) or (port and not live):
+        raise arguments.usage_error("--live serves the page, on --port, and writes no --output")
     terminal, folders = Terminal(), arguments.get_runs(references)
     require_matplotlib()
     if live:

@@ -127,8 +127,8 @@ def rm_command(
 
     {RUN}
     """
-    if bool(references) == unused:
-        raise arguments.usage_error("give the runs to remove, or --unused")
+    if bool(references) == unused or (with_checkpoints and not unused):
+        raise arguments.usage_error("give the runs to remove, or --unused; --with-checkpoints requires --unused")
     terminal = Terminal()
     found, remove = (
         _find_unused(terminal, with_checkpoints=with_checkpoints) if unused else _find_runs(references, terminal)

@@ -159,6 +159,25 @@ def test_a_forwarded_command_takes_the_options_about_output_along(
     assert ftkit("run", "--script", "nowhere.py").code == 2
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "report last --live --output page.html",
+        "report last --port 8000",
+        "rm demo --with-checkpoints",
+        "eval last --as-job --json",
+        "verify demo:1 --sign --key key",
+        "verify demo:1 --engine vllm",
+        "verify . --deep",
+    ],
+)
+def test_an_option_that_would_have_no_effect_is_a_usage_error(ftkit: Callable[..., Result], words: str) -> None:
+    Path("key").touch()
+    result = ftkit(*words.split())
+    assert (result.code, result.out) == (2, "")
+    assert "usage:" in result.err
+
+
 @pytest.mark.parametrize(("former", "now"), RENAMED.items())
 def test_a_former_name_or_that_of_another_tool_answers_with_the_command_to_type(
     ftkit: Callable[..., Result], former: str, now: str
