@@ -77,6 +77,7 @@ LOGIN_NODE = ("touch $MACHINE/is-login-node",)
 BEFORE_PAGE = {
     "README": (*EXPORT, "cp -rn $MACHINE/export ~/model; mkdir -p data", CHATS, "cp chats.jsonl ~"),
     "distill": (*TRAINED, PROMPTS, "mkdir -p data", CHATS),
+    "train-on-preferences": EXPORT,
     "use-the-model": EXPORT,
     "when-something-fails": STOPPED,
     "on-a-cluster": (*LOGIN_NODE, "rm ftkit.yaml"),

@@ -16,7 +16,7 @@ from ftkit.train.components.generation import Generation
 from ftkit.train.model.hf_model import make_config
 
 (folder,) = map(Path, sys.argv[1:])
-tokenizer = learn_tokenizer(["CREATE TABLE pets (name TEXT)"], 300, "gemma")
+tokenizer = learn_tokenizer(["CREATE TABLE pets (name TEXT)"], 300, "mistral")
 shape = ArchitectureSpec(
     family="qwen3", vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
     num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
