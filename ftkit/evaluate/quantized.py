@@ -6,6 +6,7 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 _MAX_ROWS = 100
 _MAX_TARGETS = 4000
 """Tokens whose loss is measured, in whole documents: the server computes one for each request."""
+_NUM_COMPARED = 200
+"""Most probable tokens that are kept for the divergence, in kilobytes for each target."""
 _TIMED_TOKENS = 64
 _INCREASE = "increase"
 _Measured = tuple[Measured, Sequence[Mapping[int, float]]]
@@ -135,7 +138,7 @@ class _Served(GeneratingModel):
                 found = self.engine.probabilities(tokens[: place + 1], label)
                 losses.append(-found[label])
                 num_best += found[label] == max(found.values())
-                self.targets.append(found)
+                self.targets.append(dict(islice(found.items(), _NUM_COMPARED)))  # the most probable ones come first
             sums.append([math.fsum(losses), float(len(losses)), float(num_best)])
         return sums
 
