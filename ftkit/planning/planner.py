@@ -38,7 +38,7 @@ from ftkit.planning.plan import (
 )
 from ftkit.planning.step_time import PADDING, predict_step_time
 from ftkit.planning.suggestions import suggest_changes, suggest_faster
-from ftkit.planning.training_checks import RunInputs, notes_on_settings, notes_on_teacher, why_undivided
+from ftkit.planning.training_checks import RunInputs, notes_on_forwards, notes_on_settings, why_undivided
 from ftkit.planning.training_setup import GPUS, Setup, teacher_setup
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def plan_run(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | Non
         notes=(
             *_notes_on_fit(run, predicted),
             *_notes_on_kernels(setup, trained_in, padding),
-            *notes_on_teacher(run, teacher),
+            *notes_on_forwards(run, setup, teacher),
             *_notes_on_data(run),
             *notes_on_settings(run),
             *_notes_on_model(run),

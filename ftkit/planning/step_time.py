@@ -8,7 +8,7 @@ runs, and compares the predictions with published results for H100, B200 and A10
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -124,10 +124,11 @@ def predict_step_time(setup: Setup, gpu: Gpu, padding: float = 1.0, fill: float 
     return StepTimePlan(bound, step, total, total * flops / peak)
 
 
-def predict_teacher_hours(setup: Setup, gpu: Gpu, num_tokens: float) -> float:
-    """Predict the GPU hours in which a teacher, whose setup this is, computes its distributions: forward passes."""
-    seconds = FORWARD_SHARE[False] * num_tokens / predict_step_time(setup, gpu).tokens_per_second
-    return setup.num_processes * seconds / 3600
+def predict_forward_hours(setup: Setup, gpu: Gpu, num_tokens: float) -> float:
+    """Predict the GPU hours of forward passes before step 1, of a teacher, whose setup this is, or of a reference."""
+    share = FORWARD_SHARE[setup.training.adapters is not None]
+    plain = replace(setup, training=setup.training.model_copy(update={"objective": "next_token"}))
+    return setup.num_processes * share * num_tokens / predict_step_time(plain, gpu).tokens_per_second / 3600
 
 
 def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound, float]:

@@ -19,7 +19,7 @@ from ftkit.models.architecture import ArchitecturePlan, ModelPlan
 from ftkit.models.families import MEASURED, WITHOUT_OUT_PROJ_ADAPTERS
 from ftkit.models.parameters import count_model
 from ftkit.planning.plan import PlacementPlan
-from ftkit.planning.step_time import predict_teacher_hours
+from ftkit.planning.step_time import predict_forward_hours
 from ftkit.planning.training_setup import GPUS, Setup
 
 if TYPE_CHECKING:
@@ -75,17 +75,20 @@ def notes_on_settings(run: RunInputs) -> Iterator[str]:
         yield f"training.num_epochs={training.num_epochs:,} is high: usual are 1 to 5; a pretrained model overfits"
 
 
-def notes_on_teacher(run: RunInputs, teacher: Setup | None) -> Iterator[str]:
-    """Yield what computing a teacher's distributions takes, from its setup."""
-    options, request = run.training.distillation, run.request
-    if teacher is None or options is None:
-        return
+def notes_on_forwards(run: RunInputs, setup: Setup, teacher: Setup | None) -> Iterator[str]:
+    """Yield what computing a teacher's distributions, or the reference's log-probabilities, before step 1 takes."""
+    options, request, gpu = run.training.distillation, run.request, setup.gpu
     tokens = (1_000_000, 1_000_000) if request.num_targets is None else (request.num_tokens or 0, request.num_targets)
-    parts = [f"{tokens[1] * (options.top_k + 1) * ENTRY_BYTES / 2**30:.2g} GiB next to the data"]
-    if (gpu := teacher.gpu) is not None:
-        parts.append(f"about {predict_teacher_hours(teacher, gpu, tokens[0]):.2g} GPU hours before step 1")
     per = "per million trained tokens" if request.num_targets is None else "once for all runs with this data"
-    yield f"teacher {options.teacher}: {' and '.join(parts)}, {per}"
+    if teacher is not None and options is not None:
+        parts = [f"{tokens[1] * (options.top_k + 1) * ENTRY_BYTES / 2**30:.2g} GiB next to the data"]
+        if gpu is not None:
+            parts.append(f"about {predict_forward_hours(teacher, gpu, tokens[0]):.2g} GPU hours before step 1")
+        yield f"teacher {options.teacher}: {' and '.join(parts)}, {per}"
+    elif run.training.stores_reference and gpu is not None:
+        passes = 2 if run.training.objective == "kto" else 1  # also of mismatched completions
+        hours = passes * predict_forward_hours(setup, gpu, tokens[0])
+        yield f"reference: log-probabilities take about {hours:.2g} GPU hours before step 1, {per}"
 
 
 def check_training(run: RunInputs) -> Iterator[Problem]:

@@ -339,7 +339,7 @@ def test_what_is_not_a_number_is_named_by_its_document(world: World, tmp_path: P
     damaged[0, -1, 2] = torch.tensor(float("nan")).view(torch.int32)  # the last label, of the second document
     engine = SimpleNamespace(inference=lambda: nullcontext(lambda **_: damaged))  # type: ignore[assignment]
     compute = partial(split.compute, engine, plan, world, range(2), 2, writes=True)
-    with pytest.raises(TrainingError, match="NaN in document 2 of pack 1 of the split 'train'"):
+    with pytest.raises(TrainingError, match="NaN or infinity in document 2 of pack 1 of the split 'train'"):
         compute()
 
 

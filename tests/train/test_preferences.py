@@ -13,11 +13,13 @@ from preference_samples import change_adapters, change_weights, engine_of, log_p
 
 from ftkit.data.cases import ModelInput, make_evaluation_set
 from ftkit.data.packing import IGNORED
+from ftkit.data.prepared_data import PreparedData
 from ftkit.data.rows import Row
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import TrainingError
 from ftkit.runs.records import EvaluationRecord, StepRecord, VerificationRecord
 from ftkit.train.causal_lm import SourceLosses
+from ftkit.train.components import references
 from ftkit.train.components.batches import to_micro_batch, with_completions
 from ftkit.train.distributed.verification import verify_pairs
 
@@ -198,13 +200,14 @@ def pairs_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train_on_pairs(
     finished_run: Any, make_run: Callable[..., Any], pairs_file: Path
 ) -> Callable[..., dict[int, tuple[float, float]]]:
-    def train(name: str, *overrides: str, processes: int) -> Any:
+    def train(name: str, *overrides: str, processes: int, trains: bool = True) -> Any:
         run = make_run(
             name, f"model.weights={finished_run.layout.export}", f"data.source={pairs_file}", "data.format=preferences",
             "data.validation={count: 12}", "evaluation.generation=null", "training.precision=fp32",
             "training.max_steps=6", *overrides, processes=processes,
         )  # fmt: skip
-        run.train()
+        if trains:
+            run.train()
         return run
 
     return train
@@ -260,6 +263,28 @@ def test_a_stored_reference_is_computed_once_continued_and_compared(train_on_pai
     num_kept = int((continued > stored + 0.5).sum())
     assert 0 < num_kept <= 31
     assert continued[num_kept:] == pytest.approx(stored[num_kept:], rel=1e-5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_reference_that_is_no_number_is_named_by_its_document(
+    value: float, train_on_pairs: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, world: World
+) -> None:
+    settings = ("training.objective=dpo", "training.method=full", "training.precision=bf16")  # a reference of its own
+    compute = references._log_probs
+
+    def compute_damaged(*arguments: Any) -> Any:
+        found = compute(*arguments)
+        found[first_of_pack_1 + 2] = value
+        return found
+
+    run = train_on_pairs(f"damaged-reference-{value}", *settings, processes=1, trains=False)
+    first_of_pack_1 = len(PreparedData(run.plan.data_directory).read_train().document_lengths([0]))
+    folder = run.plan.data_directory / "references"
+    known = {*folder.glob("*/*")}
+    monkeypatch.setattr(references, "_log_probs", compute_damaged)
+    with pytest.raises(TrainingError, match=r"the reference computes .* document 3 of pack 1 of the split 'train'"):
+        run.train_here(world)
+    assert {*folder.glob("*/*")} == known
 
 
 def test_a_batch_without_its_stored_reference_is_refused(world: World) -> None:

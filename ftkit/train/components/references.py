@@ -107,7 +107,12 @@ def _split(engine: Engine, plan: RunPlan, schedule: BatchSchedule, world: World,
     done = [stored[:num_kept]]
     for first in range(begin, len(store), _PACKS_PER_WRITE):
         last = min(first + _PACKS_PER_WRITE, len(store))
-        done.append(_log_probs(engine, schedule, world, range(first, last)))
+        computed = _log_probs(engine, schedule, world, range(first, last))
+        if len(wrong := np.flatnonzero(~np.isfinite(computed))):
+            document = sum(map(len, done)) + int(wrong[0])
+            pack, first_document = store.whole_packs(document)
+            raise not_finite("the reference", document - first_document + 1, pack, path.stem, plan.id)
+        done.append(computed)
         if world.is_first:
             with part.open("wb" if first == begin else "ab") as file:
                 file.write((np.concatenate(done) if first == begin else done[-1]).astype("<f4").tobytes())
@@ -117,6 +122,15 @@ def _split(engine: Engine, plan: RunPlan, schedule: BatchSchedule, world: World,
     if world.is_first:
         publish(part, path)
     return np.concatenate(done)
+
+
+def not_finite(model: str, document: int, pack: int, split: str, run: str) -> TrainingError:
+    """Return the error about NaN or infinity in what a model computes beforehand; documents count from 1."""
+    return TrainingError(
+        f"{model} computes NaN or infinity in document {document} of pack {pack} of the split '{split}'",
+        meaning="its weights are damaged, or too large for the precision",
+        fix=f"see it: ftkit data show --packs {pack} {run}; or set training.precision=fp32",
+    )
 
 
 def _log_probs(engine: Engine, schedule: BatchSchedule, world: World, packs: range) -> NDArray[np.float32]:

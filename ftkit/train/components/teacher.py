@@ -21,10 +21,11 @@ import torch
 from ftkit.config.objectives import ENTRY_BYTES
 from ftkit.data.packing import IGNORED
 from ftkit.data.prepared_data import PackStore
-from ftkit.errors import DataError, TrainingError
+from ftkit.errors import DataError
 from ftkit.files import publish
 from ftkit.train.causal_lm import CausalLM
 from ftkit.train.components.batches import to_micro_batch
+from ftkit.train.components.references import not_finite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -120,11 +121,7 @@ class TeacherSplit:
         if len(wrong := np.flatnonzero(np.isnan(stored[0].view(np.float32)).any(axis=1))):
             number, token = divmod(int(np.flatnonzero(read[:, 1].reshape(-1) != IGNORED)[wrong[0]]), read.shape[2])
             pack, document = packs[number], int((read[number, 2, : token + 1] == 0).sum())
-            raise TrainingError(
-                f"the teacher computes NaN in document {document} of pack {pack} of the split '{self.name}'",
-                meaning="its weights are damaged, or too large for the precision",
-                fix=f"see it: ftkit data show --packs {pack} {run}; or set training.precision=fp32",
-            )
+            raise not_finite("the teacher", document, pack, self.name, run)
 
 
 def compute_distributions(

@@ -194,6 +194,22 @@ def test_a_plan_has_disk_time_and_memory_of_a_teacher() -> None:
     assert note.endswith("once for all runs with this data")
 
 
+def test_a_plan_has_the_time_of_a_stored_reference() -> None:
+    recipe = load_recipe("olmo3-7b-full", HERE, [*DPO, "training.method=full", "data.format=preferences"])
+    found = {}
+    for objective in ("dpo", "kto", "simpo"):
+        changed = recipe.training.model_copy(update={"objective": objective})
+        one = plan(recipe.model_copy(update={"training": changed}), A4, IMAGE, replace(REQUEST, image=OLMO3))
+        notes = [note for note in one.notes if note.startswith("reference")]
+        found[objective] = [float(note.split()[4]) for note in notes]
+        assert all(note.endswith("GPU hours before step 1, per million trained tokens") for note in notes)
+        assert one.speed is not None
+        speed = one.speed.tokens_per_second / one.placement.world_size
+    assert found["simpo"] == []
+    assert found["dpo"] == [pytest.approx(0.33 * 1e6 / speed / 3600, rel=0.1)]
+    assert found["kto"][0] == pytest.approx(2 * found["dpo"][0], rel=0.1)
+
+
 def test_a_reference_without_adapters_to_turn_off_is_stored() -> None:
     assert plan(demo(*DPO, "data.format=preferences", "training.method=full")).recipe.training.stores_reference
     with pytest.raises(ConfigError) as caught:
