@@ -52,7 +52,7 @@ def check_format(form: Format, plan: RunPlan, types: Sequence[str] = (), *, merg
     if form == "gguf":
         find_converter()
         if types:
-            _check_types(types)
+            _check_types(types, plan)
         if lora is not None and not merges:
             raise TrainingError(
                 "--format gguf: this run trained adapters, and a GGUF file has a full model", fix="add --merge"
@@ -134,7 +134,12 @@ def find_program(name: str, llama_cpp: Path | None = None) -> str | None:
     return shutil.which(name, path=os.pathsep.join(places)) or shutil.which(name)
 
 
-def _check_types(types: Sequence[str]) -> None:
+def _check_types(types: Sequence[str], plan: RunPlan) -> None:
+    if not plan.recipe.data.has_validation:
+        raise TrainingError(
+            "--quantize measures on the validation split, and this run has none",
+            fix="leave --quantize out, or hold out rows in training: data.source.num_heldout",
+        )
     program = find_program(QUANTIZE)
     if program is None or find_program("llama-server") is None:
         missing = "llama-server" if program else QUANTIZE

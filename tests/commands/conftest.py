@@ -86,7 +86,8 @@ sys.modules |= {{  # what loads models
         ExportRequest=lambda *request: request[-1], export_run=export_run
     ),
     "ftkit.evaluate.certificate": types.SimpleNamespace(
-        certify=lambda name, *_: EngineResult(name, "1", "bf16", (), ()),
+        certify=lambda name, *_: EngineResult(name, "1", "bf16", (), ()), held_out=lambda _: {{}},
+        chosen_engines=lambda names, _: [name for name in names if name not in ("auto", "transformers")],
     ),
     "ftkit.evaluate.verify_export": types.SimpleNamespace(
         read_record=lambda *_: types.SimpleNamespace(run="demo", step=9, kind="model", precision="bf16"),

@@ -122,6 +122,17 @@ def test_a_type_that_llama_cpp_does_not_list_is_refused_before_anything_is_writt
     assert done.exit_code == 2
 
 
+@pytest.mark.usefixtures("llama_cpp")
+def test_a_run_without_validation_rows_is_refused_before_anything_is_written(run: Run, tmp_path: Path) -> None:
+    data = run.plan.recipe.data
+    source = data.source.model_copy(update={"num_heldout": 0, "heldout": None})
+    recipe = run.plan.recipe.model_copy(update={"data": data.model_copy(update={"source": source, "validation": None})})
+    whole = run.copy_to("all-trained-20260102T030405Z-ab12")
+    whole.layout.plan.write_text(plan_to_json(replace(whole.plan, recipe=recipe)))
+    code, output = export(whole, "--quantize", "q8_0", "--to", str(tmp_path / "made"))
+    assert (code, "num_heldout" in output, (tmp_path / "made").exists()) == (9, True, False), output
+
+
 @given(st.integers(0, 2**31), st.integers(2, 40), st.integers(1, 40))
 def test_divergence_is_that_of_all_tokens_or_below(seed: int, vocabulary: int, num_listed: int) -> None:
     rows = np.random.default_rng(seed).normal(0, 3, (2, vocabulary))
