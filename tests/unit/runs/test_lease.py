@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from waiting import PATIENCE_SECONDS
 
 from ftkit import process
 from ftkit.errors import TrainingError
@@ -161,7 +162,7 @@ def test_a_later_start_ends_a_process_of_an_earlier_one_that_still_runs_on_its_m
         leave(layout, replace(Holder.here(), pid=left.pid, process_start=start, job_id="55", start=(0, 1)))
         start_as(monkeypatch, "55", 0, 2)
         with hold(layout, say=told.append):
-            assert left.wait(10) == -signal.SIGKILL
+            assert left.wait(PATIENCE_SECONDS) == -signal.SIGKILL
     assert f"process {left.pid} on" in told[0]
 
 
