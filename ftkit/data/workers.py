@@ -186,18 +186,18 @@ class BatchEncoder:
             done.longest = max(done.longest, longest)
             done.num_documents += len(result)
             done.num_too_long[source] += sum(each > length for each in lengths)
-            too_long = self.too_long(source)
+            too_long, form, fitting = self.too_long(source), self.encoders[source].format, list[Document]()
+            is_preference = isinstance(form, PreferencesFormat) or bool(label_of(form))
             if longest > length and too_long == "error":
-                is_text = self.encoders[source].format.kind == "text"
-                shorter = "data.too_long=split" if is_text else "data.too_long=truncate, or data.too_long=drop"
+                truncated = "" if is_preference else "data.too_long=truncate, or "
+                shorter = "data.too_long=split" if form.kind == "text" else f"{truncated}data.too_long=drop"
                 what = f"{row.where}: {longest:,} tokens, longer than a pack of {length:,}"
                 done.refused.append(DataError(what, fix=f"raise training.sequence_length, or set {shorter}"))
-            form, fitting = self.encoders[source].format, list[Document]()
             per_pair = 2 if isinstance(form, PreferencesFormat) else 1
             for pair in (slice(first, first + per_pair) for first in range(0, len(result), per_pair)):
                 begin = num_fitting[split] + len(fitting)
                 fitting += self._fitting(shared[pair], too_long)
-                if per_pair > 1 or label_of(form):
+                if is_preference:
                     places = range(begin, num_fitting[split] + len(fitting))
                     own, other = (_digest(result[pair], is_swapped=flag) for flag in (False, True))
                     done.pairs.append(Pair(row.where, own, other, split, places))

@@ -383,6 +383,20 @@ def test_pairs_that_contradict_each_other_are_refused(tmp_path: Path, capsys: py
         assert "1 row: an earlier row prefers what this one rejects" in out
 
 
+def test_pairs_with_either_side_longer_than_a_pack_are_refused_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = " ".join(map(str, range(900)))
+    rows = [{"prompt": "q", "chosen": one, "rejected": two} for one, two in ((long, "a"), ("a", long), ("b", "c"))]
+    settings = ("training.objective=dpo", "training.method=lora", "training.sequence_length=256")
+    file = write(tmp_path / "pairs.jsonl", *rows)
+    code, out, _ = call(capsys, "check", file, *settings, "--all")
+    assert code == 8
+    assert [f"{file}:{line}\n" in out for line in (1, 2, 3)] == [True, True, False]
+    assert "data.too_long=drop" in out
+    assert "truncate" not in out  # it is refused for pairs
+
+
 @pytest.mark.parametrize(("objective", "num_kept"), [("dpo", 4), ("kto", 5)])
 def test_contradictions_are_dropped_and_counted_if_the_recipe_says_so(
     objective: str, num_kept: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
