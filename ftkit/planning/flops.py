@@ -63,11 +63,14 @@ def token_flops(
     return TokenFlops(passes * matrices + 6 * adapters, attention)
 
 
+_COMPLETION_SHARE = 0.5
+"""Assumed fraction of the tokens in completions, where these alone are in the loss: objectives on preferences."""
+
+
 def document_flops(shape: ArchitectureSpec, training: TrainingSpec, length: int) -> TokenFlops:
-    """Count the FLOPs of one token in documents of `length` tokens, all of them in the loss."""
-    return token_flops(
-        shape, training, mean_visible_keys(length, None), mean_visible_keys(length, shape.sliding_window)
-    )
+    """Count the FLOPs of one token in documents of `length` tokens, all in the loss unless they are preferences."""
+    keys, in_window = mean_visible_keys(length, None), mean_visible_keys(length, shape.sliding_window)
+    return token_flops(shape, training, keys, in_window, 1.0 if training.preferences is None else _COMPLETION_SHARE)
 
 
 # --- Linear attention without a kernel --------------------------------------------------------------

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ftkit.models.adapters import ALL_PROJECTIONS
 from ftkit.models.parameters import count_model
-from ftkit.planning.flops import attention_layers, mean_visible_keys, token_flops
+from ftkit.planning.flops import attention_layers, document_flops, mean_visible_keys, token_flops
 from ftkit.planning.step_time import FORWARD_SHARE, _offload_seconds, predict_step_time
 from ftkit.planning.training_setup import GPUS, Setup, gpu_of_device
 
@@ -61,6 +61,8 @@ def test_tokens_without_targets_skip_the_output_projection(architecture: Shapes,
     shape = architecture("gemma3-1b")
     all_of, none = (token_flops(shape, training(), 0, 0, target_ratio=ratio).matrices for ratio in (1.0, 0.0))
     assert all_of - none == pytest.approx(6 * shape.vocab_size * shape.hidden_size)
+    rows, pairs = (document_flops(shape, training(objective=each), 512).matrices for each in ("next_token", "dpo"))
+    assert rows - pairs == pytest.approx(6 * shape.vocab_size * shape.hidden_size / 2)
 
 
 H200 = GPUS["h200"]
