@@ -21,7 +21,7 @@ SUBMITTING = ("run", "resume", "rerun")
 """Commands that submit a job, and then follow it."""
 _SHARED_HELP = {
     "{RUN}": "RUN is a name (the newest run with that name), an id or the beginning or end of an id, a Slurm job id, "
-    "or 'last'. SWEEP@best is the run of a sweep with the lowest validation loss.",
+    "or 'last'. SWEEP@best is the best run of a sweep by evaluation.best, or else by validation loss.",
     "{MODEL}": "RUN selects a run as in other commands: its best step if the recipe sets evaluation.best, else the "
     "newest step with an export or a checkpoint. RUN@STEP is the model after a step, RUN@best the best one (else by "
     "validation loss), RUN@0 the model before training. MODEL is a folder (./model) or a hub id (org/model).",

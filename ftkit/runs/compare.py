@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import isfinite, sqrt
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator
 
+from ftkit.config.objectives import DISTILL_METRICS, OPTIONS, PREFERENCE_METRICS, ReferencedSpec
+from ftkit.config.recipe import BestSpec
 from ftkit.errors import NotFoundError
 from ftkit.files import read_json_if_valid
 from ftkit.runs.ends import End
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from ftkit.runs.records import StartRecord
 
 _SECTIONS = ("recipe", "data", "image", "versions", "cluster")
+_OF_OBJECTIVE = {"loss", "kl_per_token", *PREFERENCE_METRICS, *DISTILL_METRICS}
+"""Metrics of an evaluation whose definitions depend on the objective and its options."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,9 @@ class RunResults:
     accuracy: float | None = None  # of preferences, as `margin` and `kl_per_token`: of the last evaluation, or step
     margin: float | None = None
     kl_per_token: float | None = None
+    kl: float | None = None  # of distillation, as `agreement`
+    agreement: float | None = None
+    selected: float | None = None  # the recipe's `evaluation.best.metric` in the last evaluation
     tokens_per_second_per_process: float | None = None
     mfu: float | None = None
     predicted_gib: float | None = None  # peak of a device
@@ -129,13 +137,16 @@ def read_run(layout: RunLayout) -> ComparedRun:
     if is_on_gpus and isinstance(price, int | float) and history.process_seconds is not None:
         cost = price * history.process_seconds / 3600
     scores = after.scores if after else last.scores if last else {}
+    selection = mapping(mapping(mapping(plan.get("recipe")).get("evaluation")).get("best")).get("metric")
     results = RunResults(
         step=last.step if last else None,
         tokens=last.tokens if last else None,
         loss=last.loss if last else None,
         validation_loss=after.loss if after else None,
         execution_accuracy=after.execution_accuracy if after else None,
-        **{name: scores.get(name) for name in ("accuracy", "margin", "kl_per_token")},
+        **{name: scores.get(name) for name in ("accuracy", "margin", "kl_per_token", "agreement")},
+        kl=scores.get("kl") if "agreement" in scores else None,  # that of kto is its reference point
+        selected=after.value_of(selection) if after and isinstance(selection, str) else None,
         tokens_per_second_per_process=history.speed,
         mfu=history.mfu,
         predicted_gib=sum(memory) if memory else None,
@@ -207,16 +218,38 @@ def find_differences(runs: Sequence[ComparedRun]) -> list[Difference]:
     return found
 
 
+def differing_objectives(runs: Sequence[ComparedRun]) -> str:
+    """Return in what the definitions of the runs' losses differ; empty if their losses can be compared."""
+    found = [_loss_options(run.inputs.get("recipe", {})) for run in runs]
+    for key in dict.fromkeys(chain(*found)):
+        values = dict.fromkeys(str(each.get(key, "-")) for each in found)
+        if len(values) > 1:
+            return f"{key} is {' and '.join(values)}"
+    return ""
+
+
+def _loss_options(recipe: Mapping[str, object]) -> dict[str, object]:
+    """Return the objective, its options, and the weights of its teacher or reference, by keys of the recipe."""
+    name = str(recipe.get("training.objective", "next_token"))
+    prefix, spec = f"training.{name}.", OPTIONS.get(name)
+    other_model = "teacher" if name == "distill" else "model" if spec and issubclass(spec, ReferencedSpec) else None
+    weights = (f"{other_model}.weights", f"{other_model}.revision")
+    values = {prefix + key: value for key, value in (spec.model_validate({}).model_dump() if spec else {}).items()}
+    values |= {key: value for key, value in recipe.items() if key.startswith(prefix) or key in weights}
+    values.pop(f"{prefix}reference", None)  # how it is computed
+    return {"training.objective": name, **values}
+
+
 @dataclass(frozen=True)
 class BestRun:
-    """The run with the lowest loss, and how far its setting, a run's inputs but for the seed, is below the next one."""
+    """The best run by a metric, and how far its setting, a run's inputs but for the seed, is from the next one."""
 
     run: str
-    metric: Literal["validation_loss", "loss"]
-    loss: float
-    settings: tuple[tuple[str, ...], ...]  # the runs of each setting, the one with the lowest mean loss first
+    metric: str  # `validation_loss`, `loss` of training, or the recipe's `evaluation.best.metric`
+    value: float
+    settings: tuple[tuple[str, ...], ...]  # the runs of each setting, the one with the best mean first
     means: tuple[float, ...]  # of the settings
-    seed_std: float | None  # sample standard deviation of a loss over seeds, pooled over settings; None without repeats
+    seed_std: float | None  # sample standard deviation over seeds, pooled over settings; None without repeats
 
     @property
     def is_clear(self) -> bool:
@@ -224,31 +257,49 @@ class BestRun:
         if self.seed_std is None or len(self.means) < 2:  # noqa: PLR2004
             return True
         error = self.seed_std * sqrt(sum(1 / len(runs) for runs in self.settings[:2]))
-        return self.means[1] - self.means[0] > 2 * error
+        return abs(self.means[1] - self.means[0]) > 2 * error
 
 
 def find_best(runs: Sequence[ComparedRun]) -> BestRun | None:
-    """Find the run with the lowest validation loss, else training loss; None if these are not of the same data."""
-    metric: Literal["validation_loss", "loss"] = "validation_loss"
-    if all(run.results.validation_loss is None for run in runs):
-        metric = "loss"
-    losses = {run.id: loss for run in runs if (loss := getattr(run.results, metric)) is not None and isfinite(loss)}
-    measured = [run for run in runs if run.id in losses]
+    """Find the best run by `evaluation.best.metric` if all have the same, else by validation loss, or training loss.
+
+    Returns None if the values are not of the same data, or of different objectives.
+    """
+    metric, sign, values = _values_of_metric(runs)
+    measured = [run for run in runs if run.id in values]
     differences = find_differences(measured)
-    of_metric = {"tokenizer sha256", "validation sha256" if metric == "validation_loss" else "train sha256"}
-    if not losses or any(each.key in of_metric for each in differences):
+    of_metric = {"tokenizer sha256", "train sha256" if metric == "loss" else "validation sha256"}
+    if not values or any(each.key in of_metric for each in differences):
+        return None
+    if metric.removeprefix("validation_").partition("/")[0] in _OF_OBJECTIVE and differing_objectives(measured):
         return None
     settings: dict[str, list[str]] = {}
     for index, run in enumerate(measured):
         known = (each for each in differences if not each.key.endswith(("seed", "fingerprint", "sha256")))
         settings.setdefault(repr([each.values[index] for each in known]), []).append(run.id)
-    means = {tuple(ids): fmean(losses[name] for name in ids) for ids in settings.values()}
-    ranked = sorted(means, key=means.__getitem__)
-    squares = sum((losses[name] - mean) ** 2 for ids, mean in means.items() for name in ids)
-    freedom = len(losses) - len(means)
-    lowest = min(losses, key=losses.__getitem__)
+    means = {tuple(ids): fmean(values[name] for name in ids) for ids in settings.values()}
+    ranked = sorted(means, key=lambda ids: sign * means[ids])
+    squares = sum((values[name] - mean) ** 2 for ids, mean in means.items() for name in ids)
+    freedom = len(values) - len(means)
+    best = min(values, key=lambda name: sign * values[name])
     seed_std = sqrt(squares / freedom) if freedom else None
-    return BestRun(lowest, metric, losses[lowest], tuple(ranked), tuple(means[ids] for ids in ranked), seed_std)
+    return BestRun(best, metric, values[best], tuple(ranked), tuple(means[ids] for ids in ranked), seed_std)
+
+
+def _values_of_metric(runs: Sequence[ComparedRun]) -> tuple[str, int, dict[str, float]]:
+    """Return the metric by which runs are compared, 1 if lower is better, else -1, and its finite values by run."""
+    recipes = [run.inputs["recipe"] for run in runs]
+    chosen = {
+        (str(each.get("evaluation.best.metric")), str(each.get("evaluation.best.mode", "auto"))) for each in recipes
+    }
+    (metric, mode), field = min(chosen), "selected"
+    if len(chosen) > 1 or metric in ("None", "loss") or all(run.results.selected is None for run in runs):
+        has_validation = any(run.results.validation_loss is not None for run in runs)
+        metric = field = "validation_loss" if has_validation else "loss"
+        mode = "min"
+    found = {run.id: getattr(run.results, field) for run in runs}
+    sign = {"min": 1, "max": -1}.get(mode) or (1 if BestSpec.model_construct(metric=metric).is_lower_better else -1)
+    return metric, sign, {name: value for name, value in found.items() if value is not None and isfinite(value)}
 
 
 def find_run_step(reference: str, workspace: Workspace) -> tuple[RunFolder, str]:
@@ -265,17 +316,20 @@ def find_run_step(reference: str, workspace: Workspace) -> tuple[RunFolder, str]
         folders = {entry.folder.id: entry.folder for entry in find_sweep(name, workspace)} if step == "best" else {}
         if not folders:
             raise
-        if best := find_best([read_run(folder.layout) for folder in folders.values()]):
+        runs = [read_run(folder.layout) for folder in folders.values()]
+        if best := find_best(runs):
             return folders[best.run], ""
         raise NotFoundError(
             f"{reference}: the losses of this sweep's runs can't be compared",
-            meaning="none has a loss yet, or they are of different data",
+            meaning=differing_objectives(runs) or "none has a loss yet, or they are of different data",
             fix=f"choose one of them: ftkit compare {name}",
         ) from None
 
 
 def compare_curves(first: ComparedRun, other: ComparedRun) -> CurveComparison:
-    """Compare two loss curves where both have a record."""
+    """Compare two loss curves where both have a record; those of different objectives have none in common."""
+    if differing_objectives([first, other]):
+        return CurveComparison("tokens", 0, None, None)
     aligned = align_losses([first, other])
     differing = [place for place, (one, two) in aligned.points if repr(one) != repr(two)]  # two NaN are equal
     gaps = [abs(one - two) for _, (one, two) in aligned.points if isfinite(one) and isfinite(two)]

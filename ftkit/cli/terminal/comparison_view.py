@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.curves import Scale, draw_curve
@@ -16,6 +16,7 @@ from ftkit.runs.compare import (
     ComparedRun,
     align_losses,
     compare_curves,
+    differing_objectives,
     find_best,
     find_differences,
     have_same_documents,
@@ -31,6 +32,8 @@ _RESULTS: dict[str, tuple[str, Callable[[float], str]]] = {
     "accuracy": ("accuracy", "{:.1%}".format),
     "margin": ("margin", "{:.3g}".format),
     "KL per token": ("kl_per_token", "{:.3g}".format),
+    "KL from the teacher": ("kl", "{:.3g}".format),
+    "agreement with the teacher": ("agreement", "{:.1%}".format),
     "processes": ("num_processes", str),
     "tokens/s per process": ("tokens_per_second_per_process", count),
     "MFU": ("mfu", "{:.1%}".format),
@@ -54,7 +57,7 @@ class Comparison:
 
     Attributes:
         names: letters, then numbers, by which the runs are called.
-        best: which run has the lowest loss, and how much lower it is; empty if losses are not of the same data.
+        best: which run is best, and by how much, or that objectives differ; empty if losses are not of the same data.
         results: title and a value for each run; a row without values is omitted.
         differences: title and a value for each run.
         remarks: unreadable records, restarts, other documents, and whether losses are equal to those of the first run.
@@ -84,6 +87,8 @@ def compare_runs(runs: Sequence[ComparedRun]) -> Comparison:
         for each in find_differences(runs)
     ]
     best = describe_best(find_best(runs), {run.id: name for name, run in zip(names, runs, strict=True)})
+    if not best and (reason := differing_objectives(runs)):
+        best = f"no run is best, because losses are of different objectives: {reason}"
     remarks = list(_remarks(dict(zip(names, runs, strict=True))))
     return Comparison(names, [run.id for run in runs], best, results, differences, remarks)
 
@@ -92,16 +97,16 @@ def describe_best(best: BestRun | None, names: Mapping[str, str]) -> str:
     """Say which run is the best and by how much, compared with the spread between seeds if runs repeat a setting."""
     if best is None or (len(best.means) == 1 and not best.seed_std):
         return ""
-    metric = "validation loss" if best.metric == "validation_loss" else "training loss"
+    metric = "training loss" if best.metric == "loss" else best.metric.replace("_", " ")
     if len(set(best.means)) == 1 and not best.seed_std:
-        return f"the runs are equally good: {metric} {best.loss:.4f}"
-    text = f"{names[best.run]} is best: {metric} {best.loss:.4f}"
+        return f"the runs are equally good: {metric} {best.value:.4f}"
+    text = f"{names[best.run]} is best: {metric} {best.value:.4f}"
     sets = [", ".join(names[run] for run in runs) for runs in best.settings[:2]]
     if len(sets) > 1:
         gap = best.means[1] - best.means[0]
-        amount = f"{gap:.4f} ({gap / abs(best.means[1]) if best.means[1] else 0:.1%})"
+        amount = f"{abs(gap):.4f} ({abs(gap / best.means[1]) if best.means[1] else 0:.1%})"
         means = "" if best.seed_std is None else f"; the mean of {sets[0]} is {best.means[0]:.4f}"
-        text += f"{means}, {amount} below {'that of ' * bool(means)}{sets[1]}"
+        text += f"{means}, {amount} {'below' if gap > 0 else 'above'} {'that of ' * bool(means)}{sets[1]}"
     if best.seed_std is None:
         return text
     text += f"; runs that differ only in the seed have a standard deviation of {best.seed_std:.2g}"
@@ -132,6 +137,8 @@ def _remarks(runs: dict[str, ComparedRun]) -> Iterator[str]:
 
 
 def _verdict(first: ComparedRun, other: ComparedRun) -> str:
+    if reason := differing_objectives([first, other]):
+        return f"losses are of different objectives: {reason}"
     found = compare_curves(first, other)
     if found.num_common == 0:
         return "no records at the same number of tokens or the same step"
@@ -150,7 +157,7 @@ def show_comparison(runs: Sequence[ComparedRun], terminal: Terminal) -> None:
     ids = [Styled(run.id, "bold") for run in runs]
     terminal.facts(list(zip(found.names, ids, strict=True)), is_data=True)
     if found.best:
-        terminal.text(Styled(f"\n{found.best}", "green"))
+        terminal.text(Styled(f"\n{found.best}", "bold"))
     terminal.text()
     if found.differences:
         titles = [f"{name}…" for name in ("WHAT DIFFERS", *found.names)]
@@ -176,11 +183,14 @@ def show_comparison(runs: Sequence[ComparedRun], terminal: Terminal) -> None:
 
 
 def show_curves(runs: Sequence[ComparedRun], terminal: Terminal, *, is_data: bool) -> None:
-    """Draw the loss of each run by tokens, all on the same axes."""
+    """Draw the loss of each run by tokens, all on the same axes; losses of different objectives on their own."""
     curves = [[(point.tokens, point.loss) for point in run.curve] for run in runs]
     if scale := Scale.of(curves):
-        terminal.text(f"\nloss, {count(scale.first)} to {count(scale.last)} tokens", is_data=is_data)
-        drawn = [draw_curve(curve, scale, _CURVE_WIDTH, _CURVE_HEIGHT) for curve in curves]
+        note = "; axes differ, as objectives do" if differing_objectives(runs) else ""
+        terminal.text(f"\nloss, {count(scale.first)} to {count(scale.last)} tokens{note}", is_data=is_data)
+        owns = [Scale.of([curve]) if note else None for curve in curves]
+        scales = [replace(scale, low=own.low, high=own.high) if own else scale for own in owns]
+        drawn = [draw_curve(*both, _CURVE_WIDTH, _CURVE_HEIGHT) for both in zip(curves, scales, strict=True)]
         terminal.facts(list(zip(run_letters(len(runs)), drawn, strict=True)), is_data=is_data)
 
 
@@ -190,6 +200,7 @@ def comparison_as_json(runs: Sequence[ComparedRun]) -> dict[str, object]:
     return {
         "runs": [run.id for run in runs],
         "differences": [asdict(each) for each in find_differences(runs)],
+        "different_objectives": differing_objectives(runs),
         "best": (best := find_best(runs)) and asdict(best) | {"is_clear": best.is_clear},
         "results": {run.id: asdict(run.results) for run in runs},
         "metrics_problems": {run.id: run.metrics_problem for run in runs if run.metrics_problem},

@@ -65,6 +65,29 @@ def test_the_curves_of_compared_runs_are_drawn_on_the_same_axes(
     assert report.out == "comparison.html\n"
 
 
+def test_runs_of_different_objectives_have_no_best_one_and_own_axes(
+    ftkit: Callable[..., Result], make_run: RunMaker, records: Any
+) -> None:
+    for name, objective, scale in (("try-1", "dpo", 1.0), ("try-2", "simpo", 8.0)):
+        run = make_run(name)
+        plan = json.loads(run.layout.plan.read_text())
+        plan["recipe"]["training"]["objective"] = objective
+        plan["sweep"] = {"id": "try-new", "name": "try", "values": {}}
+        run.layout.plan.write_text(json.dumps(plan))
+        records.write(run, *(records.step(n, scale / n) for n in range(1, 9)))
+        complete(run, records)
+    out = ftkit("compare", "try").out
+    reason = "training.objective is dpo and simpo"
+    assert (out.count(reason), "is best:" in out, "by at most" in out) == (2, False, False)
+    lines = out.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("loss, "))
+    assert [line.split()[1] for line in [line for line in lines[at + 1 :] if line][:6:3]] == ["1", "8"]
+    found = json.loads(ftkit("compare", "try", "--json").out)
+    assert (found["best"], found["different_objectives"]) == (None, reason)
+    refused = ftkit("rm", "try@best", "--dry-run")
+    assert (refused.code, reason in refused.err) == (4, True)
+
+
 def test_a_comparison_of_runs_on_different_documents_says_so(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
     for name, kept in (("long", 500), ("other", 500), ("short", 170)):
         layout = make_run(name).layout

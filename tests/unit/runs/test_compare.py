@@ -20,6 +20,7 @@ from ftkit.runs.compare import (
     RunResults,
     align_losses,
     compare_curves,
+    differing_objectives,
     find_best,
     find_differences,
     have_same_documents,
@@ -204,18 +205,109 @@ def trial(name: str, loss: float | None, *, lr: float = 1e-3, seed: int = 0, dat
 def test_the_best_run_has_the_lowest_validation_loss() -> None:
     best = find_best([trial("a", 2.0, lr=1), trial("b", None, lr=2), trial("c", 1.5, lr=3), trial("d", math.nan, lr=4)])
     assert best is not None
-    assert (best.run, best.metric, best.loss, best.seed_std) == ("c", "validation_loss", 1.5, None)
+    assert (best.run, best.metric, best.value, best.seed_std) == ("c", "validation_loss", 1.5, None)
     assert (best.settings, best.means) == ((("c",), ("a",)), (1.5, 2.0))
 
 
 def test_without_validation_the_best_run_has_the_lowest_training_loss() -> None:
     best = find_best([trial("a", None), trial("b", None, lr=2)])
     assert best is not None
-    assert (best.metric, best.loss) == ("loss", 9.0)
+    assert (best.metric, best.value) == ("loss", 9.0)
 
 
 def test_losses_on_different_data_have_no_best() -> None:
     assert find_best([trial("a", 2.0), trial("b", 1.0, data="w")]) is None
+
+
+def with_recipe(run: ComparedRun, selected: float | None = None, **values: object) -> ComparedRun:
+    """Return a run with more values of its recipe, whose keys have `__` for dots, and of its selection metric."""
+    recipe = run.inputs["recipe"] | {key.replace("__", "."): value for key, value in values.items()}
+    return replace(run, inputs=run.inputs | {"recipe": recipe}, results=replace(run.results, selected=selected))
+
+
+@pytest.mark.parametrize(
+    ("objective", "one", "two"),
+    [
+        ("dpo", {}, {"training__objective": "simpo"}),
+        ("dpo", {"training__dpo": None}, {"training__dpo__beta": 0.2}),
+        ("dpo", {}, {"training__dpo__loss_weight_sft": 0.5}),
+        ("dpo", {"model__weights": "a"}, {"model__weights": "b"}),  # the reference
+        ("distill", {"training__distill__alpha": 0.5}, {"training__distill__alpha": 1.0}),
+        ("distill", {"teacher__weights": "a"}, {"teacher__weights": "b"}),
+        ("next_token", {}, {"training__objective": "distill"}),
+    ],
+)
+def test_losses_of_different_objectives_have_no_best_and_no_difference(
+    objective: str, one: dict[str, object], two: dict[str, object]
+) -> None:
+    first, second = (
+        replace(
+            with_recipe(trial(name, loss), **{"training__objective": objective} | values),
+            curve=(LossPoint(1, 10, loss), LossPoint(2, 20, loss)),
+        )
+        for name, loss, values in (("a", 2.0, one), ("b", 1.0, two))
+    )
+    reason = differing_objectives([first, second])
+    assert find_best([first, second]) is None
+    assert compare_curves(first, second).largest_difference is None
+    assert reason
+    assert reason in compare_runs([first, second]).best
+
+
+@pytest.mark.parametrize(
+    ("objective", "one", "two"),
+    [
+        ("dpo", {"training__dpo": None}, {"training__dpo__beta": 0.1}),  # its default
+        ("dpo", {"training__dpo__reference": "stored"}, {"training__dpo__reference": "auto"}),
+        ("next_token", {"model__weights": "a"}, {"model__weights": "b"}),
+        ("simpo", {"model__weights": "a"}, {"model__weights": "b"}),
+    ],
+)
+def test_losses_of_the_same_objective_are_compared(
+    objective: str, one: dict[str, object], two: dict[str, object]
+) -> None:
+    common: dict[str, object] = {"training__objective": objective}
+    runs = with_recipe(trial("a", 2.0), **common | one), with_recipe(trial("b", 1.0), **common | two)
+    assert differing_objectives(runs) == ""
+    best = find_best(runs)
+    assert best is not None
+    assert best.run == "b"
+
+
+def test_the_best_run_is_the_best_by_the_metric_of_the_recipes() -> None:
+    common: dict[str, object] = {"evaluation__best__metric": "accuracy", "evaluation__best__mode": "auto"}
+    low, high = trial("low", 1.0, lr=1), trial("high", 2.0, lr=2)
+    by_accuracy = [with_recipe(low, 0.5, **common), with_recipe(high, 0.75, **common)]
+    best = find_best(by_accuracy)
+    assert best is not None
+    assert (best.run, best.metric, best.value, best.means) == ("high", "accuracy", 0.75, (0.75, 0.5))
+    assert compare_runs(by_accuracy).best == "B is best: accuracy 0.7500, 0.2500 (50.0%) above A"
+    others = [by_accuracy[0], with_recipe(high, 0.75, **common | {"evaluation__best__metric": "perplexity"})]
+    for runs in (others, [replace(run, results=replace(run.results, selected=None)) for run in by_accuracy]):
+        found = find_best(runs)  # the metrics differ, or were not measured
+        assert found is not None
+        assert (found.run, found.metric) == ("low", "validation_loss")
+
+
+def test_a_metric_that_does_not_depend_on_the_objective_compares_objectives() -> None:
+    for metric, expected in (("perplexity", "b"), ("exact_match", "a"), ("accuracy", None), ("loss/web", None)):
+        runs = [
+            with_recipe(trial(name, 1.0), value, evaluation__best__metric=metric, training__objective=objective)
+            for name, value, objective in (("a", 9.0, "dpo"), ("b", 8.0, "simpo"))
+        ]
+        best = find_best(runs)
+        assert (best and best.run) == expected
+
+
+def test_results_have_the_metric_that_the_recipe_selects_by(make_run: RunMaker, records: Any) -> None:
+    run = make_run()
+    plan = json.loads(run.layout.plan.read_text())
+    plan["recipe"]["evaluation"]["best"] = {"metric": "kl", "mode": "auto"}
+    run.layout.plan.write_text(json.dumps(plan))
+    scores = {"kl": 0.5, "agreement": 0.75, "next_token_loss": 2.0}
+    records.write(run, start(10.0, 0), EvaluationRecord(20.0, 10, "during", 2.0, 7.0, None, (), {}, scores))
+    results = read_run(run.layout).results
+    assert (results.selected, results.kl, results.agreement) == (0.5, 0.5, 0.75)
 
 
 def test_a_difference_within_the_noise_between_seeds_is_not_clear() -> None:
