@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
@@ -30,7 +31,7 @@ from ftkit.hub.push import check_hub_access, push_to_hub
 from ftkit.images.signatures import require_beside
 from ftkit.images.verify import verify, verify_inside
 from ftkit.models.folder import EXPORT_RECORD, max_lora_rank
-from ftkit.paths import is_path
+from ftkit.paths import is_path, neighbor_of
 from ftkit.planning.plan import read_plan
 from ftkit.runs.certificate import (
     CERTIFICATE,
@@ -74,13 +75,14 @@ _ENGINES = ("auto", "transformers", "vllm", "sglang", "llama.cpp")
     "not load their kind.",
 )  # fmt: skip
 @click.option(
-    "--quantize", "types", metavar="TYPE,...", default="",
+    "--quantize", "types", metavar="TYPE,...",
     help="With gguf: also quantized files, such as q4_k_m,q8_0, by llama.cpp's programs, and for each "
     "its loss on the validation split, its KL divergence from the unquantized file, the recipe's metrics, and speed.",
 )  # fmt: skip
 @arguments.folder_option(
-    "--to", "folder", exists=False, is_resolved=True, about="Folder to write; default: in the run's folder."
-)
+    "--to", "folder", exists=False, is_resolved=True,
+    about="Folder to write, in place of the run's earlier export with all files in it; default: in the run's folder.",
+)  # fmt: skip
 @click.option(
     "--push", "destination", metavar="hf://ORG/NAME|s3://…|gs://…|FOLDER",
     help="Copy the export there too. A new hub repository is private.",
@@ -91,7 +93,7 @@ _ENGINES = ("auto", "transformers", "vllm", "sglang", "llama.cpp")
 )  # fmt: skip
 def export_command(  # noqa: PLR0913 - one for each option
     reference: str, *, step: str, merges: bool, precision: Precision | None, folder: Path | None, verifies: bool,
-    destination: str | None, form: Format, types: str,
+    destination: str | None, form: Format, types: str | None,
 ) -> None:  # fmt: skip
     """Export the trained model of a run from one of its checkpoints, on a machine without GPUs.
 
@@ -111,7 +113,7 @@ def export_command(  # noqa: PLR0913 - one for each option
     import_transformers()
     from ftkit.evaluate.checkpoint_export import ExportRequest, export_run
 
-    quantizations = types.lower().split(",") if types else []
+    quantizations = [] if types is None else list(dict.fromkeys(types.lower().split(",")))
     if quantizations and form != "gguf":
         raise arguments.usage_error("--quantize is for --format gguf")
     if form != "hf":
@@ -123,7 +125,8 @@ def export_command(  # noqa: PLR0913 - one for each option
     request = ExportRequest(step or typed, merges, precision, folder)
     exported = export_run(layout, request, verify_and_report if verifies else None, terminal.say)
     try:
-        _add_format(form, exported, quantizations, layout, terminal)
+        with _keeping(exported, "but not all that --format asks for"):
+            _add_format(form, exported, quantizations, layout, terminal)
     finally:
         settle_certificate(exported)
     terminal.data(f"{exported}\n")
@@ -159,17 +162,22 @@ def _check_destination(destination: str) -> None:
         )
 
 
-def _push(exported: Path, destination: str, terminal: Terminal) -> str:
+@contextmanager
+def _keeping(exported: Path, lacks: str, fix: str = "") -> Iterator[None]:
+    """Say in an error that the export is there, and what `lacks`."""
     try:
+        yield
+    except FtkitError as error:
+        what = f"the export is in {exported}, {lacks}: {error.what}"
+        raise type(error)(what, meaning=error.meaning, fix=error.fix or fix) from error
+
+
+def _push(exported: Path, destination: str, terminal: Terminal) -> str:
+    fix = "repeat the command: existing files are not copied again"
+    with _keeping(exported, f"but not in {destination}", fix):
         if destination.startswith(_HUB):
             return push_to_hub(exported, destination, terminal.say)
         push(exported, destination, EXPORT_RECORD, terminal.say)
-    except FtkitError as error:
-        raise type(error)(
-            f"the export is in {exported}, but not in {destination}: {error.what}",
-            meaning=error.meaning,
-            fix=error.fix or "repeat the command: existing files are not copied again",
-        ) from error
     return destination
 
 
@@ -254,6 +262,11 @@ def verify_command(  # noqa: PLR0913 - one for each option
         _verify_export(Path(wanted).resolve(), engines, serving, output, private_key, as_json=as_json)
     elif any(wanted in (run.id, run.name) for run in list_runs(arguments.current_workspace())):
         raise NotFoundError(f"{wanted} is a run, not an export", fix=f"ftkit export {wanted}: it also verifies")
+    elif (Path(wanted).exists() or "/" in wanted) and (Path(wanted).parent / EXPORT_RECORD).is_file():
+        raise arguments.usage_error(f"an export is verified as a whole: ftkit verify {Path(wanted).parent}")
+    elif is_path(wanted) and not Path(wanted).expanduser().exists():
+        fix = f"{neighbor_of(Path(wanted))}give an export's folder, or an imported image"
+        raise NotFoundError(f"there is no file or folder {wanted}", fix=fix)
     else:
         if words or output or signs or key or llama_cpp or engines != ["auto"]:
             raise arguments.usage_error("engines, --output and --sign are for DIR, an export")

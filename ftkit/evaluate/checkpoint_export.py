@@ -110,14 +110,14 @@ def export_run(
 
 def _compare_bases(
     exporter: Exporter, plan: RunPlan, parts: ExportedParts, report: Callable[[str], None]
-) -> tuple[float, float] | None:
-    """Return the losses on validation rows with the 4-bit base of training, and with the unquantized one, if any."""
+) -> tuple[float, float, int] | None:
+    """Return the losses with the 4-bit base of training and with the unquantized one, and the number of documents."""
     config = parts.config.text
     try:
         rows = MeasureSettings(("loss",), limit=_MAX_COMPARED_ROWS)
         data, _ = evaluation_set(ModelInput.of(parts.tokenizer, plan.id, config), plan, rows, report)
     except DataError as error:
-        report(f"the loss with the unquantized base was not compared: {one_line(error)}")
+        report(f"the loss with the unquantized base was not compared: {error.what}")
         return None
     documents = [document for _, document in data.documents]
     while len(documents) > 1 and len(documents) * max(len(each.tokens) for each in documents) > _MAX_COMPARED_TOKENS:
@@ -133,7 +133,7 @@ def _compare_bases(
         f"the adapters are merged into the 4-bit base that they were trained on, dequantized: loss {trained:.4f} on "
         f"{plural(len(documents), 'validation document')}; with the unquantized base {unquantized:.4f}"
     )
-    return trained, unquantized
+    return trained, unquantized, len(documents)
 
 
 def _check_replaceable(folder: Path, run: str) -> None:

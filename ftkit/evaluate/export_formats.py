@@ -169,7 +169,7 @@ def write_gguf(
     ends = record.end_tokens
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(file) as temporary:
-        words = [sys.executable, str(converter), str(export), "--outtype", {"fp32": "f32"}.get(precision, precision)]
+        words = [sys.executable, str(converter), str(export), "--outtype", gguf_type(precision)]
         name = ["--model-name", record.run or export.name]
         run_converter("llama.cpp's converter", [*words, *name, "--outfile"], temporary, file)
         fields = _read_fields(temporary)
@@ -190,15 +190,21 @@ def write_gguf(
     return [f"{text}: llama.cpp computes longer texts differently than transformers and vLLM"]
 
 
+def gguf_type(precision: str) -> str:
+    """Return llama.cpp's name of a precision."""
+    return {"fp32": "f32"}.get(precision, precision)
+
+
 def run_converter(program: str, words: list[str], output: Path, file: Path, *last: str) -> None:
     """Run a command line that ends with the file to write, as `output`, and `last`; errors name it `file`."""
     done = process.run_stoppable([*words, str(output), *last], timeout_seconds=24 * 3600.0)
     if done.returncode:
-        lines = done.stderr.strip().splitlines()
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        reason = next((line for line in lines if "ERROR" in line), lines[-1])  # more may follow it
         raise TrainingError(
-            f"{program} failed: {one_line(lines[-1] if lines else f'exit code {done.returncode}')}",
-            meaning="it does not support this model or this tokenizer, or is too old or too new",
-            fix=f"see its full output: {shlex.join([*words, file.name, *last])}",
+            f"{program} failed: {one_line(reason)}",
+            meaning="it does not support this model, tokenizer, or type, or is too old or too new",
+            fix=f"see its full output: {shlex.join([*words, str(file), *last])}",
         )
 
 

@@ -17,7 +17,7 @@ from ftkit.data.cases import EvaluationSet, ModelInput
 from ftkit.data.packing import IGNORED, Document
 from ftkit.errors import DataError, TrainingError
 from ftkit.evaluate.engines import LlamaCpp, Setup, serve
-from ftkit.evaluate.export_formats import QUANTIZE, find_program, run_converter
+from ftkit.evaluate.export_formats import QUANTIZE, find_program, gguf_type, run_converter
 from ftkit.evaluate.loaded_model import GeneratingModel, find_generation
 from ftkit.evaluate.results import compare
 from ftkit.evaluate.scoring import Measured, Ranks, evaluation_set, measure
@@ -70,12 +70,14 @@ def write_quantized(
             fix = f"quantize it without measuring: {QUANTIZE} {file} FILE TYPE"
             raise DataError(f"--quantize: {error.what}", meaning=error.meaning, fix=fix) from error
         data = replace(data, documents=_first_targets(data.documents))
-        found, plain = list[GgufFile](), None
-        for name in ("", *types):
-            path = Path(made, f"{plan.id}-{name}.gguf") if name else file
-            if name:
+        found, plain, paths = list[GgufFile](), None, [file]
+        for name in types:
+            if name != gguf_type(record.precision):  # the file has that type
                 report(f"quantizing to {name}")
-                run_converter(QUANTIZE, [find_program(QUANTIZE) or QUANTIZE, str(file)], path, path, name)
+                paths.append(Path(made, f"{plan.id}-{name}.gguf"))
+                words = [find_program(QUANTIZE) or QUANTIZE, str(file)]
+                run_converter(QUANTIZE, words, paths[-1], folder / paths[-1].name, name)
+        for path in paths:
             model = served(path)
             rows, speed = _measure(model, data, metrics, settings, report)
             plain = plain or (rows, model.targets)

@@ -104,9 +104,10 @@ def _facts(
     revision = f", revision {recipe.model.revision}" if recipe.model.revision else ""
     size = f", rank {lora.rank}, alpha {lora.alpha}" if lora else ""
     values = source.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    merged = ", with adapters merged into training's 4-bit base, dequantized" if training.method == "qlora" else ""
     data = [f"{key} {value}" for key, value in values.items() if isinstance(value, str | int | float)]
     return [
-        ("Content", "a full model" if kind == "model" else "adapters, which peft loads onto the base model"),
+        ("Content", f"a full model{merged}" if kind == "model" else "adapters, which peft loads onto the base model"),
         ("Base model", f"{base}{revision}" if base else "none: training began with random weights"),
         ("License of the base model", license_name or "not stated in its files"),
         ("Recipe", recipe.name),

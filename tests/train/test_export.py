@@ -123,12 +123,27 @@ def test_adapters_are_merged_into_the_4_bit_base_that_they_were_trained_on(adapt
         return float(total / count)
 
     checkpoint = TrainedStep(adapted.layout, adapted.plan, read_record(merged).step)
-    trained, unquantized = read_record(merged).merged or (0.0, 0.0)
+    trained, unquantized, count = read_record(merged).merged or (0.0, 0.0, 0)
     assert abs(trained - unquantized) > 1e-4
     assert loss(checkpoint) == pytest.approx(trained, rel=1e-5)
     assert loss(ModelFolder(merged, "merged")) == pytest.approx(trained, rel=1e-5)
     assert loss(ModelFolder(adapted.layout.export, "adapters")) == pytest.approx(unquantized, rel=1e-5)
-    assert f"{trained:.4f}" in (merged / "README.md").read_text()
+    card = (merged / "README.md").read_text()
+    assert f"{trained:.4f}" in card
+    assert f"{count} validation documents" in card
+
+
+def test_the_card_of_a_merged_export_names_its_base_without_rows_to_compare_too(
+    adapted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftkit.data.prepared_data.PreparedData.read_validation_rows", lambda _: [])
+    said: list[str] = []
+    folder = tmp_path / "merged"
+    export_run(adapted.layout, ExportRequest("last", merges=True, precision="fp32", folder=folder), verify, said.append)
+    assert read_record(folder).merged is None
+    assert "dequantized" in (folder / "README.md").read_text()
+    assert "dequantized" not in (adapted.layout.export / "README.md").read_text()
+    assert not [line for line in said if "--data" in line]
 
 
 @pytest.mark.parametrize("kind", ["full", "adapters"])

@@ -37,11 +37,15 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.train, pytest.mark.filterwarnings("ignore")]
 
 QUANTIZE = """#!/bin/sh
-case $1 in
---help) echo "usage: llama-quantize
+case $1,$3 in
+--help,) echo "usage: llama-quantize
    7  or  Q8_0    :  7.96G, +0.0026 ppl @ Llama-3-8B
   10  or  Q2_K    :  2.96G, +3.5199 ppl @ Llama-3-8B
+  19  or  IQ2_XXS :  2.06 bpw quantization
+   0  or  F32     : 26.00G              @ 7B
           COPY    : only copy tensors, no quantizing";;
+*,iq2_xxs) echo " ERROR: this quantization requires an importance matrix!
+llama_quantize: failed to quantize model from '$1'" >&2; exit 1;;
 *) printf '%s\\n%s' "$(cat "$1")" "$(echo "$3" | cut -c2)" >"$2";;
 esac
 """
@@ -131,6 +135,31 @@ def test_a_run_without_validation_rows_is_refused_before_anything_is_written(run
     whole.layout.plan.write_text(plan_to_json(replace(whole.plan, recipe=recipe)))
     code, output = export(whole, "--quantize", "q8_0", "--to", str(tmp_path / "made"))
     assert (code, "num_heldout" in output, (tmp_path / "made").exists()) == (9, True, False), output
+
+
+@pytest.mark.usefixtures("llama_cpp")
+def test_each_type_is_written_once_and_that_of_the_unquantized_file_is_this_file(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    code, output = export(run, "--quantize", "Q8_0,f32,q8_0", "--to", str(folder))
+    assert code == 0, output
+    names = [f"{run.plan.id}-{kind}.gguf" for kind in ("fp32", "q8_0")]
+    assert sorted(path.name for path in folder.glob("*.gguf")) == names
+    assert [each["name"] for each in json.loads((folder / "ftkit-export.json").read_text())["gguf"]] == names
+    assert export(run, "--quantize", "", "--to", str(folder))[0] == 4
+
+
+@pytest.mark.usefixtures("llama_cpp")
+def test_a_failed_quantization_has_the_programs_reason_and_leaves_an_export_without_quantized_files(
+    run: Run, tmp_path: Path
+) -> None:
+    folder = tmp_path / "made"
+    code, output = export(run, "--quantize", "q8_0,iq2_xxs", "--to", str(folder))
+    output = " ".join(output.split())
+    assert (code, "requires an importance matrix!" in output) == (9, True), output
+    assert f"the export is in {folder}, but not" in output
+    assert f"{folder}/{run.plan.id}-iq2_xxs.gguf" in output
+    assert [path.name for path in folder.glob("*.gguf")] == [f"{run.plan.id}-fp32.gguf"]
+    assert not list(folder.glob(".quantized-*"))
 
 
 @given(st.integers(0, 2**31), st.integers(2, 40), st.integers(1, 40))

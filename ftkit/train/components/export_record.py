@@ -79,7 +79,7 @@ class ExportRecord:
     columns: tuple[int, ...]  # tokens of the vocabulary whose logits are recorded
     tokenizer: dict[str, str]
     version: Literal[1]  # of the record's fields and their meaning; a record with another version is refused
-    merged: tuple[float, float] | None = None  # losses with the 4-bit base of training, and with the unquantized one
+    merged: tuple[float, float, int] | None = None  # losses with training's 4-bit base, and unquantized; documents
     gguf: tuple[GgufFile, ...] = ()  # those that were measured
 
 

@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ftkit.config.recipe import RecipePlan
-from ftkit.errors import TrainingError, one_line
+from ftkit.errors import TrainingError, one_line, plural
 from ftkit.files import atomic_folder, sync, write_json
 from ftkit.models.folder import ADAPTER_FILE, ADDED_TOKENS_FILE, EXPORT_RECORD, SENTENCEPIECE_FILE
 from ftkit.models.weight_files import LENGTH_BYTES, WEIGHTS_FILE, WEIGHTS_INDEX
@@ -181,8 +181,9 @@ class Exporter:
         write_card(folder, layout, parts.recipe, record.step, record.kind, known)
         if record.merged is not None:
             names = ("the 4-bit base of training, dequantized: these files", "the unquantized base")
-            rows = [[name, f"{loss:.4f}"] for name, loss in zip(names, record.merged, strict=True)]
-            append_table(folder, "## Merged adapters", ["merged into", "loss on validation rows"], rows)
+            rows = [[name, f"{loss:.4f}"] for name, loss in zip(names, record.merged[:2], strict=True)]
+            measured = f"loss on the first {plural(record.merged[2], 'validation document')}"
+            append_table(folder, "## Merged adapters", ["merged into", measured], rows)
         write_json(folder / EXPORT_RECORD, replace(record, files=files))
 
     def _write_model(self, dtype: torch.dtype, folder: Path) -> dict[str, SavedFile]:

@@ -174,6 +174,18 @@ def test_verify_says_how_a_run_is_verified(ftkit: Callable[..., Result], make_ru
     assert f"ftkit export {run.id}" in result.err
 
 
+def test_verify_of_a_part_of_an_export_names_its_folder(ftkit: Callable[..., Result], tmp_path: Path) -> None:
+    folder = tmp_path / "project" / "made"
+    folder.mkdir()
+    (folder / "ftkit-export.json").touch()
+    (folder / "run-q8_0.gguf").touch()
+    for name in (f"{folder}/run-q8_0.gguf", f"{folder}/other.gguf", "made/other.gguf"):
+        result = ftkit("verify", name)
+        assert (result.code, f"ftkit verify {name.rpartition('/')[0]}" in result.err) == (2, True), result.err
+    result = ftkit("verify", "./mode")
+    assert (result.code, "made" in result.err, "ftkit import" in result.err) == (4, True, False), result.err
+
+
 def test_checkpoints_are_listed_and_verified_by_digest(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
     run = make_run()
     assert "no checkpoints yet" in ftkit("runs", "checkpoints", "last").err
