@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from waiting import wait_until
+
 if TYPE_CHECKING:
     from conftest import Cluster
 
@@ -25,8 +27,9 @@ def test_a_sweep_is_one_array_of_which_two_runs_train_at_a_time_and_each_can_be_
     jobs = [cluster.job(run) for run in runs]
     array = jobs[0].partition("_")[0]
     assert jobs == [f"{array}_{number}" for number in (1, 2, 3, 4)]
-    reason = cluster.status(runs[3])["reason"]
-    assert "waits for the job that prepares" in reason or "--max-parallel" in reason  # once the first two may train
+    waits = ("waits for the job that prepares", "--max-parallel")  # the latter once the first two may train
+    # Slurm has no reason before it first considers a job.
+    wait_until(lambda: any(each in cluster.status(runs[3])["reason"] for each in waits))
 
     num_running = set()
 
