@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from ftkit.runs.records import StartRecord
 
 _SECTIONS = ("recipe", "data", "image", "versions", "cluster")
+_DERIVED = re.compile(r"(model|teacher)\.architecture\.counts\.|teacher\.(?!weights$|revision$|trained\.sha256$)")
+"""Keys of a resolved recipe that follow from others."""
 _OF_OBJECTIVE = {"loss", "kl_per_token", *PREFERENCE_METRICS, *DISTILL_METRICS}
 """Metrics of an evaluation whose definitions depend on the objective and its options."""
 
@@ -47,6 +50,7 @@ class RunResults:
     step: int | None = None
     tokens: int | None = None
     loss: float | None = None
+    validated_step: int | None = None  # of the last evaluation: after training with `evaluation.best`, the best one's
     validation_loss: float | None = None
     execution_accuracy: float | None = None
     accuracy: float | None = None  # of preferences, as `margin` and `kl_per_token`: of the last evaluation, or step
@@ -142,6 +146,7 @@ def read_run(layout: RunLayout) -> ComparedRun:
         step=last.step if last else None,
         tokens=last.tokens if last else None,
         loss=last.loss if last else None,
+        validated_step=after.step if after else None,
         validation_loss=after.loss if after else None,
         execution_accuracy=after.execution_accuracy if after else None,
         **{name: scores.get(name) for name in ("accuracy", "margin", "kl_per_token", "agreement")},
@@ -211,7 +216,7 @@ def find_differences(runs: Sequence[ComparedRun]) -> list[Difference]:
     """Return the inputs that differ between runs, in the order of sections."""
     found = []
     for section in _SECTIONS:
-        for key in dict.fromkeys(key for run in runs for key in run.inputs[section]):
+        for key in dict.fromkeys(key for run in runs for key in run.inputs[section] if not _DERIVED.match(key)):
             values = tuple(run.inputs[section].get(key) for run in runs)
             if any(value != values[0] for value in values):
                 found.append(Difference(section, key, values))

@@ -119,7 +119,7 @@ class History(RunSummary):
     speeds: tuple[float, ...] = ()  # tokens per second of one process in these
     records: tuple[Record, ...] = ()  # all, in the order of the file, without evaluations by separate jobs
     start_times: tuple[float, ...] = ()  # of the processes of each start, according to the manifest
-    training_seconds: float | None = None  # between the first and the last record of each start's training
+    training_seconds: float | None = None  # of all starts; of one without an end, between its first and last record
 
     @property
     def speed(self) -> float | None:
@@ -232,7 +232,9 @@ def _history_of(layout: RunLayout, found: list[Record], problem: str) -> History
                 memory[record.stage] = max(record, known, key=lambda each: each.largest_peak_gib)
             case CheckpointRecord():
                 newest.pop(FailedCheckpointRecord, None)
-        if trained and isinstance(record, StepRecord | EvaluationRecord | EndRecord):
+        if trained and isinstance(record, EndRecord):
+            trained[-1] = (record.time - record.training_seconds, record.time)
+        elif trained and isinstance(record, StepRecord | EvaluationRecord):
             trained[-1] = (trained[-1][0], max(trained[-1][1], record.time))
     checkpoint, end = _newest(newest, CheckpointRecord), _newest(newest, EndRecord)
     starts = _all(records, StartRecord)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +27,8 @@ from ftkit.runs.manifest import DOCUMENT_NUMBERS
 _RESULTS: dict[str, tuple[str, Callable[[float], str]]] = {
     "step": ("step", str),
     "tokens": ("tokens", count),
-    "loss": ("loss", "{:.4f}".format),
+    "training loss": ("loss", "{:.4f}".format),
+    "validated step": ("validated_step", str),
     "validation loss": ("validation_loss", "{:.4f}".format),
     "execution accuracy": ("execution_accuracy", "{:.1%}".format),
     "accuracy": ("accuracy", "{:.1%}".format),
@@ -114,7 +116,10 @@ def describe_best(best: BestRun | None, names: Mapping[str, str]) -> str:
 
 
 def _short(value: object) -> str:
-    return value if isinstance(value, str) else "-" if value is None else json.dumps(value)
+    """Return a value as text, a SHA-256 by its beginning."""
+    if isinstance(value, str):
+        return value[:12] if re.fullmatch(r"[0-9a-f]{64}", value) else value
+    return "-" if value is None else json.dumps(value)
 
 
 def _remarks(runs: dict[str, ComparedRun]) -> Iterator[str]:

@@ -134,10 +134,12 @@ def pair_texts(scores: Mapping[str, float]) -> list[str]:
         keys = (f"{name}_{side}" for side in ("chosen", "rejected"))
         return " and ".join(f"{scores[key]:.3g}" if key in scores else "-" for key in keys)
 
+    is_untrained = not scores["accuracy"] and scores.get("margin") == 0  # all margins are 0, so none is right or wrong
+    labels = {"kl_per_token": "KL per token", "kl": "reference point"}  # the latter of kto
     return [
-        f"accuracy {scores['accuracy']:.0%}",
+        *([] if is_untrained else [f"accuracy {scores['accuracy']:.0%}"]),
         *([f"margin {scores['margin']:.3g}"] if "margin" in scores else []),
         f"rewards {both('reward')}",
         f"log-probabilities {both('log_prob')} (chosen and rejected)",
-        *(f"{name.replace('_', ' ')} {scores[name]:.3g}" for name in ("kl_per_token", "kl") if name in scores),
+        *(f"{label} {scores[name]:.3g}" for name, label in labels.items() if name in scores),
     ]

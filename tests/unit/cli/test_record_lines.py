@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from ftkit.cli.terminal.record_lines import checks_text, record_line
+from ftkit.cli.terminal.record_lines import checks_text, pair_texts, record_line
 from ftkit.runs import records
 
 PLAIN = {str: "word", float: 0.5, int: 3, bool: True}
@@ -51,3 +51,15 @@ def test_checks_are_printed_in_words_and_unknown_ones_as_they_are() -> None:
     assert checks(units=1, **{"layers with checkpointing 'full'": 1}, fewest_targets_in_a_pack=1) == (
         "1 sharded unit, 1 layer with checkpointing 'full', at least 1 target in each pack"
     )
+
+
+def test_accuracy_is_left_out_while_all_margins_are_zero() -> None:
+    untrained = {"accuracy": 0.0, "margin": 0.0, "log_prob_chosen": -18.0, "log_prob_rejected": -30.0}
+    assert not [text for text in pair_texts(untrained) if text.startswith("accuracy")]
+    for known in (untrained | {"margin": -0.5}, {key: untrained[key] for key in untrained if key != "margin"}):
+        assert pair_texts(known)[0] == "accuracy 0%"
+
+
+def test_the_reference_point_of_kto_is_told_from_the_divergence() -> None:
+    texts = pair_texts({"accuracy": 1.0, "log_prob_chosen": -18.0, "kl_per_token": 0.262, "kl": 0.0})
+    assert texts[-2:] == ["KL per token 0.262", "reference point 0"]

@@ -130,6 +130,31 @@ def test_differences_are_found_in_each_section_and_nowhere_else(make_run: RunMak
     assert found[0].values == (plan.recipe.training.learning_rate, 0.5)
 
 
+def test_values_that_follow_from_others_are_no_differences() -> None:
+    derived = ("model.architecture.counts.linears", "teacher.source", "teacher.trained.folder", "teacher.added_tokens")
+    stated = ("model.architecture.hidden_size", "training.distill.teacher", "teacher.weights", "teacher.trained.sha256")
+    one = with_recipe(trial("a", 1.0), **dict.fromkeys((*derived, *stated), "a" * 64))
+    two = with_recipe(trial("a", 1.0), **dict.fromkeys((*derived, *stated)))
+    assert [each.key for each in find_differences([one, two])] == list(stated)
+    digests = dict(compare_runs([one, two]).differences)["teacher.trained.sha256"]
+    assert digests == ["a" * 12, "-"]
+
+
+def test_the_training_time_is_that_of_the_trainer(make_run: RunMaker, records: Any) -> None:
+    run = make_run()
+    end = replace(records.end(), time=150.0, training_seconds=20.0)  # the rest is an evaluation and the export
+    records.write(run, start(10.0, 0), records.step(10, 3.0), start(100.0, 10), records.step(20, 2.0, time=130.0), end)
+    assert read_run(run.layout).results.training_seconds == 10.0 + 20.0
+
+
+def test_results_have_the_step_that_was_validated(make_run: RunMaker, records: Any) -> None:
+    run = make_run()
+    best = EvaluationRecord(50.0, 6, "after", 1.0, 7.0, None, ())
+    records.write(run, start(10.0, 0), records.step(12, 3.0), replace(best, step=12, when="during"), best)
+    results = read_run(run.layout).results
+    assert (results.step, results.validated_step, results.validation_loss) == (12, 6, 1.0)
+
+
 def test_an_empty_folder_compares_as_unknown(make_run: RunMaker) -> None:
     layout = make_run().layout
     layout.plan.write_text("{")

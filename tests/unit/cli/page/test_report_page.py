@@ -147,7 +147,10 @@ def test_both_sides_of_preferences_are_drawn_also_where_a_step_has_only_one(
     assert ">chosen<" in page
     assert ">rejected<" in page
     status = " ".join(ftkit("status", run.id).out.split())
-    assert "accuracy 50%, rewards 1.5 and -, log-probabilities 1.5 and - (chosen and rejected), kl 0.25" in status
+    assert (
+        "accuracy 50%, rewards 1.5 and -, log-probabilities 1.5 and - (chosen and rejected), reference point 0.25"
+        in status
+    )
 
 
 @pytest.mark.parametrize("damage", ["", "{"])
