@@ -195,8 +195,11 @@ def gguf_type(precision: str) -> str:
     return {"fp32": "f32"}.get(precision, precision)
 
 
-def run_converter(program: str, words: list[str], output: Path, file: Path, *last: str) -> None:
-    """Run a command line that ends with the file to write, as `output`, and `last`; errors name it `file`."""
+def run_converter(program: str, words: list[str], output: Path, file: Path, *last: str) -> str:
+    """Run a command line that ends with the file to write, as `output`, and `last`; errors name it `file`.
+
+    Returns what it printed to stderr.
+    """
     done = process.run_stoppable([*words, str(output), *last], timeout_seconds=24 * 3600.0)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
@@ -206,6 +209,7 @@ def run_converter(program: str, words: list[str], output: Path, file: Path, *las
             meaning="it does not support this model, tokenizer, or type, or is too old or too new",
             fix=f"see its full output: {shlex.join([*words, str(file), *last])}",
         )
+    return done.stderr
 
 
 def read_precision(export: Path) -> str:

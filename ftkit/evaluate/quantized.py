@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,7 @@ _NUM_COMPARED = 200
 """Most probable tokens that are kept for the divergence, in kilobytes for each target."""
 _TIMED_TOKENS = 64
 _INCREASE = "increase"
+_FALLBACK = re.compile(r"(\d+ of \d+) tensor\(s\) required fallback")
 _Measured = tuple[Measured, Sequence[Mapping[int, float]]]
 """Losses and scores of rows, and the distributions at each label."""
 _SMALLEST = 1e-12
@@ -70,13 +72,17 @@ def write_quantized(
             fix = f"quantize it without measuring: {QUANTIZE} {file} FILE TYPE"
             raise DataError(f"--quantize: {error.what}", meaning=error.meaning, fix=fix) from error
         data = replace(data, documents=_first_targets(data.documents))
-        found, plain, paths = list[GgufFile](), None, [file]
+        found, plain, paths, notes = list[GgufFile](), None, [file], dict[str, str]()
         for name in types:
             if name != gguf_type(record.precision):  # the file has that type
                 report(f"quantizing to {name}")
                 paths.append(Path(made, f"{plan.id}-{name}.gguf"))
                 words = [find_program(QUANTIZE) or QUANTIZE, str(file)]
-                run_converter(QUANTIZE, words, paths[-1], folder / paths[-1].name, name)
+                log = run_converter(QUANTIZE, words, paths[-1], folder / paths[-1].name, name)
+                if larger := _FALLBACK.search(log):
+                    note = f"{larger[1]} tensors have a larger type: their rows do not fit the blocks of {name}"
+                    notes[paths[-1].name] = f"{paths[-1].name}: {note}"
+                    report(note)
         for path in paths:
             model = served(path)
             rows, speed = _measure(model, data, metrics, settings, report)
@@ -90,7 +96,8 @@ def write_quantized(
             publish(Path(made, each.name), folder / each.name)
     show(*_table(found))
     write_json(folder / EXPORT_RECORD, replace(record, gguf=tuple(kept)))
-    append_table(folder, "## Quantized files\n\nMeasured with llama.cpp on the validation split", *_table(kept))
+    title = ["## Quantized files", *(notes[each.name] for each in kept if each.name in notes)]
+    append_table(folder, "\n\n".join([*title, "Measured with llama.cpp on the validation split"]), *_table(kept))
     if worse:
         text = ", ".join(f"{each.name} by {each.metrics[_INCREASE]:.4f}" for each in worse)
         raise TrainingError(

@@ -46,7 +46,8 @@ case $1,$3 in
           COPY    : only copy tensors, no quantizing";;
 *,iq2_xxs) echo " ERROR: this quantization requires an importance matrix!
 llama_quantize: failed to quantize model from '$1'" >&2; exit 1;;
-*) printf '%s\\n%s' "$(cat "$1")" "$(echo "$3" | cut -c2)" >"$2";;
+*) [ $3 != q2_k ] || echo "llama_model_quantize_impl: WARNING: 18 of 35 tensor(s) required fallback quantization" >&2
+printf '%s\\n%s' "$(cat "$1")" "$(echo "$3" | cut -c2)" >"$2";;
 esac
 """
 
@@ -96,6 +97,7 @@ def test_each_file_has_its_own_loss_on_the_validation_split(run: Run, tmp_path: 
     summed, count, _ = measure(model, data, metrics, settings, Ranks()).loss.sum(0)
     assert plain["loss"] == pytest.approx(summed / count, rel=1e-4)
     card = (folder / "README.md").read_text()
+    assert [line.split(":")[0] for line in card.splitlines() if "18 of 35 tensors" in line] == [files[2]["name"]]
     assert all(each["name"] in card and (folder / each["name"]).is_file() for each in files)
     assert CliRunner().invoke(cli, ["verify", str(folder)]).exit_code != 0  # no logits were recorded
 
