@@ -27,11 +27,17 @@ from ftkit.spec import NonNegativeInt, Spec
 
 class _Format(Spec):
     fixed_columns: ClassVar[tuple[str, ...]] = ()
+    optional_columns: ClassVar[tuple[str, ...]] = ()
 
     @property
     def columns(self) -> list[str]:
         """The columns that it uses; empty if that is unknown before rows are read."""
         return [*self.fixed_columns]
+
+    @property
+    def required(self) -> list[str]:
+        """The columns without which a row can't be read."""
+        return [name for name in self.columns if name not in self.optional_columns]
 
 
 class AutoFormat(_Format):
@@ -108,11 +114,16 @@ class MessagesFormat(_LabeledFormat):
     def columns(self) -> list[str]:
         return [self.column, self.tools_column, *([self.label] if self.label else [])]
 
+    @property
+    def required(self) -> list[str]:
+        return [name for name in self.columns if name != self.tools_column]
+
 
 class AlpacaFormat(_Format):
     """Columns instruction, input and output, as in Alpaca; also `system` and `history` if present."""
 
     fixed_columns = ("instruction", "input", "output", "system", "history")
+    optional_columns = ("input", "system", "history")
     kind: Literal["alpaca"] = "alpaca"
 
 
@@ -120,6 +131,7 @@ class DollyFormat(_Format):
     """Columns instruction, context and response, as in Dolly."""
 
     fixed_columns = ("instruction", "context", "response")
+    optional_columns = ("context",)
     kind: Literal["dolly"] = "dolly"
 
 
@@ -154,7 +166,11 @@ class PreferencesFormat(_Format):
 
     @property
     def columns(self) -> list[str]:
-        return [self.prompt, self.chosen, self.rejected, "system", "tools", *self.scores]
+        return [self.prompt, *self.required, "system", "tools", *self.scores]
+
+    @property
+    def required(self) -> list[str]:
+        return [self.chosen, self.rejected]
 
     @property
     def scores(self) -> tuple[str, str]:

@@ -172,7 +172,7 @@ def _encode(model: ModelInput, rows: list[Row], data: DataSpec | None) -> list[_
 def _format_of(rows: list[Row], data: DataSpec | None) -> Format | None:
     """Return the recipe's format if the rows have its columns, else the detected one; None for prompts only."""
     form = AutoFormat() if data is None else data.format
-    if not isinstance(form, AutoFormat) and all(name in rows[0].columns for name in form.columns if name != "tools"):
+    if not isinstance(form, AutoFormat) and all(name in rows[0].columns for name in form.required):
         return form
     try:
         return resolve_format(AutoFormat(), rows[:DETECTION_ROWS])

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ftkit.config.data import PreferencesFormat
     from ftkit.data.rows import Columns
 
-_SPEAKERS = re.compile(r"\n\n(Human|Assistant):")
+_SPEAKERS = re.compile(r"(?:\r?\n){2}(Human|Assistant):")
 """Turns in a text, as in HH-RLHF (Bai et al. 2022)."""
 Turns = tuple[Message, ...]
 

@@ -40,7 +40,7 @@ from ftkit.data.conversations import (
 )
 from ftkit.data.preferences import Example, read_preferences
 from ftkit.data.tasks import read_pair
-from ftkit.errors import DataError, one_line
+from ftkit.errors import DataError, closest, one_line
 
 if TYPE_CHECKING:
     import jinja2
@@ -95,9 +95,11 @@ def _unknown_format(rows: Sequence[Row], names: frozenset[str]) -> DataError:
     prompt, completion = [*columns][:2] if len(columns) > 1 else ("question", "answer")
     return DataError(
         f"{where}: no known format has the columns {', '.join(sorted(names)) or '(none)'}",
-        meaning="known: turns (messages, conversations), instruction and output, prompt and completion, and text",
+        meaning="known: turns (messages, conversations), instruction and output, prompt and completion, text; of "
+        "preferences: chosen and rejected",
         fix="set how a row becomes a conversation, e.g. data.format.kind=prompt-completion "
-        f"data.format.prompt='\"{{{prompt}}}\"' data.format.completion='\"{{{completion}}}\"'",
+        f"data.format.prompt='\"{{{prompt}}}\"' data.format.completion='\"{{{completion}}}\"'; "
+        "or a pair: data.format={kind: preferences, prompt: NAME, chosen: NAME, rejected: NAME}",
     )
 
 
@@ -239,19 +241,27 @@ def unknown_columns(columns: Columns, data: DataSpec, form: Format) -> list[str]
 
 
 def _check_columns(columns: Columns, data: DataSpec, form: Format) -> None:
-    unknown = unknown_columns(columns, data, form)
-    if unknown and not any(name in columns for name in form.columns):
+    missing = [name for name in form.required if name not in columns and not isinstance(form, JinjaFormat)]
+    absent = missing or [name for name in form.columns if name not in columns]
+    if not missing and not (unknown := unknown_columns(columns, data, form)):
+        return
+    unused = unused_columns(columns, form)
+    similar = next((f"did you mean '{name}' by '{each}'? " for each in absent if (name := closest(each, unused))), "")
+    if missing:
+        is_nested = missing[0].partition(".")[0] in columns
         raise DataError(
-            f"a row of another shape: it has the columns {', '.join(columns)}, and none of {', '.join(form.columns)}",
+            f"no column {', '.join(map(repr, missing))}: the row has {', '.join(columns) or 'none'}",
             meaning=f"the format is {describe_format(form)}, as set or as detected from the first rows",
-            fix="correct data.format, remove this row, or select the data's own files: data.source=FOLDER/*.jsonl",
+            fix="columns inside others have no names here: read them with the functions of a data.task, or write the "
+            "rows anew, as with flatten() of datasets"
+            if is_nested
+            else f"{similar}correct data.format, or remove this row",
         )
-    if unknown:
-        raise DataError(
-            f"columns that the format does not know: {', '.join(unknown)}",
-            meaning=f"the format is {describe_format(form)}; their values would be lost",
-            fix=f"leave them out: data.ignore_columns=[{', '.join(unknown)}]; or use them in data.format",
-        )
+    raise DataError(
+        f"columns that the format does not know: {', '.join(unknown)}",
+        meaning=f"the format is {describe_format(form)}; their values would be lost",
+        fix=f"{similar}leave them out: data.ignore_columns=[{', '.join(unknown)}]; or use them in data.format",
+    )
 
 
 def _read_conversation(columns: Columns, form: MessagesFormat, ignored: Collection[str]) -> Conversation:
@@ -329,13 +339,6 @@ def _conversation(system: str | None, prompt: str, completion: str) -> Conversat
 
 def _fill(template: str, columns: Columns, key: str) -> str:
     names = columns_of(template)
-    missing = [name for name in names if name not in columns]
-    if missing:
-        raise DataError(
-            f"data.format.{key} uses columns that are not in the data: {', '.join(missing)}",
-            meaning=f"the data has: {', '.join(sorted(columns))}",
-            fix="correct data.format in the recipe",
-        )
     if names and all(columns[name] is None for name in names):
         raise DataError(
             f"all columns of data.format.{key} are null: {', '.join(names)}",
@@ -348,8 +351,7 @@ def _fill(template: str, columns: Columns, key: str) -> str:
 def _required(columns: Columns, name: str) -> str:
     if columns.get(name) is None:
         raise DataError(
-            f"column '{name}' is {'null' if name in columns else 'missing'}",
-            meaning=f"the data has: {', '.join(sorted(columns))}",
+            f"column '{name}' is null",
             fix="correct data.format, or remove this example",
         )
     return _text(columns[name], name)

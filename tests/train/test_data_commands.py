@@ -229,7 +229,7 @@ def test_malformed_rows_and_rows_of_another_schema_are_each_reported_or_skipped(
     bad = {
         b"\0\0": "not valid JSON",
         '{"messages": "caf\u00e9"}'.encode("latin-1"): "not UTF-8: byte 0xe9",
-        b'{"text": "another", "label": 1}': "a row of another shape: it has the columns text, label, and none of mess",
+        b'{"text": "another", "label": 1}': "no column 'messages': the row has text, label",
         json.dumps({"messages": [{"role": "user", "content": "x" * 6000}, TALK[2]]}).encode(): "a text of 6,",
         json.dumps({"messages": TALK, "tools": [{"type": "function"}]}).encode(): "a tool has no schema with a name",
     }

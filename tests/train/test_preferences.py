@@ -11,6 +11,7 @@ import pytest
 import torch
 from preference_samples import change_adapters, change_weights, engine_of, log_probs_of, pack_completions
 
+from ftkit.config.data import DataSpec
 from ftkit.data.cases import ModelInput, make_evaluation_set
 from ftkit.data.packing import IGNORED
 from ftkit.data.prepared_data import PreparedData
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from ftkit.data.rows import Columns
     from ftkit.train.causal_lm import MicroBatch
     from ftkit.train.world import World
 
@@ -37,6 +39,9 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "simpo": {"beta": 1.5, "gamma": 0.7},
 }
 SMOOTHED = {"beta": 0.2, "label_smoothing": 0.1, "loss_weight_sft": 0.4}
+BETTER = DataSpec.model_validate(
+    {"source": "./pairs.jsonl", "format": {"kind": "preferences", "chosen": "better", "rejected": "worse"}}
+)
 Pair = tuple[list[int], list[int], list[int]]
 """The tokens of a prompt, of the chosen and of the rejected completion."""
 
@@ -293,12 +298,20 @@ def test_a_batch_without_its_stored_reference_is_refused(world: World) -> None:
         engine.forward(batch_of(draw_pairs(), world))
 
 
-def test_an_evaluation_of_pairs_measures_the_chosen_completions() -> None:
+@pytest.mark.parametrize(
+    ("columns", "data"),
+    [
+        ({"prompt": "which?", "chosen": "this", "rejected": "not that"}, None),
+        ({"prompt": "which?", "better": "this", "worse": "not that"}, BETTER),
+    ],
+)
+def test_an_evaluation_of_pairs_measures_the_chosen_completions(columns: Columns, data: DataSpec | None) -> None:
     tokenizer = learn_tokenizer(["which is better? this one, not that one"], 300, "chatml")
     model = ModelInput(tokenizer, "a model", len(tokenizer), None)
-    row = Row({"prompt": "which?", "chosen": "this", "rejected": "not that"}, "pairs.jsonl:1")
-    found = make_evaluation_set(model, [("", row)], None, lambda _: None)
+    row = Row(columns, "pairs.jsonl:1")
+    found = make_evaluation_set(model, [("", row)], data, lambda _: None)
     ((_, document),) = found.documents
     trained = document.labels[document.labels != IGNORED].tolist()
     assert tokenizer.decode(trained, skip_special_tokens=True).strip() == "this"
-    assert len(found.cases) == 1
+    (case,) = found.cases
+    assert tokenizer.decode(case.reference or [], skip_special_tokens=True).strip() == "this"

@@ -310,7 +310,7 @@ def _show_samples(evaluation: EvaluationRecord, terminal: Terminal, *, is_data: 
     for sample in choose_samples(evaluation.samples):
         verdict: Cell = Styled("correct", "green") if sample.correct else Styled("wrong", "red")
         facts: Facts = [("question", sample.question), ("answer", sample.answer), ("", verdict)]
-        if not sample.correct:
+        if sample.reference and not sample.correct:
             facts.append(("expected", sample.reference))
         terminal.text(is_data=is_data)
         terminal.facts(facts, is_data=is_data)

@@ -48,6 +48,7 @@ PAIR = [("u:q", "a:good"), ("u:q", "a:bad")]
         {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
         {"prompt": "q", "chosen": [ASK, GOOD], "rejected": [ASK, BAD], "score_chosen": 8.5, "score_rejected": 8.5},
         {"chosen": f"{HH} good", "rejected": f"{HH} bad"},
+        {"chosen": f"{HH} good".replace("\n", "\r\n"), "rejected": f"{HH} bad".replace("\n", "\r\n")},
         {
             "chosen": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "good"}],
             "rejected": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "bad"}],

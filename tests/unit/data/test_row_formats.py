@@ -178,6 +178,33 @@ def test_a_column_that_would_be_dropped_is_rejected_unless_ignored(columns: dict
     assert read(columns | {name: None})
 
 
+@pytest.mark.parametrize(
+    ("columns", "form", "missing", "advice"),
+    [
+        ({"chosen": "a", "rejected": "b"}, {"kind": "preferences", "chosen": "chosn"}, "chosn", "mean 'chosen' by"),
+        ({"talk": [ASK, ANSWER]}, {"kind": "messages", "column": "talks"}, "talks", "did you mean 'talk' by 'talks'?"),
+        ({"q": "q", "answer": "a"}, {"kind": "prompt-completion", "prompt": "{q}", "completion": "{anser}"}, "anser",
+         "did you mean 'answer' by 'anser'?"),
+        ({"instruction": "q", "ouput": "a"}, "alpaca", "output", "did you mean 'ouput' by 'output'?"),
+        ({"talk": {"turns": [ASK, ANSWER]}}, {"kind": "messages", "column": "talk.turns"}, "talk.turns", "data.task"),
+    ],
+)  # fmt: skip
+def test_a_column_that_a_row_lacks_is_named_with_the_similar_one(
+    columns: dict[str, Any], form: object, missing: str, advice: str
+) -> None:
+    with pytest.raises(DataError, match=f"no column '{missing}': the row has ") as caught:
+        read(columns, form)
+    assert advice in caught.value.fix
+    assert "ignore_columns" not in caught.value.fix
+
+
+def test_an_unknown_column_is_suggested_for_the_optional_one_that_it_resembles() -> None:
+    columns = {"promt": "q", "chosen": "a", "rejected": "b"}
+    with pytest.raises(DataError, match="does not know: promt") as caught:
+        read(columns)
+    assert "did you mean 'promt' by 'prompt'?" in caught.value.fix
+
+
 def test_metadata_and_unselected_columns_are_skipped_and_can_be_shown() -> None:
     columns = {"context": "c", "question": "q", "sql": "s", "rating": 1, "id": 2}
     form = data(QUESTION).format
@@ -375,8 +402,8 @@ def test_a_missing_column_is_reported_with_the_existing_ones() -> None:
     with pytest.raises(DataError) as caught:
         read({"context": "", "sql": ""}, QUESTION)
     assert "question" in caught.value.what
-    assert "context, sql" in caught.value.meaning
-    with pytest.raises(DataError, match="'response' is missing"):
+    assert "context, sql" in caught.value.what
+    with pytest.raises(DataError, match="no column 'response'"):
         read({"instruction": "q"}, "dolly")
 
 
