@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from base64 import b64encode
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,24 @@ def trained_texts(tokenizer: Any, talk: list[dict[str, Any]], **fields: object) 
 def with_template(tokenizer: Any, template: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(tokenizer, "chat_template", template)
     return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("template", "what", "fix"),
+    [
+        ("{{ bos_token }}\n{% if %}", r"^data\.chat_template, line 2: syntax error: Expected", "correct that line"),
+        ("{% for turn in messages %}\n{{ 1 + turn.content }}\n{% endfor %}", r"user, assistant: line 2: unsupported",
+         "correct that line of it"),
+        ("\n{{ raise_exception('no system turn') }}", r"user, assistant: no system turn$", "remove this example"),
+    ],
+)  # fmt: skip
+def test_a_template_that_fails_is_named_with_the_line_to_correct(
+    chatml: Any, template: str, what: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError) as caught:
+        encode(with_template(chatml, template, monkeypatch), turns(("user", "q"), ("assistant", "a")))
+    assert re.search(what, caught.value.what)
+    assert fix in caught.value.fix
 
 
 def test_only_assistant_turns_and_their_end_tokens_are_trained(tokenizer: PreTrainedTokenizerBase) -> None:

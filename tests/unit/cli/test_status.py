@@ -16,7 +16,7 @@ from ftkit.cli.page.run_report import read_report
 from ftkit.cli.page.write import run_page
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import age, count, duration, gib, short_path
-from ftkit.cli.terminal.run_view import choose_samples
+from ftkit.cli.terminal.run_view import _show_samples, choose_samples
 from ftkit.errors import EXIT_CODES, DiskFullError, TrainingError, as_user_error, plural
 from ftkit.files import write_json
 from ftkit.runs.failure import RankError, record_rank_error, write_rank_error
@@ -445,6 +445,15 @@ def test_a_correct_and_a_wrong_sample_are_shown_if_both_exist() -> None:
     assert choose_samples((wrong, wrong, wrong)) == [wrong, wrong]
     assert choose_samples((right,)) == [right]
     assert choose_samples(()) == []
+
+
+@pytest.mark.parametrize("reference", ["SELECT 2", ""])
+def test_a_wrong_sample_has_the_expected_answer_if_it_is_known(
+    reference: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample = Sample("q", reference, "SELECT 1", False)
+    _show_samples(EvaluationRecord(0.0, 1, "after", 1.0, 2.7, None, (sample,)), Terminal(), is_data=True)
+    assert ("expected" in capsys.readouterr().out) == bool(reference)
 
 
 def test_escape_sequences_of_models_and_logs_do_not_reach_the_terminal() -> None:
