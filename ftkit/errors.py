@@ -65,6 +65,8 @@ def one_line(error: BaseException | str) -> str:
     """
     while isinstance(error, ImportError) and error.__cause__ is not None:
         error = error.__cause__
+    if isinstance(error, FtkitError):
+        error = str(error).replace("\n", "; ")
     text = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _MAX_ONE_LINE else text[: _MAX_ONE_LINE - 1] + "…"
 

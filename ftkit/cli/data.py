@@ -277,20 +277,22 @@ def check_command(
         terminal.json({"rows": num_rows, "bad": listed})
     elif not shows_all:
         _show_kinds(kinds, terminal)
+    dropped = f"{num_dropped:,} equal or contradicting ones are dropped" if num_dropped else ""
     num_useless = num_bad + num_refused  # data.skip_bad does not allow documents longer than a pack
     if num_bad > allowed or num_refused:
         limit = f", {allowed:,} are allowed" if allowed else ""
         raise DataError(
             f"{num_useless:,} of {plural(num_rows, 'row')} can't be used{limit}",
+            meaning=dropped,
             fix=_fix(num_rows, num_bad, num_refused, {fix for _, fix in kinds}),
         )
     long = f"{plural(too_long.total(), 'document')} longer than a pack: {describe_too_long(too_long)}"
     if too_long.total() and not num_fit:
         raise DataError(f"no document can be trained on: {long}", fix="raise training.sequence_length")
     used = f"{num_bad:,} of {num_rows:,} are skipped" if num_bad else f"{plural(num_rows, 'row')}: all can be used"
-    dropped = f"{num_dropped:,} equal or contradicting ones are dropped" if num_dropped else ""
     warning = inspector.recipe.training.warn_of_balance(num_train - num_rejected, num_rejected)
-    terminal.say("; ".join(filter(None, [used, dropped, long if too_long.total() else "", warning])))
+    held_out = f"{num_fit - num_train:,} are for validation" if warning and num_fit > num_train else ""
+    terminal.say("; ".join(filter(None, [used, dropped, long if too_long.total() else "", held_out, warning])))
 
 
 def _fix(num_rows: int, num_bad: int, num_refused: int, fixes: set[str]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, get_args
 
 from ftkit.config.data import CALL_ROLES, ROLES, Role, normalized_role
 from ftkit.errors import DataError, closest
@@ -254,7 +254,9 @@ def _role(value: object) -> Role:
     raise DataError(
         f"a turn's role is {str(value)[:_MAX_SHOWN]!r}",
         meaning=f"known roles: {', '.join([*ROLES, *CALL_ROLES])}",
-        fix=f"did you mean '{close}'? correct the data" if close else "correct data.format.style, or the data",
+        fix=f"did you mean '{close}'? correct the data"
+        if close
+        else f"correct data.format.style, or the data; the roles are {', '.join(get_args(Role))}",
     )
 
 

@@ -49,7 +49,9 @@ def read_inputs(given: str) -> list[Row]:
         path = Path(given).expanduser()
         is_readable = path.is_file() or path.is_fifo() or path == Path("/dev/stdin")
         if path.suffix in (".jsonl", ".json", ".ndjson") or is_readable:
-            return read_json_lines(path)
+            if rows := read_json_lines(path):
+                return rows
+            raise DataError(f"--input: {given} has no rows", fix='each line is e.g. {"prompt": "..."}')
     return [Row({"prompt": given}, "--input")]
 
 

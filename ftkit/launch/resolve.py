@@ -22,6 +22,7 @@ from ftkit.files import read_json_if_valid
 from ftkit.launch.inputs import data_stamp
 from ftkit.launch.model import resolve_model
 from ftkit.models.architecture import ModelSpec
+from ftkit.paths import is_path, neighbor_of
 from ftkit.planning.choices import least_memory
 from ftkit.planning.compatibility import find_data_problems
 from ftkit.planning.layout import DataLayout, Workspace
@@ -195,10 +196,17 @@ def _resolve_teacher(recipe: RecipeSpec, ctx: Context, workspace: Workspace, ori
     options, key = recipe.training.distillation, "training.distill.teacher"
     if options is None:
         return None
+    if is_path(options.teacher) and not Path(options.teacher).exists():
+        place = origins.locate(Problem("", key, f"there is no {options.teacher}"))
+        fix = f"{neighbor_of(Path(options.teacher))}give a folder with a model, a hub id, or run:NAME"
+        raise NotFoundError(str(place), fix=fix)
     try:
         return resolve_model(ModelSpec(weights=options.teacher), ctx.environment, workspace)
     except ConfigError as error:
         raise ConfigError([origins.locate(replace(problem, key=key)) for problem in error.problems]) from error
+    except NotFoundError as error:
+        place = origins.locate(Problem("", key, error.what.removeprefix("model.weights: ")))
+        raise NotFoundError(str(place), meaning=error.meaning, fix=error.fix) from error
 
 
 def recipe_name(args: RunArgs, ctx: Context) -> str | None:

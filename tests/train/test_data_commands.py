@@ -364,6 +364,8 @@ def test_contradicting_labels_are_refused_and_unbalanced_ones_are_warned_of(
     assert code == 0
     assert "3 desirable and 1 undesirable completions" in " ".join(err.split())
     assert "training.kto.undesirable_weight=3" in err
+    _, _, err = call(capsys, "check", tmp_path / "labels.jsonl", *settings, "data.validation={count: 2, seed: 1}")
+    assert "2 are for validation; kto: " in " ".join(err.split())
     file = write(tmp_path / "both.jsonl", *rows, rows[0] | {"label": False}, rows[1], rows[2] | {"label": None})
     code, out, _ = call(capsys, "check", file, *settings, "--all")
     assert code == 8
@@ -417,6 +419,10 @@ def test_contradictions_are_dropped_and_counted_if_the_recipe_says_so(
     assert "2 equal or contradicting pairs dropped" in " ".join(err.split())
     (folder,) = (tmp_path / "work" / "data").iterdir()
     assert PreparedData(folder).read_manifest().num_train_documents == num_kept
+    refused = write(tmp_path / "refused.jsonl", *rows, {"prompt": "q", "chosen": "", "rejected": "b"})
+    code, _, err = call(capsys, "check", refused, *settings)
+    assert code == 8
+    assert "2 equal or contradicting ones are dropped" in " ".join(err.split())
     code, out, _ = call(capsys, "check", file, *settings, "data.contradictions=refuse")
     assert code == 8
     assert "are the same" in out

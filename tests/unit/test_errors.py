@@ -10,6 +10,7 @@ import pytest
 import ftkit
 from ftkit.errors import (
     EXIT_CODES,
+    DataError,
     DiskFullError,
     FtkitError,
     NoAnswerError,
@@ -166,6 +167,10 @@ def test_the_message_of_a_failed_import_is_that_of_its_cause() -> None:
     assert one_line(lazy) == str(lazy)
     lazy.__cause__ = RuntimeError("operator torchvision::nms does not exist")
     assert one_line(lazy) == str(lazy.__cause__)
+
+
+def test_the_parts_of_an_error_are_separated_on_one_line() -> None:
+    assert one_line(DataError("no rows", fix="give a file")) == "no rows; give a file"
 
 
 def test_a_file_that_cannot_be_read_for_what_it_is_is_no_bug(tmp_path: Path) -> None:

@@ -118,6 +118,9 @@ def test_an_unknown_role_is_refused_with_the_closest_one() -> None:
     with pytest.raises(DataError, match="a turn's role is 'assistent'") as caught:
         read({"messages": [ASK, {"role": "assistent", "content": "a"}]})
     assert "did you mean 'assistant'?" in caught.value.fix
+    with pytest.raises(DataError, match="a turn's role is 'narrator'") as caught:
+        read({"messages": [ASK, {"role": "narrator", "content": "a"}]})
+    assert "the roles are system, developer, user, assistant, tool" in caught.value.fix
     with pytest.raises(ValidationError, match="or a list of roles"):
         data(train_on=["robot"])
 

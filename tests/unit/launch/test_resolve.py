@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,19 @@ def test_an_image_without_a_cluster_is_planned_for_generic_slurm_with_a_note(
     plan = resolve(RunArgs(image="olmo3:25.02", num_nodes=num_nodes), ctx(project))
     assert (plan.cluster.name, plan.recipe.name, plan.image) == ("slurm", "olmo3-32b-malware-full", "olmo3:25.02")
     assert plan.notes[0].startswith("no cluster is set: this plan is for profile 'slurm'")
+
+
+@pytest.mark.parametrize(
+    ("teacher", "said"),
+    [("./teach", r"there is no /.*/teach\n(?s:.*)'.*teacher'\?"), ("run:nobody", "no runs in")],
+)
+def test_a_teacher_that_does_not_exist_is_named_with_its_key_and_line(project: Path, teacher: str, said: str) -> None:
+    (project / "teacher").mkdir()
+    recipe = project / "mine.yaml"
+    recipe.write_text(f"extends: demo\ntraining:\n  objective: distill\n  distill:\n    teacher: {teacher}\n")
+    with pytest.raises(NotFoundError) as caught:
+        resolve(RunArgs(recipe=str(recipe)), ctx(project))
+    assert re.match(rf"{recipe}:5: training\.distill\.teacher: .*{said}", str(caught.value))
 
 
 def test_an_explicit_cluster_is_never_replaced(project: Path) -> None:
