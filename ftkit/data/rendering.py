@@ -104,11 +104,8 @@ class ChatRenderer(Template):
             try:
                 compile_chat_template(template)
             except TemplateSyntaxError as error:
-                raise DataError(
-                    f"data.chat_template, line {error.lineno}: syntax error: {error.message}",
-                    meaning=f"this is {self.name}, which no row can be rendered with",
-                    fix="correct that line, or choose another data.chat_template",
-                ) from error
+                what = f"data.chat_template, line {error.lineno}: syntax error: {error.message}"
+                raise DataError(what, meaning=f"this is {self.name}", fix="correct that line") from error
         renderer, in_parts = self, replace(self, needs_parts=True)
         if not renderer.writes_contents() and in_parts.writes_contents():
             renderer = in_parts
