@@ -94,10 +94,10 @@ def write_quantized(
         kept = [each for each in found if each not in worse]
         for each in kept[1:]:
             publish(Path(made, each.name), folder / each.name)
-    show(*_table(found))
+    show(*format_table(found))
     write_json(folder / EXPORT_RECORD, replace(record, gguf=tuple(kept)))
     title = ["## Quantized files", *(notes[each.name] for each in kept if each.name in notes)]
-    append_table(folder, "\n\n".join([*title, "Measured with llama.cpp on the validation split"]), *_table(kept))
+    append_table(folder, "\n\n".join([*title, "Measured with llama.cpp on the validation split"]), *format_table(kept))
     if worse:
         text = ", ".join(f"{each.name} by {each.metrics[_INCREASE]:.4f}" for each in worse)
         raise TrainingError(
@@ -108,12 +108,13 @@ def write_quantized(
         )
 
 
-def _table(files: Sequence[GgufFile]) -> tuple[list[str], list[list[str]]]:
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if 1e4 <= value < 1e9 else f"{value:.4g}"  # noqa: PLR2004 - exponents are hard to compare
+
+
+def format_table(files: Sequence[GgufFile]) -> tuple[list[str], list[list[str]]]:
     """Return titles and rows; titles of numbers begin with `#`."""
-    rows = [
-        [each.name, f"{each.file.size / 2**30:.3g}", *(f"{value:.4g}" for value in each.metrics.values())]
-        for each in files
-    ]
+    rows = [[each.name, f"{each.file.size / 2**30:.3g}", *map(_number, each.metrics.values())] for each in files]
     return ["file", "#GiB", *(f"#{name}" for name in files[0].metrics)], rows
 
 

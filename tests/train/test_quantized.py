@@ -22,11 +22,13 @@ from ftkit.cli.main import cli
 from ftkit.config.recipe import ExportSpec
 from ftkit.evaluate.export_formats import CONVERTER
 from ftkit.evaluate.loaded_model import load_model
-from ftkit.evaluate.quantized import divergence
+from ftkit.evaluate.quantized import divergence, format_table
 from ftkit.evaluate.scoring import Ranks, evaluation_set, measure
 from ftkit.evaluate.source import MeasureSettings, ModelFolder
 from ftkit.planning.plan import plan_to_json
 from ftkit.runs.certificate import CERTIFICATE
+from ftkit.runs.checkpoints import SavedFile
+from ftkit.train.components.export_record import GgufFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -173,3 +175,8 @@ def test_divergence_is_that_of_all_tokens_or_below(seed: int, vocabulary: int, n
     assert divergence(*everything) == pytest.approx(exact, abs=1e-9)
     listed = [dict(sorted(each.items(), key=lambda pair: -pair[1])[:num_listed]) for each in everything]
     assert -1e-9 <= divergence(*listed) <= exact + 1e-9
+
+
+def test_numbers_of_a_column_are_written_alike() -> None:
+    files = [GgufFile("m", SavedFile(2**30, "0"), {"loss": 5.40361, "tokens/s": speed}) for speed in (635.8, 10310.2)]
+    assert format_table(files)[1] == [["m", "1", "5.404", "635.8"], ["m", "1", "5.404", "10,310"]]
