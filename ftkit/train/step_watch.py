@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ftkit.runs.script_facts import CallFacts, ParamFacts, RankFacts, ReplayFacts
+from ftkit.train.private_apis.torch import hooks_with_kwargs
 from ftkit.train.step_readings import (
     MATRIX,
     Call,
@@ -105,6 +106,7 @@ class StepWatch:
             self._collect()
         for handle in self._handles:
             handle.remove()
+            hooks_with_kwargs.pop(handle.id, None)
         self._handles = []
         self._forget()
         self._report(self.facts)

@@ -15,6 +15,7 @@ from torch._functorch import config as functorch_config
 from torch.distributed import ProcessGroup, _symmetric_memory, distributed_c10d
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules import module
 from torch.utils import _pytree
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ dump_memory_snapshot: Callable[[Path], None] = torch.cuda.memory._dump_snapshot 
 add_to_all = torch._foreach_add_  # adds a scalar to tensors in one kernel
 find_norms = torch._foreach_norm  # noqa: SLF001
 """Returns the norm of each tensor, of an order, in few kernels; of order infinity, its largest absolute value."""
+hooks_with_kwargs = module._global_forward_hooks_with_kwargs  # noqa: SLF001
+"""Hooks of all modules that get keyword arguments, by id: torch leaves them there when it removes the hooks."""
 map_instances = _pytree.tree_map_only
 """Replaces the instances of a type in nested lists, tuples and dictionaries: of the type, by a function, in a tree."""
 
