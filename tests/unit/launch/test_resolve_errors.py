@@ -205,7 +205,7 @@ def test_an_unreadable_path_is_reported_with_its_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (101 * '{"sql": 1}\n', r"train\.jsonl:1: data\.format\.prompt uses columns .*: sql_context, sql_prompt"),
+        (101 * '{"sql": 1}\n', r"train\.jsonl:1: no column 'sql_context', 'sql_prompt'"),
         (QUESTION + "{]\n", r"train\.jsonl:2: not valid JSON"),
         (3 * QUESTION, r"has 3 examples, the recipe asks for 101"),
         ("", r"has 0 examples"),
