@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,9 +154,18 @@ def _encode(model: ModelInput, rows: list[Row], data: DataSpec | None) -> list[_
     data = data.model_copy(update={"ignore_columns": (*data.ignore_columns, *sorted(unused)), "train_on": train_on})
     encoder = RowEncoder.of(model.tokenizer, data, form, model.vocab_size)
     encoded: list[_Encoded | DataError] = []
-    for row, found in zip(rows, encoder.encode(rows), strict=True):
+    documents_of = encoder.encode(rows)
+    dropped = [row for row, found in zip(rows, documents_of, strict=True) if found == []]
+    answered: Iterator[list[int] | DataError] = iter([])
+    if dropped and encoder.renderer is not None:
+        answered = iter(encode_prompts(model.tokenizer, encoder.renderer, dropped, form))
+    for row, found in zip(rows, documents_of, strict=True):
         if isinstance(found, DataError):
             encoded.append(found)
+            continue
+        if not found:  # training drops a pair of equal sides: it has no loss, but its prompt can be answered
+            prompt = next(answered)
+            encoded.append(prompt if isinstance(prompt, DataError) else ([], _prompt(prompt)[1]))
             continue
         if found[0].is_rejected:
             encoded.append(DataError(f"{row.where}: its label says that the completion is undesirable"))

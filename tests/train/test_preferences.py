@@ -315,3 +315,14 @@ def test_an_evaluation_of_pairs_measures_the_chosen_completions(columns: Columns
     assert tokenizer.decode(trained, skip_special_tokens=True).strip() == "this"
     (case,) = found.cases
     assert tokenizer.decode(case.reference or [], skip_special_tokens=True).strip() == "this"
+
+
+def test_an_evaluation_answers_the_prompt_of_a_pair_of_equal_sides_that_training_drops() -> None:
+    tokenizer = learn_tokenizer(["which is better? this one, not that one"], 300, "chatml")
+    data, skipped = BETTER.model_copy(update={"contradictions": "drop"}), list[str]()
+    pairs = [{"prompt": "which?", "better": "this", "worse": each} for each in ("this", "not that")]
+    rows = [("", Row(pair, f"pairs.jsonl:{number}")) for number, pair in enumerate(pairs, start=1)]
+    found = make_evaluation_set(ModelInput(tokenizer, "a model", len(tokenizer), None), rows, data, skipped.append)
+    assert [case.number for case in found.cases] == [0, 1]
+    assert [number for number, _ in found.documents] == [1]
+    assert skipped == []
