@@ -106,6 +106,8 @@ class ChatRenderer(Template):
             except TemplateSyntaxError as error:
                 what = f"data.chat_template, line {error.lineno}: syntax error: {error.message}"
                 raise DataError(what, meaning=f"this is {self.name}", fix="correct that line") from error
+            except RecursionError:
+                raise DataError("data.chat_template is nested too deeply", fix="choose another one") from None
         renderer, in_parts = self, replace(self, needs_parts=True)
         if not renderer.writes_contents() and in_parts.writes_contents():
             renderer = in_parts
