@@ -6,6 +6,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -126,3 +127,13 @@ def batch_of(store: PackStore, world: World, reference: np.ndarray[Any, Any] | N
     read = store.read(range(len(store)))
     batch = with_completions(to_micro_batch(read, world.device), read, 2, reference)
     return with_shared_prompts(batch, read) if store.shares_prompts else batch
+
+
+def check_gradients(engine: Fsdp2Engine, expected: dict[str, torch.Tensor]) -> None:
+    """Compare an engine's gradients, and their norm, with those in fp64; it takes a step."""
+    norm = torch.stack([each.norm() for each in expected.values()]).norm()
+    found = {name: each.grad for name, each in engine.model.hf_model.named_parameters() if each.grad is not None}
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient.double(), expected[name], rtol=1e-4, atol=1e-5 * float(norm))
+    assert float(engine.step(1e-3, 1e9)) == pytest.approx(float(norm), rel=1e-5)

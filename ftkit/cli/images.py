@@ -156,10 +156,10 @@ def lock_command(reference: str) -> None:
 @click.option(
     "--allow-unpinned", is_flag=True, help="Use the base that the docker engine has, without asking a registry."
 )
-@click.option("--push", "does_push", is_flag=True, help="Push the image after the build.")
+@click.option("--push", "pushes", is_flag=True, help="Push the image after the build.")
 @arguments.registry_option
 def build_command(  # noqa: PLR0913 - its options
-    reference: str, *, base: str | None, repin: bool, no_cache: bool, allow_unpinned: bool, does_push: bool,
+    reference: str, *, base: str | None, repin: bool, no_cache: bool, allow_unpinned: bool, pushes: bool,
     registry: str | None,
 ) -> None:  # fmt: skip
     """Build NAME:TAG from its folder in containers/, and run its self-check.
@@ -168,7 +168,7 @@ def build_command(  # noqa: PLR0913 - its options
     its tag at the registry and records the digest in bases.lock, so that later builds use the same base.
     """
     terminal = Terminal()
-    target = arguments.required_registry(registry, reference) if does_push else None
+    target = arguments.required_registry(registry, reference) if pushes else None
     definition = find_image(reference, Context.here())
     started = time.monotonic()
     with ProgressView(terminal) as view:

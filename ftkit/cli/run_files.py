@@ -43,9 +43,9 @@ _Item = tuple[str, str, int, str]
 
 @forwarded_command("checkpoints", "ftkit runs checkpoints last --verify", "ftkit runs checkpoints last --json")
 @arguments.run_argument
-@click.option("--verify", "does_verify", is_flag=True, help="Read all files and compare their digests.")
+@click.option("--verify", "verifies", is_flag=True, help="Read all files and compare their digests.")
 @arguments.json_option
-def checkpoints_command(reference: str, *, does_verify: bool, as_json: bool) -> None:
+def checkpoints_command(reference: str, *, verifies: bool, as_json: bool) -> None:
     """List the complete checkpoints of a run, oldest first.
 
     --verify exits with code 9 if one is damaged. A run continues from its newest undamaged checkpoint. The best one (by
@@ -65,9 +65,9 @@ def checkpoints_command(reference: str, *, does_verify: bool, as_json: bool) -> 
     rows: list[list[Cell]] = []
     damaged = []
     for step, folder in folders:
-        if does_verify:
+        if verifies:
             terminal.say(f"reading {short_path(folder)}")
-        marker, damage = _read_checkpoint(step, folder, does_verify=does_verify)
+        marker, damage = _read_checkpoint(step, folder, verifies=verifies)
         size, world_size = (marker.size, marker.world_size) if marker else (None, None)
         reason = f"{best.metric} {best.value:.4g}" if best is not None and best.step == step else None
         written = folder.stat().st_mtime
@@ -94,13 +94,13 @@ def checkpoints_command(reference: str, *, does_verify: bool, as_json: bool) -> 
         )
 
 
-def _read_checkpoint(step: int, folder: Path, *, does_verify: bool) -> tuple[Marker | None, list[str] | None]:
+def _read_checkpoint(step: int, folder: Path, *, verifies: bool) -> tuple[Marker | None, list[str] | None]:
     """Return a checkpoint's marker, and what is damaged; None if its files were not read, and none is missing."""
     try:
         marker = read_marker(folder, step)
     except DamagedCheckpointError as error:
         return None, [str(error)]
-    if does_verify:
+    if verifies:
         return marker, checkpoints.find_damage(folder, marker, sorted(marker.files))
     return marker, [name for name in marker.files if not (folder / name).is_file()] or None
 
@@ -188,8 +188,8 @@ def _find_unused(terminal: Terminal, *, with_checkpoints: bool) -> tuple[list[_I
 @command("sync", "ftkit runs sync last ./copies", "ftkit runs sync demo ./copies --watch")
 @arguments.run_argument
 @click.argument("destination", metavar="[DEST]", required=False)
-@click.option("--watch", "does_watch", is_flag=True, help="Keep copying until the run has ended.")
-def sync_command(reference: str, destination: str | None, *, does_watch: bool) -> None:
+@click.option("--watch", "watches", is_flag=True, help="Keep copying until the run has ended.")
+def sync_command(reference: str, destination: str | None, *, watches: bool) -> None:
     """Copy a run's complete checkpoints and exports to DEST/RUN, with what 'ftkit resume DEST/RUN' needs.
 
     DEST is s3://bucket/prefix, gs://bucket/prefix or a folder; default: the recipe's 'sync'. Existing files are not
@@ -205,7 +205,7 @@ def sync_command(reference: str, destination: str | None, *, does_watch: bool) -
     copy = RunCopy(run.layout, destination, terminal.say)
 
     def is_over() -> bool:
-        return not does_watch or submitted is None or observe(submitted).is_final
+        return not watches or submitted is None or observe(submitted).is_final
 
     status = copy.follow(is_over, time.sleep)
     if status.error:

@@ -190,12 +190,6 @@ class TrainingSpec(ObjectiveSpec):
             return self
         return self.model_copy(update={"lora": lora.model_copy(update={"targets": targets})})
 
-    def within(self, positions: int) -> Self:
-        """Return the settings with the default length shortened to a model's positions; a given length stays."""
-        if "sequence_length" in self.model_fields_set or self.sequence_length <= positions:
-            return self
-        return self.model_copy(update={"sequence_length": positions - positions % self.gpus_per_pack})
-
     @property
     def compute_precision(self) -> Precision:
         """The precision of everything but FP8 matmuls."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,9 +145,7 @@ def make_evaluation_set(
 def _encode(model: ModelInput, rows: list[Row], data: DataSpec | None) -> list[_Encoded | DataError]:
     form = _format_of(rows, data)
     if form is None:
-        renderer = renderer_of(model.tokenizer, model.label, data.template_options if data else {})
-        prompts = encode_prompts(model.tokenizer, renderer, rows, data.format if data else None)
-        return [prompt if isinstance(prompt, DataError) else _prompt(prompt) for prompt in prompts]
+        return _encode_prompts(model, rows, data)
     data = data or DataSpec.model_validate({"source": "./rows.jsonl"})
     unused = {name for row in rows for name in unused_columns(row.columns, form)}
     train_on = data.train_on if data.train_on in ("assistant", "last", "completion") else "assistant"
@@ -156,16 +154,14 @@ def _encode(model: ModelInput, rows: list[Row], data: DataSpec | None) -> list[_
     encoded: list[_Encoded | DataError] = []
     documents_of = encoder.encode(rows)
     dropped = [row for row, found in zip(rows, documents_of, strict=True) if found == []]
-    answered: Iterator[list[int] | DataError] = iter([])
-    if dropped and encoder.renderer is not None:
-        answered = iter(encode_prompts(model.tokenizer, encoder.renderer, dropped, form))
+    prompts = iter(_encode_prompts(model, dropped, data) if dropped else [])
     for row, found in zip(rows, documents_of, strict=True):
         if isinstance(found, DataError):
             encoded.append(found)
             continue
         if not found:  # training drops a pair of equal sides: it has no loss, but its prompt can be answered
-            prompt = next(answered)
-            encoded.append(prompt if isinstance(prompt, DataError) else ([], _prompt(prompt)[1]))
+            prompt = next(prompts)
+            encoded.append(prompt if isinstance(prompt, DataError) else ([], prompt[1]))
             continue
         if found[0].is_rejected:
             encoded.append(DataError(f"{row.where}: its label says that the completion is undesirable"))
@@ -188,6 +184,12 @@ def _format_of(rows: list[Row], data: DataSpec | None) -> Format | None:
     except DataError:
         prompt_of(rows[0].columns, form)  # raises an error if there is no prompt either
         return None
+
+
+def _encode_prompts(model: ModelInput, rows: list[Row], data: DataSpec | None) -> list[_Encoded | DataError]:
+    renderer = renderer_of(model.tokenizer, model.label, data.template_options if data else {})
+    prompts = encode_prompts(model.tokenizer, renderer, rows, data.format if data else None)
+    return [prompt if isinstance(prompt, DataError) else _prompt(prompt) for prompt in prompts]
 
 
 def _prompt(tokens: list[int]) -> _Encoded:

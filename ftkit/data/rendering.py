@@ -8,17 +8,24 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import takewhile
-from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
-
-from jinja2 import TemplateError, TemplateSyntaxError
 
 from ftkit.data.conversations import Conversation, JsonObject, Message, ToolCall, trained_turns, with_short_ids
 from ftkit.data.labels import Completions, any_of
 from ftkit.data.limits import MAX_TEXT, LimitReachedError, Template, run_limited
 from ftkit.data.private_apis import compile_chat_template
-from ftkit.data.template_probes import CONTENTS, PROBE, TurnEnd, fields_of, find_dropped, find_turn_ends, shapes
-from ftkit.errors import DataError, one_line
+from ftkit.data.template_probes import (
+    CONTENTS,
+    PROBE,
+    TurnEnd,
+    check_syntax,
+    explain_failure,
+    fields_of,
+    find_dropped,
+    find_turn_ends,
+    shapes,
+)
+from ftkit.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -100,14 +107,7 @@ class ChatRenderer(Template):
 
     def inspected(self) -> ChatRenderer:
         """Return this renderer with what small conversations show of the template."""
-        for template in {self.template, self.tool_template}:
-            try:
-                compile_chat_template(template)
-            except TemplateSyntaxError as error:
-                what = f"data.chat_template, line {error.lineno}: syntax error: {error.message}"
-                raise DataError(what, meaning=f"this is {self.name}", fix="correct that line") from error
-            except RecursionError:
-                raise DataError("data.chat_template is nested too deeply", fix="choose another one") from None
+        check_syntax(self.name, {self.template, self.tool_template})
         renderer, in_parts = self, replace(self, needs_parts=True)
         if not renderer.writes_contents() and in_parts.writes_contents():
             renderer = in_parts
@@ -236,17 +236,7 @@ class ChatRenderer(Template):
             raise
         except Exception as error:  # a template may raise anything: Jinja's errors, its own, Python's
             roles = [turn["role"] for turn in turns[:_MAX_SHOWN_ROLES]] + ["…"] * (len(turns) > _MAX_SHOWN_ROLES)
-            lines = [each.lineno for each in extract_tb(error.__traceback__) if each.filename == "<template>"]
-            refuses = type(error) is TemplateError or not lines  # by raise_exception
-            place = "" if refuses else f"line {lines[-1]}: "
-            raise DataError(
-                f"the chat template can't render the turns {', '.join(roles) or '(none)'}: {place}{one_line(error)}",
-                meaning="most templates require at most one system turn, then alternating user and assistant turns"
-                if refuses
-                else f"an expression of data.chat_template fails: {type(error).__name__}",
-                fix=f"correct {'or remove' if refuses else 'that line of it, or'} this example, or choose another "
-                "data.chat_template",
-            ) from error
+            raise explain_failure(error, ", ".join(roles) or "(none)") from error
         if len(text) > MAX_TEXT:
             raise LimitReachedError(f"writes {len(text):,} characters")
         return text

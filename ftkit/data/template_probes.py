@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Final
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 
 from ftkit.data.conversations import Conversation, JsonObject, Message, ToolCall
 from ftkit.data.labels import any_of
 from ftkit.data.limits import Template, run_limited
 from ftkit.data.private_apis import compile_chat_template
-from ftkit.errors import DataError
+from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
     from ftkit.data.rendering import ChatRenderer
@@ -89,6 +90,35 @@ def _probes() -> dict[str, Conversation]:
 def find_unread(variables: Collection[str], *templates: str) -> list[str]:
     """Return the variables that none of these chat templates reads; none if one is invalid, which rendering reports."""
     return run_limited(Template("the chat template", "".join(templates)), _find_unread, variables, templates)
+
+
+def check_syntax(name: str, templates: Collection[str]) -> None:
+    """Refuse chat templates, which `name` describes, that can't be parsed. Within limits only."""
+    for template in templates:
+        try:
+            compile_chat_template(template)
+        except TemplateSyntaxError as error:
+            what = f"data.chat_template, line {error.lineno}: syntax error: {error.message}"
+            raise DataError(what, meaning=f"this is {name}", fix="correct that line") from error
+        except RecursionError:
+            raise DataError("data.chat_template is nested too deeply", fix="choose another one") from None
+
+
+def explain_failure(error: Exception, roles: str) -> DataError:
+    """Return the error of turns with these roles that a chat template can't render."""
+    what = f"the chat template can't render the turns {roles}"
+    lines = [each.lineno for each in extract_tb(error.__traceback__) if each.filename == "<template>"]
+    if not lines or type(error) is TemplateError:  # by raise_exception
+        return DataError(
+            f"{what}: {one_line(error)}",
+            meaning="most templates require at most one system turn, then alternating user and assistant turns",
+            fix="correct or remove this example, or choose another data.chat_template",
+        )
+    return DataError(
+        f"{what}: line {lines[-1]}: {one_line(error)}",
+        meaning=f"an expression of data.chat_template fails: {type(error).__name__}",
+        fix="correct that line of it, or this example, or choose another data.chat_template",
+    )
 
 
 def _find_unread(variables: Collection[str], templates: Collection[str]) -> list[str]:

@@ -188,8 +188,11 @@ def _resolve_model(
         model = resolve_model(recipe.model, ctx.environment, workspace)
     except ConfigError as error:
         raise ConfigError([origins.locate(problem) for problem in error.problems]) from error
-    training = recipe.training.within(model.architecture.max_position_embeddings)
-    return recipe.model_copy(update={"training": training}), model
+    training, positions = recipe.training, model.architecture.max_position_embeddings
+    if "sequence_length" not in training.model_fields_set and training.sequence_length > positions:
+        length = positions - positions % training.gpus_per_pack
+        recipe = recipe.model_copy(update={"training": training.model_copy(update={"sequence_length": length})})
+    return recipe, model
 
 
 def _resolve_teacher(recipe: RecipeSpec, ctx: Context, workspace: Workspace, origins: Origins) -> ModelPlan | None:
