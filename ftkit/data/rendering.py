@@ -132,10 +132,10 @@ class ChatRenderer(Template):
         given = with_short_ids(conversation) if self.needs_short_ids else conversation
         return run_limited(self, lambda: self._render(self._turns_of(given), given.tools, open_turn=open_turn))
 
-    def try_render(self, conversation: Conversation) -> str | None:
-        """Return the text of a conversation; None if the template refuses it."""
+    def try_render(self, conversation: Conversation, *, open_turn: bool = False) -> str | None:
+        """Return the text of a conversation as `render` does; None if the template refuses it."""
         try:
-            return self.render(conversation)
+            return self.render(conversation, open_turn=open_turn)
         except DataError:
             return None
 

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from ftkit.data.cases import encode_text, prompt_of, read_evaluation_rows, renderer_of
 from ftkit.data.completion_metrics import read_calls
 from ftkit.data.conversations import Conversation, Message
+from ftkit.data.limits import run_in_fork
 from ftkit.data.prepared_data import PreparedData
 from ftkit.data.template_probes import shapes
 from ftkit.errors import DataError, plural
@@ -133,17 +134,17 @@ class _Prompts:
         long = tokenizer.decode(words[: min(wanted, longest - 128)])
         special = next(iter(tokenizer.all_special_tokens), "")
         self.conversations = {**rows, "long": _asked(str(long)), **_conversations(special)}
-        rendered = {name: self.tokens_of(each) for name, each in self.conversations.items()}
+        rendered = dict(zip(self.conversations, self._tokens_of(*self.conversations.values()), strict=True))
         self.length = min(longest, max(len(each or ()) for each in rendered.values()) + _LONG_TOKENS)
         room = self.length - _COMPLETION_TOKENS
         self.expected = {name: tokens for name, tokens in rendered.items() if tokens and len(tokens) <= room}
 
-    def tokens_of(self, conversation: Conversation) -> list[int] | None:
-        try:
-            text = self._renderer.render(conversation, open_turn=True) if self._renderer else ""
-        except DataError:
-            return None
-        return encode_text(self.tokenizer, text)
+    def _tokens_of(self, *conversations: Conversation) -> list[list[int] | None]:
+        renderer = self._renderer
+        if renderer is None:
+            return [None] * len(conversations)
+        texts = run_in_fork(renderer, lambda: [renderer.try_render(each, open_turn=True) for each in conversations])
+        return [None if text is None else encode_text(self.tokenizer, text) for text in texts]
 
     def why(self, name: str, found: list[int]) -> str:
         """Return what explains other tokens of a prompt than in training."""
@@ -151,13 +152,17 @@ class _Prompts:
         bos = self.tokenizer.bos_token_id
         system = tuple(turn for turn in conversation.messages if turn.role == "system")
         others = tuple(turn for turn in conversation.messages if turn.role != "system")
+        without_tools, without_system, system_last = self._tokens_of(
+            replace(conversation, tools=()), replace(conversation, messages=others),
+            replace(conversation, messages=(*others, *system)),
+        )  # fmt: skip
         alternatives = {
             "BOS twice: the server adds one to that of the chat template": [bos, *expected],
             "BOS is missing": expected[1:] if expected[0] == bos else None,
             "an end token is appended to the prompt": [*expected, self.tokenizer.eos_token_id],
-            "the tools are left out": self.tokens_of(replace(conversation, tools=())),
-            "the system turn is left out": self.tokens_of(replace(conversation, messages=others)),
-            "the system turn is in another place": self.tokens_of(replace(conversation, messages=(*others, *system))),
+            "the tools are left out": without_tools,
+            "the system turn is left out": without_system,
+            "the system turn is in another place": system_last,
         }
         if self.tokenizer.decode(found) == self.tokenizer.decode(expected):
             return "the same text in other tokens: another vocabulary, or special tokens are read differently"
