@@ -81,9 +81,10 @@ class Model:
         return "\ufffd" not in self.tokenizer.decode([token])
 
     @torch.no_grad()
-    def scores(self, tokens: list[int]) -> torch.Tensor:
-        """Return the log-probabilities of all tokens after each token of a text."""
-        logits = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
+    def scores(self, tokens: list[int], keep: int = 0) -> torch.Tensor:
+        """Return the log-probabilities of all tokens after each of the last `keep` tokens of a text (0: after all)."""
+        given = torch.tensor([tokens])
+        logits = self.model(input_ids=given, use_cache=False, logits_to_keep=keep).logits[0].float()
         if self.fault == "vocabulary padded":
             logits = torch.cat([logits, torch.zeros(len(logits), 64)], 1)
         return logits.log_softmax(-1)
@@ -91,7 +92,7 @@ class Model:
     def complete(self, prompt: list[int], body: dict[str, Any]) -> tuple[list[int], list[float], bool]:
         tokens, scores = list(prompt), []
         for _ in range(body["max_tokens"]):
-            row = self.scores(tokens)[-1][: self.model.config.vocab_size]
+            row = self.scores(tokens, 1)[-1][: self.model.config.vocab_size]
             chosen = row.clone()
             for token, bias in (body.get("logit_bias") or {}).items():
                 chosen[int(token)] += bias
@@ -186,7 +187,7 @@ def answer(kind: str, model: Model, path: str, body: dict[str, Any]) -> Any:  # 
             return {"choices": [choice | {"token_ids": tokens}], "prompt_token_ids": prompt, **usage}
         return {"choices": [choice | {"response_token_ids": tokens, "prompt_token_ids": prompt}], **usage}
     if path == "/completion":
-        row = model.scores(body["prompt"])[-1]
+        row = model.scores(body["prompt"], 1)[-1]
         chosen = row.clone()
         for token, bias in body.get("logit_bias", ()):
             chosen[token] += bias

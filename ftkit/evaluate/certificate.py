@@ -187,7 +187,7 @@ def _conversations(special_token: str) -> dict[str, Conversation]:
 
 def _compare_prompts(engine: Engine, prompts: _Prompts, samples: list[_Sample]) -> Check:
     """Compare the tokens of prompts with training's; add completions to `samples`."""
-    same, refused, wrong = 0, [], []
+    same, refused, wrong = 0, [], ""
     for name, expected in prompts.expected.items():
         is_completed = len(samples) < _NUM_COMPLETIONS
         try:
@@ -202,13 +202,11 @@ def _compare_prompts(engine: Engine, prompts: _Prompts, samples: list[_Sample]) 
             )
         if found == expected:
             same += 1
-            continue
-        place = next(number for number, (one, other) in enumerate(zip_longest(found, expected)) if one != other)
-        texts = [repr(prompts.tokenizer.decode(each[place : place + 1])) for each in (found, expected)]
-        why = prompts.why(name, found)
-        wrong.append(f"token {place + 1} of '{name}' is {texts[0]}, in training {texts[1]}: {why}")
-    text = f"{same} of {plural(len(prompts.expected), 'conversation')} have the tokens of training"
-    text += "".join(f"; {each}" for each in wrong[:1])
+        elif not wrong:
+            place = next(number for number, (one, other) in enumerate(zip_longest(found, expected)) if one != other)
+            texts = [repr(prompts.tokenizer.decode(each[place : place + 1])) for each in (found, expected)]
+            wrong = f"; token {place + 1} of '{name}' is {texts[0]}, in training {texts[1]}: {prompts.why(name, found)}"
+    text = f"{same} of {plural(len(prompts.expected), 'conversation')} have the tokens of training{wrong}"
     text += f"; it refuses {len(refused)}, such as {refused[0]}" if refused else ""
     return Check("prompts", text, passed=not wrong and same >= len(refused))
 
