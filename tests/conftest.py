@@ -79,4 +79,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
                 return nodeid
             return "tests/slurm" if nodeid.startswith("tests/slurm/") else str(super()._split_scope(nodeid))
 
+        def remove_node(self, node: Any) -> str | None:
+            """Give up the test that ended a worker: xdist would run it again, and end one worker after the other."""
+            work = self.assigned_work.pop(node)
+            pending = [(unit, test) for unit in work.values() for test, is_done in unit.items() if not is_done]
+            if not pending:
+                return None
+            unit, ended = pending[0]
+            unit[ended] = True
+            self.workqueue.update({scope: unit for scope, unit in work.items() if not all(unit.values())})
+            for other in self.assigned_work:
+                self._reschedule(other)
+            return ended
+
     return SharedRuns(config, log)

@@ -160,15 +160,19 @@ class Cluster:
         """Return the job state from squeue; empty once Slurm has forgotten the job."""
         return self.execute("squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job).stdout.strip()
 
-    def start_again(self, run: str, *, starts: int | None = None) -> None:
-        """Wait until a job is requeued, and start it without Slurm's delay.
+    def count_starts(self, run: str) -> int:
+        """Return how often Slurm has started a run's job script."""
+        return (self.folder(run) / "logs" / "job.log").read_text(encoding="utf-8").count("ftkit: job ")
 
-        With `starts`, the starts before it: a job that has started again already is not waited for.
+    def start_again(self, run: str, starts: int) -> None:
+        """Wait until a job that had been started `starts` times is requeued, and start it without Slurm's delay.
+
+        A job that has started again already is not waited for.
         """
-        job, log = self.job(run), self.folder(run) / "logs" / "job.log"
+        job = self.job(run)
 
         def has_started() -> bool:
-            return starts is not None and log.read_text(encoding="utf-8").count("ftkit: job ") > starts
+            return self.count_starts(run) > starts
 
         self._wait(run, lambda: has_started() or self.slurm_state(job) == "PENDING")
         # slurmd rejects a job's new credential within the second in which it revoked the previous one.

@@ -65,7 +65,7 @@ def test_a_run_continues_on_a_node_that_lost_its_power(cluster: Cluster, profile
     nodes = cluster.nodes(cluster.job(run))
     cluster.switch("kill-node", nodes[0])
     cluster.switch("revive-node", nodes[0])
-    cluster.start_again(run)
+    cluster.start_again(run, 1)
     assert cluster.nodes(cluster.job(run)) == nodes
     cluster.wait_for_step(run, 6, start=1)
     cluster.ftkit("cancel", run)

@@ -68,18 +68,17 @@ def test_the_job_is_requeued_without_the_node_of_its_script_once_slurm_notices(c
     cluster.wait_for_step(run, 12)
     victim = cluster.nodes(cluster.job(run))[0]
     link = ("node", victim, "--", "ip", "link", "set", "eth0")
-    log = cluster.folder(run) / "logs" / "job.log"
     with cluster.default_timeouts() if MEASURED else nullcontext():
         cluster.switch(*link, "down")
         cut = time.time()
         try:
             silent = cluster.folder(run) / "silent" / victim
-            cluster._wait(run, lambda: silent.exists() or log.read_text().count("ftkit: job ") > 1)
+            cluster._wait(run, lambda: silent.exists() or cluster.count_starts(run) > 1)
             noticed = time.time()
             if MEASURED:
                 assert list(cluster.status(run)["silent_nodes"]) == [victim]
-            cluster.start_again(run, starts=1)
-            cluster._wait(run, lambda: log.read_text().count("ftkit: job ") > 1)
+            cluster.start_again(run, 1)
+            cluster._wait(run, lambda: cluster.count_starts(run) > 1)
             restarted = time.time()
             cluster.wait_for_step(run, 11, start=1)
             resumed = time.time()

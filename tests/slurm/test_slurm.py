@@ -130,8 +130,9 @@ def test_a_second_job_in_a_run_folder_is_rejected_and_the_first_continues(cluste
 def test_a_stopped_run_writes_a_checkpoint_and_resumes_later(cluster: Cluster, long_run: str, signal: str) -> None:
     num_starts = len(cluster.records(long_run, "start"))
     before = cluster.wait_for_step(long_run, 1, start=num_starts - 1)
+    starts = cluster.count_starts(long_run)
     assert cluster.execute("scancel", f"--signal={signal}", cluster.job(long_run)).returncode == 0
-    cluster.start_again(long_run)
+    cluster.start_again(long_run, starts)
     cluster.wait_for_step(long_run, before, start=num_starts)
     assert cluster.records(long_run, "start")[-1]["resumed_from"] >= before
 
@@ -139,6 +140,7 @@ def test_a_stopped_run_writes_a_checkpoint_and_resumes_later(cluster: Cluster, l
 def test_a_run_that_lost_a_node_is_requeued_with_slurms_default_timeouts(cluster: Cluster, long_run: str) -> None:
     num_starts = len(cluster.records(long_run, "start"))
     resumed_from = cluster.records(long_run, "start")[-1]["resumed_from"]
+    starts = cluster.count_starts(long_run)
     with cluster.default_timeouts():
         victim = cluster.nodes(cluster.job(long_run))[-1]
         cluster.switch("kill-node", victim)
@@ -146,7 +148,7 @@ def test_a_run_that_lost_a_node_is_requeued_with_slurms_default_timeouts(cluster
             cluster.wait_for_log(long_run, "waiting for Slurm to notice (SlurmdTimeout is 300 s)")
             assert cluster.status(long_run)["state"] == "running"
             cluster.declare_dead(victim)
-            cluster.start_again(long_run)
+            cluster.start_again(long_run, starts)
         finally:
             cluster.switch("revive-node", victim)
     cluster.wait_for_step(long_run, resumed_from + 1, start=num_starts)
@@ -186,11 +188,12 @@ def test_a_preemption_without_grace_time_is_known_where_nodes_do_not_reach_the_a
 ) -> None:
     num_starts = len(cluster.records(long_run, "start"))
     before = cluster.wait_for_step(long_run, 1, start=num_starts - 1)
+    starts = cluster.count_starts(long_run)
     with cluster.without_grace_or_accounting():
         urgent = ("--partition=urgent", "--output=/dev/null", "--wrap=true")
         nodes = f"--nodelist={','.join(cluster.nodes(cluster.job(long_run)))}"
         cluster.execute("sbatch", "--wait", "--exclusive", nodes, *urgent)
-        cluster.start_again(long_run)
+        cluster.start_again(long_run, starts)
         cluster.wait_for_step(long_run, before, start=num_starts)
     assert cluster.status(long_run)["restarts"][-1]["reason"] == {"cause": "preempted", "detail": ""}
 
