@@ -11,7 +11,7 @@ from typing import Any, Final
 from ftkit.config.convert_rows import DATASET, OBJECTIVE, Conversion, Row
 from ftkit.config.data_sources import expand_source
 from ftkit.config.foreign_files import Code, Settings
-from ftkit.config.objectives import OPTIONS
+from ftkit.config.objectives import OPTIONS, DistillSpec
 from ftkit.config.other_tools import TOOLS, read_tool, read_values
 from ftkit.errors import ConfigError, Problem, plural
 from ftkit.models.adapters import ALL_PROJECTIONS
@@ -220,7 +220,7 @@ def _set_data(it: Conversion) -> None:
 
 
 def _set_objective(it: Conversion) -> None:
-    """Set an objective on preferences, and its options; next tokens have none."""
+    """Set an objective other than next tokens, and its options."""
     named = {fact.removeprefix(OBJECTIVE): it.take(fact) for fact in [*it.facts] if fact.startswith(OBJECTIVE)}
     name = next((each for each in named if each not in {"dpo", "cpo"}), "dpo" if named else "")
     if "cpo" in named and name != "simpo":
@@ -230,8 +230,10 @@ def _set_objective(it: Conversion) -> None:
         )
     if name:
         it.put("training.objective", name, *(row for rows in named.values() for row in rows))
+    if name not in {"", "distill"}:
         it.remove("data.train_on", "completions are trained")
-        it.remove("data.format", _DETECTED)
+        if not (isinstance(form := it.recipe.get("data.format"), dict) and form["kind"] == "preferences"):
+            it.remove("data.format", _DETECTED)
         if it.recipe.get("data.too_long") == "truncate":
             rows = it.sources["data.too_long"]
             it.remove("data.too_long", "")
@@ -239,7 +241,7 @@ def _set_objective(it: Conversion) -> None:
     for key in [key for key in it.recipe if key.startswith("objective.")]:
         value, rows, option = it.recipe[key], it.sources[key], key.removeprefix("objective.")
         it.remove(key, f"objective {name or 'next_token'} has no such option")
-        if name and option in OPTIONS[name].model_fields:
+        if name and option in {**OPTIONS, "distill": DistillSpec}[name].model_fields:
             it.put(f"training.{name}.{option}", value, *rows)
 
 

@@ -10,10 +10,11 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from ftkit.config.foreign_files import Code
 from ftkit.config.layers import Layers
+from ftkit.config.objectives import Objective
 from ftkit.config.other_tools import LAUNCHERS, Tool, read_tool, read_values
 from ftkit.config.problems import validate
 from ftkit.config.recipe import RecipeSpec
@@ -25,11 +26,12 @@ _PLACEHOLDERS: Final = {"model": "OWNER/MODEL", "data.source": "OWNER/DATASET"}
 DATASET: Final = "dataset."
 """Beginning of the facts that are about one of the datasets."""
 OBJECTIVE: Final = "objective="
-"""Beginning of the facts that name an objective on preferences."""
+"""Beginning of the facts that name an objective."""
 _BNB: Final = re.compile(r"(-unsloth)?-bnb-4bit$")
 _NO_BNB: Final = "the model before bitsandbytes: ftkit quantizes it itself, and refuses weights in 4 bits"
 _UNKNOWN: Final = "ftkit does not know this key: look it up in the tool's documentation"
 _SUPERVISED: Final = "Convert the configuration of the supervised stage before it."
+_TEXT_ONLY: Final = "ftkit trains the model's text part, on text: rows with pictures or audio are refused"
 
 
 @dataclass(eq=False)
@@ -123,13 +125,15 @@ class Conversion:
 
     def _check_objective(self, row: Row) -> None:
         words = [row.key.lower(), *re.findall(r"\w+", str(row.value).lower())]
-        if not row.value or not any(re.search(read_values()["preference"], word) for word in words):
-            row.note = "supervised fine-tuning, as here"
+        if not row.value or not any(re.search(read_values()["other_objectives"], word) for word in words):
+            is_multimodal = any(re.search(read_values()["multimodal"], word) for word in words)
+            row.note = _TEXT_ONLY if is_multimodal else "supervised fine-tuning, as here"
+            row.status = "changed" if is_multimodal else row.status
             return
         row.note = "another key sets this"
         names = {known for known, theirs in read_values()["objectives"].items() if {*theirs.split()} & {*words}}
         if len(names) != 1:
-            message = f"ftkit trains next tokens, dpo, ipo, kto, orpo, and simpo, and not {row.value!r}."
+            message = f"ftkit's objectives are {', '.join(get_args(Objective))}, and not {row.value!r}."
             raise ConfigError([Problem(row.file, row.key, message, _SUPERVISED)])
         self.facts.setdefault(f"{OBJECTIVE}{names.pop()}", []).append(row)
 
@@ -170,9 +174,9 @@ class Conversion:
         """Return the recipe as a tree, without values that ftkit refuses; their rows say why."""
         for row in [row for rows in self.facts.values() for row in rows]:
             row.note = row.note or _UNKNOWN
-        self.recipe.setdefault("name", name)
-        self.sources.setdefault("name", ())
         while True:
+            self.recipe.setdefault("name", name)
+            self.sources.setdefault("name", ())
             for key, value in _PLACEHOLDERS.items():
                 if key not in self.recipe:
                     self.rows.append(Row("", f"({key})", None))

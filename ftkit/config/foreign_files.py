@@ -71,7 +71,7 @@ def _flat(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _resolved(settings: Settings) -> Settings:
-    """Replace `${key}`, as torchtune and NeMo do."""
+    """Replace `${key}`, as torchtune and NeMo do; what is left is known only when the tool runs."""
 
     def fill(value: object, depth: int = 0) -> object:
         if not isinstance(value, str) or "${" not in value or depth > len(settings):
@@ -79,7 +79,7 @@ def _resolved(settings: Settings) -> Settings:
         if (whole := re.fullmatch(r"\$\{([\w.]+)\}", value)) and whole[1] in settings:
             return fill(settings[whole[1]], depth + 1)
         filled = re.sub(r"\$\{([\w.]+)\}", lambda found: str(settings.get(found[1], found[0])), value)
-        return value if filled == value else fill(filled, depth + 1)
+        return Code(value) if filled == value else fill(filled, depth + 1)
 
     return {key: fill(value) for key, value in settings.items()}
 

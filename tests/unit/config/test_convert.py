@@ -380,10 +380,13 @@ def test_patterns_select_linear_layers(tmp_path: Path) -> None:
         ("b.yaml", "model_name_or_path: m\nstage: rm"),
         ("c.sh", "trl reward --model_name_or_path m --dataset_name d"),
         ("d.py", "DPOConfig(loss_type='hinge')"),
-        ("e.yaml", "loss: {_component_: torchtune.rlhf.loss.DPOLoss}"),
+        ("e.yaml", "loss: {_component_: torchtune.rlhf.loss.PPOLoss}"),
         ("f.py", "GRPOTrainer(model='m')"),
         ("g.yaml", "model_name_or_path: m\nstage: dpo\npref_loss: kto_pair"),
         ("h.py", "KTOConfig(loss_type='apo_zero_unpaired')"),
+        ("i.yaml", "recipe: TrainBiEncoderRecipe"),
+        ("j.yaml", "recipe: TrainFinetuneRecipeForSequenceClassification"),
+        ("k.yaml", "recipe: DiffusionLMSFTRecipe"),
     ],
 )
 def test_training_that_ftkit_does_not_have_is_refused(tmp_path: Path, name: str, text: str) -> None:
@@ -429,13 +432,72 @@ def test_cpo_is_refused_unless_it_is_simpo(tmp_path: Path) -> None:
         ("m.yaml", "stage: dpo\npref_beta: 0.2\npref_ftx: 0.5", "dpo", {"beta": 0.2, "loss_weight_sft": 0.5}),
         ("n.yaml", "stage: dpo\npref_loss: simpo\nsimpo_gamma: 0.7", "simpo", {"beta": 0.1, "gamma": 0.7}),
         ("o.yaml", "stage: kto\nkto_rejected_weight: 2.0", "kto", {"beta": 0.1, "undesirable_weight": 2}),
+        ("p.yaml", "loss: {_component_: torchtune.rlhf.loss.DPOLoss, beta: 0.2}", "dpo", {"beta": 0.2}),
+        (
+            "q.yaml",
+            """teacher_checkpointer: {checkpoint_dir: /large}
+            kd_ratio: 0.7
+            loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
+            kd_loss: {_component_: torchtune.modules.loss.ForwardKLWithChunkedOutputLoss}
+            """.replace("            ", ""),
+            "distill",
+            {"teacher": "/large", "alpha": 0.7},
+        ),
+        (
+            "r.yaml",
+            """recipe: KnowledgeDistillationRecipeForNextTokenPrediction
+            kd_loss_fn: {temperature: 2.0}
+            teacher_model: {pretrained_model_name_or_path: org/large}
+            """.replace("            ", ""),
+            "distill",
+            {"teacher": "org/large", "temperature": 2},
+        ),
     ],
 )
-def test_objectives_on_preferences_are_converted(
+def test_objectives_are_converted(
     tmp_path: Path, name: str, text: str, objective: str, options: dict[str, float]
 ) -> None:
     values = training(converted(tmp_path, {name: text}))
     assert (values["objective"], values[objective]) == (objective, options)
+
+
+def test_pairs_of_torchtune_keep_their_columns(tmp_path: Path) -> None:
+    data = "dataset: {_component_: torchtune.datasets.stack_exchange_paired_dataset, source: json, data_files: a.jsonl}"
+    found = converted(tmp_path, {"a.yaml": f"loss: {{_component_: torchtune.rlhf.loss.DPOLoss}}\n{data}"})
+    form = {"kind": "preferences", "prompt": "question", "chosen": "response_j", "rejected": "response_k"}
+    assert (found.recipe["data"]["source"], found.recipe["data"]["format"]) == ("a.jsonl", form)
+
+
+def test_nested_keys_of_llamafactory_are_read(tmp_path: Path) -> None:
+    text = """
+model: org/model
+peft_config: {name: lora, r: 16, lora_alpha: 32, target_modules: all}
+dist_config: {name: fsdp2}
+train_dataset: data/v1.yaml
+micro_batch_size: 2
+cutoff_len: 512
+"""
+    found = converted(tmp_path, {"a.yaml": text})
+    assert (found.tool, found.recipe["model"], training(found)["sequence_length"]) == (
+        "LLaMA-Factory",
+        "org/model",
+        512,
+    )
+    assert (training(found)["global_batch_size"], training(found)["lora"]) == (2, {"rank": 16, "alpha": 32})
+    assert "data.source" in {row.key: row.note for row in found.rows}["train_dataset"]
+
+
+def test_of_a_multimodal_training_the_text_part_is_converted(tmp_path: Path) -> None:
+    found = converted(tmp_path, {"a.yaml": "recipe: FinetuneRecipeForVLM\nfreeze_config: {freeze_vision_tower: true}"})
+    assert {row.key: row.status for row in found.rows}["recipe"] == "changed"
+    assert training(found).get("objective") is None
+
+
+def test_a_name_that_only_the_tool_knows_is_replaced_by_that_of_the_file(tmp_path: Path) -> None:
+    text = "step_scheduler: {global_batch_size: 8}\nwandb: {name: '<your_wandb_name>', project: '${oc.env:PROJECT,x}'}"
+    found = converted(tmp_path, {"mine.yaml": text})
+    assert found.recipe["name"] == "mine"
+    assert "tracking" not in found.recipe
 
 
 def test_what_preferences_do_not_have_is_explained(tmp_path: Path) -> None:
