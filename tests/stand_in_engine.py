@@ -107,6 +107,8 @@ class Model:
 
 def load(base: Path, tokenizer: Path, adapters: Path | None, fault: str) -> Model:
     config = AutoConfig.from_pretrained(base)
+    if quantized := config.__dict__.pop("quantization_config", None):
+        fault = f"quantized to {quantized['bits']} bits"
     changes: dict[str, dict[str, Any]] = {
         "no rope scaling": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
         "another rope base": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
@@ -158,6 +160,7 @@ def answer(kind: str, model: Model, path: str, body: dict[str, Any]) -> Any:  # 
         "/version": {"version": "0"},
         "/server_info": {"version": "0"},
         "/props": {"build_info": "b0"},
+        "/v1/models": {"data": [{"id": "base"}, {"id": "served"}]},
     }
     if path in fixed:
         return fixed[path]
@@ -199,11 +202,18 @@ def answer(kind: str, model: Model, path: str, body: dict[str, Any]) -> Any:  # 
         values, ids = row.topk(min(body["n_probs"], len(row)))
         listed = [{"id": int(token), "logprob": float(value)} for value, token in zip(values, ids, strict=True)]
         return {"completion_probabilities": [{"top_logprobs": listed}]}
+    if path == "/v1/completions" and "prompt_logprobs" not in body:
+        return {"choices": [{"token_ids": model.complete(body["prompt"], body)[0]}]}
     tokens = body["prompt" if path == "/v1/completions" else "input_ids"]
-    scores = model.scores(tokens)[range(len(tokens) - 1), tokens[1:]].tolist()
-    pairs = zip(tokens[1:], scores, strict=True)
+    rows = model.scores(tokens)
+    pairs = list(zip(tokens[1:], rows[range(len(tokens) - 1), tokens[1:]].tolist(), strict=True))
     if path == "/v1/completions":
-        return {"choices": [{"prompt_logprobs": [None, *({str(token): {"logprob": each}} for token, each in pairs)]}]}
+        best = [zip(*(each.tolist() for each in row.topk(body["prompt_logprobs"])), strict=True) for row in rows[:-1]]
+        listed = [
+            {str(token): {"logprob": score} for score, token in [(own[1], own[0]), *others]}
+            for own, others in zip(pairs, best, strict=True)
+        ]
+        return {"choices": [{"prompt_logprobs": [None, *listed]}]}
     return {
         "meta_info": {
             "input_token_logprobs": [[None, tokens[0], None], *([each, token, None] for token, each in pairs)]
@@ -229,7 +239,7 @@ def parse(words: list[str]) -> tuple[str, Model, int]:
         tokenizer = adapters or base
     else:
         base = Path(known.model_path or rest[1])
-        tokenizer = Path(known.tokenizer or known.tokenizer_path)
+        tokenizer = Path(known.tokenizer or known.tokenizer_path or base)
         lora = json.loads(known.lora_modules)["path"] if known.lora_modules else (known.lora_paths or "=").split("=")[1]
         adapters = Path(lora) if lora else None
     return kind, load(base, tokenizer, adapters, known.fault or ""), known.port

@@ -5,31 +5,33 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import click
 
 from ftkit import process
 from ftkit.cli import arguments
-from ftkit.cli.commands import command
+from ftkit.cli.commands import command, current_context
 from ftkit.cli.forwarded import forwarded_command
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import gib, short_path
+from ftkit.cli.terminal.plan_view import say_overridden
 from ftkit.cli.terminal.progress_view import ProgressView
 from ftkit.config.image_reference import ImageFile, RegistryImage, parse_image, parse_name
 from ftkit.data.imports import import_transformers
 from ftkit.errors import EXIT_CODES, FtkitError, NotFoundError, PrerequisiteError, TrainingError
-from ftkit.evaluate.export_formats import Format, check_format, read_precision, write_gguf
-from ftkit.files import write_json
+from ftkit.evaluate.export_formats import COMPRESSED, Format, check_format, gguf_type, read_precision, write_gguf
+from ftkit.files import read_json_if_valid, write_json
 from ftkit.hub.push import check_hub_access, push_to_hub
 from ftkit.images.signatures import require_beside
 from ftkit.images.verify import verify, verify_inside
+from ftkit.launch.side_jobs import plan_verification, submit
 from ftkit.models.folder import EXPORT_RECORD, max_lora_rank
 from ftkit.paths import is_path, neighbor_of
 from ftkit.planning.plan import read_plan
@@ -46,10 +48,23 @@ from ftkit.runs.storage import Store, push
 
 if TYPE_CHECKING:
     from ftkit.config.training import Precision
+    from ftkit.launch.render import SideJob
     from ftkit.planning.layout import RunLayout
 
 _HUB = "hf://"
 _ENGINES = ("auto", "transformers", "vllm", "sglang", "llama.cpp")
+
+
+def _some_of(*choices: str) -> Callable[[click.Context, click.Parameter, str], list[str]]:
+    """Return the callback of an option that takes some of the choices, separated by commas."""
+
+    def read(context: click.Context, _: click.Parameter, value: str) -> list[str]:
+        names = list(dict.fromkeys(value.split(",")))
+        if wrong := [name for name in names if name not in choices]:
+            raise click.BadParameter(f"expected some of {', '.join(choices)}, got {wrong[0]!r}", context)
+        return names
+
+    return read
 
 
 @forwarded_command(
@@ -70,14 +85,23 @@ _ENGINES = ("auto", "transformers", "vllm", "sglang", "llama.cpp")
     "--dtype", "precision", type=click.Choice(["bf16", "fp32"]), help="Dtype of the weights; default: that of training."
 )
 @click.option(
-    "--format", "form", type=click.Choice(["hf", "gguf", "vllm-lora"]), default="hf", show_default=True,
-    help="gguf: also write a GGUF file, with llama.cpp's own converter. vllm-lora: adapters; fails if vLLM does "
-    "not load their kind.",
+    "--format", "forms", metavar="NAMES", default="hf", show_default=True, callback=_some_of(*get_args(Format)),
+    help="Some of hf, gguf, fp8, w4a16, vllm-lora, separated by commas. gguf: also write a GGUF file, with llama.cpp's "
+    "own converter. fp8, w4a16: also a folder with the model quantized by llm-compressor, measured as with --quantize. "
+    "vllm-lora: adapters; fails if vLLM does not load their kind.",
 )  # fmt: skip
 @click.option(
     "--quantize", "types", metavar="TYPE,...",
     help="With gguf: also quantized files, such as q4_k_m,q8_0, by llama.cpp's programs, and for each "
     "its loss on the validation split, its KL divergence from the unquantized file, the recipe's metrics, and speed.",
+)  # fmt: skip
+@click.option(
+    "--llm-compressor", "compressor", metavar="PYTHON", default=sys.executable,
+    help="Python of the environment with llm-compressor; default: ftkit's own.",
+)  # fmt: skip
+@click.option(
+    "--engine-python", "server", metavar="PYTHON",
+    help="Python of an environment with vLLM, whose server measures fp8 and w4a16; default: transformers does.",
 )  # fmt: skip
 @arguments.folder_option(
     "--to", "folder", exists=False, is_resolved=True,
@@ -93,7 +117,7 @@ _ENGINES = ("auto", "transformers", "vllm", "sglang", "llama.cpp")
 )  # fmt: skip
 def export_command(  # noqa: PLR0913 - one for each option
     reference: str, *, step: str, merges: bool, precision: Precision | None, folder: Path | None, verifies: bool,
-    destination: str | None, form: Format, types: str | None,
+    destination: str | None, forms: list[Format], types: str | None, compressor: str, server: str | None,
 ) -> None:  # fmt: skip
     """Export the trained model of a run from one of its checkpoints, on a machine without GPUs.
 
@@ -110,14 +134,16 @@ def export_command(  # noqa: PLR0913 - one for each option
     if destination is not None:
         _check_destination(destination)
     _use_hub_cache()
+    if {*COMPRESSED} & {*forms}:
+        os.environ.setdefault("TQDM_DISABLE", "1")  # compressed-tensors has a bar for each stage, and no option
     import_transformers()
     from ftkit.evaluate.checkpoint_export import ExportRequest, export_run
 
     quantizations = [] if types is None else list(dict.fromkeys(types.lower().split(",")))
-    if quantizations and form != "gguf":
+    if quantizations and "gguf" not in forms:
         raise arguments.usage_error("--quantize is for --format gguf")
-    if form != "hf":
-        check_format(form, read_plan(layout), quantizations, merges=merges)
+    for form in forms:
+        check_format(form, read_plan(layout), quantizations, (compressor, server), merges=merges)
 
     def verify_and_report(made: Path) -> None:
         terminal.say(_verify_in_process(made))
@@ -126,7 +152,7 @@ def export_command(  # noqa: PLR0913 - one for each option
     exported = export_run(layout, request, verify_and_report if verifies else None, terminal.say)
     try:
         with _keeping(exported, "but not all that --format asks for"):
-            _add_format(form, exported, quantizations, layout, terminal)
+            _add_formats(forms, exported, quantizations, (compressor, server), layout, terminal)
     finally:
         settle_certificate(exported)
     terminal.data(f"{exported}\n")
@@ -134,20 +160,26 @@ def export_command(  # noqa: PLR0913 - one for each option
         terminal.data(f"{_push(exported, destination, terminal)}\n")
 
 
-def _add_format(form: Format, exported: Path, types: Sequence[str], layout: RunLayout, terminal: Terminal) -> None:
-    if form == "vllm-lora":
+def _add_formats(
+    forms: Sequence[Format], exported: Path, types: Sequence[str], pythons: tuple[str, str | None], layout: RunLayout,
+    terminal: Terminal,
+) -> None:  # fmt: skip
+    if "vllm-lora" in forms:
         terminal.say(f"serve them with: vllm serve BASE --enable-lora --max-lora-rank {max_lora_rank(exported)}")
-    if form != "gguf":
-        return
-    precision = read_precision(exported)
+    precision, compressed = read_precision(exported), [form for form in forms if form in COMPRESSED]
     file = exported / f"{layout.root.name}-{precision}.gguf"
-    for warning in write_gguf(exported, file, precision, terminal.say):
+    for warning in write_gguf(exported, file, precision, terminal.say) if "gguf" in forms else ():
         terminal.warn(warning)
-    if types:
-        from ftkit.evaluate.quantized import write_quantized
+    if not types and not compressed:
+        return
+    from ftkit.evaluate.quantized import Compressed, Gguf, write_quantized
 
-        show = partial(terminal.table, is_data=False)
-        write_quantized(exported, file, types, read_plan(layout), terminal.say, show)
+    plan, show = read_plan(layout), partial(terminal.table, is_data=False)
+    if types:
+        others = [name for name in types if name != gguf_type(precision)]  # the file has that type
+        write_quantized(Gguf(exported, file, plan, terminal.say), others, show)
+    if compressed:
+        write_quantized(Compressed(exported, plan, terminal.say, *pythons), compressed, show)
 
 
 def _check_destination(destination: str) -> None:
@@ -204,13 +236,6 @@ def _verify_in_process(folder: Path) -> str:
     return done.stdout.rstrip()
 
 
-def _engines_of(context: click.Context, _: click.Parameter, value: str) -> list[str]:
-    names = value.split(",")
-    if wrong := [name for name in names if name not in _ENGINES]:
-        raise click.BadParameter(f"expected some of {', '.join(_ENGINES)}, got {wrong[0]!r}", context)
-    return names
-
-
 @command(
     "verify",
     "ftkit verify olmo3:25.02",
@@ -222,7 +247,7 @@ def _engines_of(context: click.Context, _: click.Parameter, value: str) -> list[
 @click.argument("words", metavar="[-- ARGUMENT...]", nargs=-1, type=click.UNPROCESSED)
 @arguments.require_signature_option("a file, or an export's certificate,")
 @click.option(
-    "--engine", "engines", metavar="NAMES", default="auto", callback=_engines_of,
+    "--engine", "engines", metavar="NAMES", default="auto", callback=_some_of(*_ENGINES),
     help="An export: also serve it with these, separated by commas: vllm, sglang, llama.cpp. auto, the default, serves "
     "it with vllm on GPUs where that is installed; transformers, with none.",
 )  # fmt: skip
@@ -234,6 +259,16 @@ def _engines_of(context: click.Context, _: click.Parameter, value: str) -> list[
     "--llama-cpp", is_resolved=True,
     about="Checkout of llama.cpp, built in its folder build; default: its programs on PATH.",
 )  # fmt: skip
+@click.option(
+    "--url", default="", metavar="http://HOST:PORT", help="Server that has the export already; default: start one."
+)
+@click.option(
+    "--as-job", is_flag=True, help="Verify in a Slurm job: vLLM's server in the serving image, ftkit in the run's."
+)
+@arguments.image_option("Serving image, for --as-job; default: vllm:0.33.")
+@arguments.number_option("--gpus", "num_gpus", about="GPUs of --as-job; default: as many as the weights need.")
+@arguments.time_option("the profile's, for --as-job")
+@arguments.dry_run_option("the script of --as-job")
 @arguments.file_option(
     "--output", "-o", exists=False, about="File of the certificate; default: certificate.json in DIR."
 )
@@ -241,7 +276,8 @@ def _engines_of(context: click.Context, _: click.Parameter, value: str) -> list[
 @arguments.json_option
 def verify_command(  # noqa: PLR0913 - one for each option
     wanted: str, words: tuple[str, ...], *, deep: bool, public_key: Path | None, engines: list[str], python: str,
-    llama_cpp: Path | None, output: Path | None, signs: bool, key: Path | None, as_json: bool,
+    llama_cpp: Path | None, output: Path | None, signs: bool, key: Path | None, as_json: bool, url: str, as_job: bool,
+    image: str | None, num_gpus: int | None, time_limit: str | None, dry_run: bool,
 ) -> None:  # fmt: skip
     """Verify an imported image, or DIR, an export. Lists every difference.
 
@@ -251,14 +287,20 @@ def verify_command(  # noqa: PLR0913 - one for each option
     training (exit code 9). Then each engine's own server serves it, with the arguments after --, and is compared too;
     certificate.json has the result.
     """
-    if Path(wanted).is_dir():
-        if deep:
-            raise arguments.usage_error("--deep is for an image, and this is an export")
+    of_job = image or num_gpus or time_limit or dry_run
+    if as_job:
+        if engines != ["vllm"] or signs or url or as_json or public_key or output:
+            raise arguments.usage_error("--as-job is for --engine vllm; --url, --json, --output, and signing are not")
+        wish = partial(plan_verification, num_gpus=num_gpus, time_limit=time_limit, words=words)
+        _submit_verification(Path(wanted).resolve(), image, wish, dry_run=dry_run)
+    elif Path(wanted).is_dir():
+        if deep or of_job:
+            raise arguments.usage_error("--deep is for an image; --image, --gpus, --time and --dry-run for --as-job")
         private_key = arguments.signing_key(signs=signs, key=key)
         if public_key:
             engines_of_it = ", ".join(require_certificate(Path(wanted), public_key))
             Terminal().say(Styled(f"the certificate of {engines_of_it} is signed by {short_path(public_key)}", "green"))
-        serving = (words, python, llama_cpp)
+        serving = (words, python, llama_cpp, url)
         _verify_export(Path(wanted).resolve(), engines, serving, output, private_key, as_json=as_json)
     elif any(wanted in (run.id, run.name) for run in list_runs(arguments.current_workspace())):
         raise NotFoundError(f"{wanted} is a run, not an export", fix=f"ftkit export {wanted}: it also verifies")
@@ -268,9 +310,25 @@ def verify_command(  # noqa: PLR0913 - one for each option
         fix = f"{neighbor_of(Path(wanted))}give an export's folder, or an imported image"
         raise NotFoundError(f"there is no file or folder {wanted}", fix=fix)
     else:
-        if words or output or signs or key or llama_cpp or engines != ["auto"]:
-            raise arguments.usage_error("engines, --output and --sign are for DIR, an export")
+        if words or output or signs or key or llama_cpp or url or of_job or engines != ["auto"]:
+            raise arguments.usage_error("engines, --output, --sign, and jobs are for DIR, an export")
         _verify_image(wanted, public_key, deep=deep, as_json=as_json)
+
+
+def _submit_verification(folder: Path, image: str | None, wish: Callable[..., SideJob], *, dry_run: bool) -> None:
+    terminal, ctx = Terminal(), current_context()
+    run = (read_json_if_valid(folder / EXPORT_RECORD, dict[str, object]) or {}).get("run")
+    if not isinstance(run, str):
+        raise NotFoundError(f"{folder} is no export of ftkit", fix="export a run: ftkit export RUN")
+    chosen = parse_image(image, ctx.project, "command line", "--image") if image else None
+    job = wish(read_plan(arguments.get_run(run).layout), chosen, folder, ctx)
+    say_overridden(terminal, ctx.project)
+    if dry_run:
+        terminal.data(job.script)
+        return
+    job_id = submit(job, os.environ)
+    terminal.say(f"job {job_id} verifies {folder}; its log: {short_path(job.log)}")
+    terminal.data(f"{job_id}\n")
 
 
 def _verify_image(wanted: str, public_key: Path | None, *, deep: bool, as_json: bool) -> None:
@@ -306,7 +364,7 @@ def _verify_image(wanted: str, public_key: Path | None, *, deep: bool, as_json: 
 
 
 def _verify_export(
-    folder: Path, engines: list[str], serving: tuple[tuple[str, ...], str, Path | None], output: Path | None,
+    folder: Path, engines: list[str], serving: tuple[tuple[str, ...], str, Path | None, str], output: Path | None,
     key: Path | None, *, as_json: bool,
 ) -> None:  # fmt: skip
     _use_hub_cache()
@@ -319,8 +377,8 @@ def _verify_export(
     logging.disable_progress_bar()
     terminal, record, path = Terminal(), read_record(folder), output or folder / CERTIFICATE
     names = chosen_engines(engines, folder)
-    if serving[0] and len(names) != 1:
-        raise arguments.usage_error("arguments after -- are for one engine: --engine NAME")
+    if (serving[0] or serving[-1]) and len(names) != 1:
+        raise arguments.usage_error("--url and arguments after -- are for one engine: --engine NAME")
     if (names or output or key) and not os.access(path.parent, os.W_OK):
         raise PrerequisiteError(f"can't write {path}", fix="write the certificate elsewhere: --output FILE")
     checks = verify_export(folder, terminal.say)

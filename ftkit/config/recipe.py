@@ -89,7 +89,7 @@ class ExportSpec(Spec):
     """What `ftkit export` hands over."""
 
     max_loss_increase: NonNegativeFloat | None = None
-    """Refuse a quantized file whose loss on the validation split is higher by more than this, in nats per token."""
+    """Refuse a quantized model whose loss on the validation split is higher by more than this, in nats per token."""
 
 
 SinkName = Literal["tensorboard", "wandb", "mlflow"]

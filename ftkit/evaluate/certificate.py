@@ -92,12 +92,12 @@ def chosen_engines(names: Sequence[str], folder: Path) -> list[str]:
 
 def certify(  # noqa: PLR0913, PLR0917 - what the user gives
     name: str, folder: Path, record: ExportRecord, report: Callable[[str], None], options: tuple[str, ...], python: str,
-    llama_cpp: Path | None, rows: Mapping[str, Conversation],
+    llama_cpp: Path | None, url: str, rows: Mapping[str, Conversation],
 ) -> EngineResult:  # fmt: skip
     """Serve an export by an engine, and compare it with the trained model, also on `rows`; else as `Setup`."""
     base = folder if record.kind == "model" else base_of(record)
     with tempfile.TemporaryDirectory(prefix="ftkit-") as scratch:
-        setup = Setup(folder, base, record.precision, options, python, llama_cpp, Path(scratch))
+        setup = Setup(folder, base, record.precision, options, python, llama_cpp, Path(scratch), url=url)
         engine, found = ENGINES[name](setup), ""
         prompts, samples = _Prompts(AutoTokenizer.from_pretrained(folder), base, rows), list[_Sample]()
         try:
@@ -111,7 +111,7 @@ def certify(  # noqa: PLR0913, PLR0917 - what the user gives
                 checks.append(_compare_ends(engine, record, prompts))
                 checks += _compare_calls(engine, prompts, [name for name in rows if rows[name].tools])
         except EngineError as error:
-            checks = [Check("serves", f"{error.what}: {error.last_line}", passed=False)]
+            checks = [Check("serves", f"{error.what}: {error.last_line}".removesuffix(": "), passed=False)]
         else:
             report("computing the same log-probabilities in fp32, and in bf16, with transformers")
             checks += _Comparison(setup, record, samples, prompts.tokenizer, report).checks()

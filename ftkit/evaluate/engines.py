@@ -1,4 +1,4 @@
-"""Serve an export with an engine's own HTTP server: vLLM's, SGLang's, or llama.cpp's, on this machine only."""
+"""An engine's own HTTP server for an export: vLLM's, SGLang's, or llama.cpp's; started here, or already running."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ LARGEST_BIAS = 100
 _NUM_PROBABILITIES = 2000
 """Tokens whose probabilities llama.cpp returns; all of them if the wanted one is not among these."""
 _MODEL = "trained"
+_KEY = "VLLM_API_KEY"
+"""Variable with the key of a server that requires one, as vLLM reads it."""
 
 
 class EngineError(TrainingError):
@@ -76,6 +78,7 @@ class Setup:
         llama_cpp: checkout of llama.cpp; None to look for its programs on PATH.
         scratch: folder for files that only the server needs.
         gguf: file for llama.cpp; that of the export if None.
+        url: address of a server that has the export and `options`; empty to start one.
     """
 
     folder: Path
@@ -86,6 +89,7 @@ class Setup:
     llama_cpp: Path | None
     scratch: Path
     gguf: Path | None = None
+    url: str = ""
 
     @cached_property
     def rank(self) -> int:
@@ -102,7 +106,7 @@ class Engine(ABC):
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.port = 0
+        self.address = ""
         self.tool_settings = {}
         self.parses_calls = True
 
@@ -158,10 +162,13 @@ class Engine(ABC):
 
     def call(self, path: str, body: object = None) -> Any:
         """Return the server's JSON answer, to a POST request if there is a body."""
-        connection = http.client.HTTPConnection(_HOST, self.port, timeout=_ANSWER_SECONDS)
+        connection = http.client.HTTPConnection(self.address, timeout=_ANSWER_SECONDS)
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(_KEY):
+            headers["Authorization"] = f"Bearer {key}"
         try:
             data = None if body is None else json.dumps(body)
-            connection.request("GET" if body is None else "POST", path, data, {"Content-Type": "application/json"})
+            connection.request("GET" if body is None else "POST", path, data, headers)
             response = connection.getresponse()
             text = response.read().decode(errors="replace")
         finally:
@@ -173,14 +180,27 @@ class Engine(ABC):
 
 @contextmanager
 def serve(engine: Engine, length: int, report: Callable[[str], None]) -> Iterator[None]:
-    """Serve an export in the block; the server's log is removed only if the block succeeds.
+    """Serve an export in the block; the log of a server that was started is removed only if the block succeeds.
 
     Raises `EngineError`, with the log's last lines, if the server ends or stops answering.
     """
+    if url := engine.setup.url:
+        try:
+            engine.address = url.removeprefix("http://").rstrip("/")
+            engine.model = engine.call("/v1/models")["data"][-1]["id"]  # adapters follow their base
+            yield
+        except (OSError, http.client.HTTPException, RefusedError) as error:
+            raise EngineError(
+                f"{engine.name} does not serve {engine.setup.folder} at {url}: {one_line(error)}",
+                meaning="it is not http://HOST:PORT, not ready, another engine, or requires a key",
+                fix=f"see its log; a key is read from {_KEY}",
+            ) from error
+        return
     with socket.socket() as free:
         free.bind((_HOST, 0))
-        engine.port = free.getsockname()[1]
-    words = [*engine.command(length), "--host", _HOST, "--port", str(engine.port), *engine.setup.options]
+        port = free.getsockname()[1]
+    engine.address = f"{_HOST}:{port}"
+    words = [*engine.command(length), "--host", _HOST, "--port", str(port), *engine.setup.options]
     descriptor, name = tempfile.mkstemp(prefix=f"ftkit-{engine.name}-", suffix=".log")
     os.close(descriptor)
     report(f"starting {engine.name}; its log: {name}")
@@ -243,9 +263,24 @@ class Vllm(Engine):
         return str(self.call("/version")["version"])
 
     def logprobs(self, tokens: Sequence[int]) -> list[float]:
-        body = {"model": _MODEL, "prompt": list(tokens), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-        found = self.call("/v1/completions", body)["choices"][0]["prompt_logprobs"]
-        return [each[str(token)]["logprob"] for each, token in list(zip(found, tokens, strict=True))[1:]]
+        found = self.distributions(tokens, range(len(tokens) - 1), 0)
+        return [each[token] for each, token in zip(found, tokens[1:], strict=True)]
+
+    def distributions(self, tokens: Sequence[int], places: Sequence[int], number: int) -> list[dict[int, float]]:
+        """Return log-probabilities after `tokens[: place + 1]`: of the next token, and `number` of the likeliest."""
+        answer = self._choice(tokens, 1, prompt_logprobs=number)["prompt_logprobs"]
+        return [{int(token): each["logprob"] for token, each in answer[place + 1].items()} for place in places]
+
+    def complete(self, prompt: Sequence[int], max_tokens: int, *, ignores_end: bool) -> list[int]:
+        """Return the greedy completion of a prompt."""
+        settings = {"ignore_eos": ignores_end, "repetition_penalty": 1.0, "return_token_ids": True}
+        tokens: list[int] = self._choice(prompt, max_tokens, **settings)["token_ids"]
+        return tokens
+
+    def _choice(self, prompt: Sequence[int], max_tokens: int, **settings: object) -> dict[str, Any]:
+        body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
+        found: dict[str, Any] = self.call("/v1/completions", body | settings)["choices"][0]
+        return found
 
 
 class Sglang(Engine):
@@ -271,7 +306,8 @@ class Sglang(Engine):
     def logprobs(self, tokens: Sequence[int]) -> list[float]:
         body = {
             "input_ids": list(tokens), "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-            "return_logprob": True, "logprob_start_len": 0, "lora_path": _MODEL if self.setup.rank else None,
+            "return_logprob": True, "logprob_start_len": 0,
+            "lora_path": self.model.rpartition(":")[2] if self.setup.rank else None,
         }  # fmt: skip
         return [each[0] for each in self.call("/generate", body)["meta_info"]["input_token_logprobs"][1:]]
 
@@ -319,7 +355,8 @@ class LlamaCpp(Engine):
         return tokens
 
     def logprobs(self, tokens: Sequence[int]) -> list[float]:
-        return [self.probabilities(tokens[:place], tokens[place])[tokens[place]] for place in range(1, len(tokens))]
+        found = self.distributions(tokens, range(len(tokens) - 1), 1)
+        return [each[token] for each, token in zip(found, tokens[1:], strict=True)]
 
     @cached_property
     def _letter(self) -> int:
@@ -327,19 +364,25 @@ class LlamaCpp(Engine):
         tokens: list[int] = self.call("/tokenize", {"content": "a"})["tokens"]
         return tokens[-1]
 
-    def probabilities(self, prompt: Sequence[int], token: int) -> dict[int, float]:
-        """Return the log-probabilities of the most probable tokens after a prompt, and of `token` in any case."""
-        for number in (_NUM_PROBABILITIES, 2**30):
+    def distributions(self, tokens: Sequence[int], places: Sequence[int], number: int) -> list[dict[int, float]]:
+        """Return the same as vLLM's."""
+        return [self._distribution(tokens[: place + 1], tokens[place + 1], number) for place in places]
+
+    def _distribution(self, prompt: Sequence[int], token: int, number: int) -> dict[int, float]:
+        for num_listed in (max(number, _NUM_PROBABILITIES), 2**30):
             # The probabilities are those before the bias.
-            answer = self.complete(prompt, 1, n_probs=number, logit_bias=[[self._letter, LARGEST_BIAS]])
+            answer = self._completion(prompt, 1, n_probs=num_listed, logit_bias=[[self._letter, LARGEST_BIAS]])
             listed = answer["completion_probabilities"][0]["top_logprobs"]
             found = {each["id"]: float(each["logprob"]) for each in listed}
             if token in found:
-                return found
+                return dict(list(found.items())[:number]) | {token: found[token]}  # the most probable ones come first
         raise RefusedError(f"token {token} is not in the file's vocabulary")
 
-    def complete(self, prompt: Sequence[int], max_tokens: int, **settings: object) -> dict[str, Any]:
-        """Return the server's answer with a greedy completion of a prompt in tokens."""
+    def complete(self, prompt: Sequence[int], max_tokens: int, *, ignores_end: bool) -> list[int]:
+        tokens: list[int] = self._completion(prompt, max_tokens, ignore_eos=ignores_end)["tokens"]
+        return tokens
+
+    def _completion(self, prompt: Sequence[int], max_tokens: int, **settings: object) -> dict[str, Any]:
         body = {"prompt": list(prompt), "n_predict": max_tokens, "temperature": 0, "return_tokens": True}
         found: dict[str, Any] = self.call("/completion", body | settings)
         return found

@@ -1,4 +1,4 @@
-"""Other formats of an export: GGUF with llama.cpp's converter, and adapters for vLLM's LoRA loader."""
+"""Other formats of an export: GGUF by llama.cpp, compressed models by llm-compressor, adapters for vLLM's loader."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from ftkit.models.architecture import ArchitectureSpec
     from ftkit.planning.plan import RunPlan
 
-Format = Literal["hf", "gguf", "vllm-lora"]
+Format = Literal["hf", "gguf", "fp8", "w4a16", "vllm-lora"]
+COMPRESSED = ("fp8", "w4a16")
+"""Formats of llm-compressor."""
 
 CONVERTER = "FTKIT_GGUF_CONVERTER"
 QUANTIZE = "llama-quantize"
@@ -46,21 +48,36 @@ class _Record:
     precision: str = "bf16"
 
 
-def check_format(form: Format, plan: RunPlan, types: Sequence[str] = (), *, merges: bool) -> None:
-    """Refuse a format that this run can't be exported in, before anything is read; `types` are of quantized files."""
+def check_format(
+    form: Format, plan: RunPlan, types: Sequence[str] = (), pythons: tuple[str, str | None] = (sys.executable, None), *,
+    merges: bool,
+) -> None:  # fmt: skip
+    """Refuse a format that this run can't be exported in, before anything is read.
+
+    `types` are those of quantized GGUF files, `pythons` those of the environments with llm-compressor and vLLM.
+    """
     lora = plan.recipe.training.adapters
+    if form not in ("hf", "vllm-lora") and lora is not None and not merges:
+        raise TrainingError(f"--format {form} is for full models, and this run trained adapters", fix="add --merge")
+    if (types or form in COMPRESSED) and not plan.recipe.data.has_validation:
+        raise TrainingError(
+            "quantized files are measured on the validation split, and this run has none",
+            fix="hold out rows in training: data.source.num_heldout; or leave --quantize, fp8 and w4a16 out",
+        )
+    if form in COMPRESSED:
+        _check_compressor(*pythons)
     if form == "gguf":
         find_converter()
         if types:
-            _check_types(types, plan)
-        if lora is not None and not merges:
-            raise TrainingError(
-                "--format gguf: this run trained adapters, and a GGUF file has a full model", fix="add --merge"
-            )
+            _check_types(types)
         folder = find_base(plan)
         check_gguf_model(plan.recipe.model.architecture, {} if folder is None else text_part(read_model_config(folder)))
-    if form != "vllm-lora":
-        return
+    if form == "vllm-lora":
+        _check_vllm_lora(plan, merges=merges)
+
+
+def _check_vllm_lora(plan: RunPlan, *, merges: bool) -> None:
+    lora = plan.recipe.training.adapters
     if lora is None or merges:
         raise TrainingError(
             "--format vllm-lora: there are no adapters to export",
@@ -108,6 +125,21 @@ def check_gguf_model(shape: ArchitectureSpec, config: Mapping[str, object]) -> N
         )
 
 
+def _check_compressor(python: str, server: str | None) -> None:
+    if process.run([python, "-c", "from importlib.metadata import version; version('llmcompressor')"]).returncode:
+        raise PrerequisiteError(
+            f"--format fp8 and w4a16 need llm-compressor, and the environment of {python} has none",
+            meaning="it pins torch and transformers, so it may need an environment of its own",
+            fix="python3 -m venv compressor && compressor/bin/pip install llmcompressor; then add "
+            "--llm-compressor compressor/bin/python",
+        )
+    if server is None and find_spec("compressed_tensors") is None:
+        raise PrerequisiteError(
+            "--format fp8 and w4a16: transformers needs the package compressed-tensors to measure them",
+            fix="pip install compressed-tensors; or let vLLM measure them: --engine-python PYTHON",
+        )
+
+
 def find_converter(llama_cpp: Path | None = None) -> Path:
     """Return llama.cpp's converter: of a checkout, from the variable FTKIT_GGUF_CONVERTER, or on PATH."""
     configured = str(llama_cpp / _SCRIPT) if llama_cpp else os.environ.get(CONVERTER)
@@ -134,12 +166,7 @@ def find_program(name: str, llama_cpp: Path | None = None) -> str | None:
     return shutil.which(name, path=os.pathsep.join(places)) or shutil.which(name)
 
 
-def _check_types(types: Sequence[str], plan: RunPlan) -> None:
-    if not plan.recipe.data.has_validation:
-        raise TrainingError(
-            "--quantize measures on the validation split, and this run has none",
-            fix="leave --quantize out, or hold out rows in training: data.source.num_heldout",
-        )
+def _check_types(types: Sequence[str]) -> None:
     program = find_program(QUANTIZE)
     if program is None or find_program("llama-server") is None:
         missing = "llama-server" if program else QUANTIZE
@@ -195,7 +222,7 @@ def gguf_type(precision: str) -> str:
     return {"fp32": "f32"}.get(precision, precision)
 
 
-def run_converter(program: str, words: list[str], output: Path, file: Path, *last: str) -> str:
+def run_converter(program: str, words: list[str], output: Path, file: Path, *last: str, fix: str = "") -> str:
     """Run a command line that ends with the file to write, as `output`, and `last`; errors name it `file`.
 
     Returns what it printed to stderr.
@@ -207,7 +234,7 @@ def run_converter(program: str, words: list[str], output: Path, file: Path, *las
         raise TrainingError(
             f"{program} failed: {one_line(reason)}",
             meaning="it does not support this model, tokenizer, or type, or is too old or too new",
-            fix=f"see its full output: {shlex.join([*words, str(file), *last])}",
+            fix=fix or f"see its full output: {shlex.join([*words, str(file), *last])}",
         )
     return done.stderr
 

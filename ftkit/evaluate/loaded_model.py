@@ -107,6 +107,15 @@ class LoadedModel(GeneratingModel):
             return self.generation.complete(generate, prompts, config, self.device, **options)
 
     def losses(self, documents: Sequence[Document]) -> list[list[float]]:
+        sums = []
+        for logits, labels in self.label_logits(documents):
+            total = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+            sums.append([float(total), float(len(labels)), float((logits.argmax(-1) == labels).sum())])
+        return sums
+
+    def label_logits(self, documents: Sequence[Document]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield, of each document, the logits where there are labels, fp32 [N, vocabulary], and the labels [N]."""
+
         def padded(rows: list[NDArray[np.int32]] | list[NDArray[np.int64]], value: int) -> torch.Tensor:
             tensors = [torch.from_numpy(row.astype(np.int64)) for row in rows]
             return pad_sequence(tensors, batch_first=True, padding_value=value).to(self.device)
@@ -116,13 +125,9 @@ class LoadedModel(GeneratingModel):
         mask = padded([np.ones_like(document.tokens) for document in documents], 0)
         with self.inference() as hf_model:
             logits = hf_model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
-            sums = []
             for row_logits, row_labels in zip(logits, labels, strict=True):
                 counts = row_labels != IGNORED
-                picked, targets = row_logits[counts].float(), row_labels[counts]
-                total = torch.nn.functional.cross_entropy(picked, targets, reduction="sum")
-                sums.append([float(total), float(counts.sum()), float((picked.argmax(-1) == targets).sum())])
-        return sums
+                yield row_logits[counts].float(), row_labels[counts]
 
 
 def load_model(source: ModelSource, *devices: torch.device) -> LoadedModel:

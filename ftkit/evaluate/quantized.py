@@ -1,13 +1,20 @@
-"""Quantize a GGUF file with llama.cpp, and measure what that changes on the validation split, by llama.cpp's server."""
+"""Quantize an export with llama.cpp or llm-compressor, and measure what that changes on the validation split.
+
+llama.cpp's server measures GGUF files. vLLM's measures compressed models, or transformers where there is no vLLM.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -16,95 +23,198 @@ from transformers import AutoConfig, GenerationConfig, TextStreamer
 
 from ftkit.data.cases import EvaluationSet, ModelInput
 from ftkit.data.packing import IGNORED, Document
+from ftkit.data.prepared_data import PreparedData
 from ftkit.errors import DataError, TrainingError
-from ftkit.evaluate.engines import LlamaCpp, Setup, serve
-from ftkit.evaluate.export_formats import QUANTIZE, find_program, gguf_type, run_converter
-from ftkit.evaluate.loaded_model import GeneratingModel, find_generation
+from ftkit.evaluate.engines import LlamaCpp, Setup, Vllm, serve
+from ftkit.evaluate.export_formats import QUANTIZE, find_program, run_converter
+from ftkit.evaluate.loaded_model import GeneratingModel, LoadedModel, available_devices, find_generation, load_model
 from ftkit.evaluate.results import compare
 from ftkit.evaluate.scoring import Measured, Ranks, evaluation_set, measure
 from ftkit.evaluate.source import MeasureSettings, ModelFolder
 from ftkit.files import publish, read_json, write_json
 from ftkit.models.folder import EXPORT_RECORD
+from ftkit.models.weight_files import CONFIG_FILE, WEIGHTS_INDEX
+from ftkit.runs.certificate import UNCERTIFIED
 from ftkit.runs.checkpoints import SavedFile
 from ftkit.runs.model_card import append_table
-from ftkit.train.components.export_record import ExportRecord, GgufFile
+from ftkit.train.components.export_record import ExportRecord, QuantizedFiles
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+
     from ftkit.data.completion_metrics import Metric
     from ftkit.planning.plan import RunPlan
 
 _MAX_ROWS = 100
 _MAX_TARGETS = 4000
-"""Tokens whose loss is measured, in whole documents: the server computes one for each request."""
+"""Tokens whose loss is measured, in whole documents: llama.cpp's server computes one for each request."""
 _NUM_COMPARED = 200
 """Most probable tokens that are kept for the divergence, in kilobytes for each target."""
 _TIMED_TOKENS = 64
+_CALIBRATION_DOCUMENTS = 512
+_CALIBRATION_TOKENS = 2**20
 _INCREASE = "increase"
 _FALLBACK = re.compile(r"(\d+ of \d+) tensor\(s\) required fallback")
-_Measured = tuple[Measured, Sequence[Mapping[int, float]]]
+_Distributions = list[Mapping[int, float]]
+_Measured = tuple[Measured, _Distributions]
 """Losses and scores of rows, and the distributions at each label."""
 _SMALLEST = 1e-12
 """Smallest probability of all tokens together that are not among the most probable ones."""
 
 
+class Quantizer(ABC):
+    """Writes quantized files of an export and runs them; `notes` are for the model card, by the file's name."""
+
+    measured_with: str
+
+    def __init__(self, export: Path, plain: Path, plan: RunPlan, report: Callable[[str], None]) -> None:
+        """`plain` is the unquantized file, or the export itself."""
+        record = read_json(export / EXPORT_RECORD, ExportRecord)
+        if record is None:
+            raise AssertionError("an export has a record")
+        self.export, self.plain, self.plan, self.report, self.record = export, plain, plan, report, record
+        self.notes = dict[str, str]()
+        _, self.tokenizer, self.generation = find_generation(ModelFolder(export, str(export)))
+
+    @abstractmethod
+    def quantize(self, name: str, into: Path) -> Path:
+        """Write a file, or the folder of a model, into a folder."""
+
+    @abstractmethod
+    def open(self, path: Path, length: int, targets: _Distributions) -> AbstractContextManager[GeneratingModel]:
+        """Run what is in `path`, for texts of up to `length` tokens; losses append the distribution at each label."""
+
+    @contextmanager
+    def served(self, engine: Vllm | LlamaCpp, length: int, targets: _Distributions) -> Iterator[GeneratingModel]:
+        with serve(engine, length, self.report):
+            yield _Served(engine.dtype, self.tokenizer, self.generation, engine, targets)
+
+    def name_of(self, path: Path) -> str:
+        return self.record.precision if path == self.export else path.name
+
+    def files_of(self, path: Path) -> dict[str, SavedFile]:
+        if path == self.export:
+            return self.record.files
+        paths = sorted(path.iterdir()) if path.is_dir() else [path]
+        return {str(each.relative_to(path.parent)): SavedFile.of(each) for each in paths}
+
+
+class Gguf(Quantizer):
+    """Quantizes a GGUF file with llama.cpp."""
+
+    measured_with = LlamaCpp.name
+
+    def quantize(self, name: str, into: Path) -> Path:
+        path = into / f"{self.plan.id}-{name}.gguf"
+        words = [find_program(QUANTIZE) or QUANTIZE, str(self.plain)]
+        log = run_converter(QUANTIZE, words, path, self.export / path.name, name)
+        if larger := _FALLBACK.search(log):
+            note = f"{larger[1]} tensors have a larger type: their rows do not fit the blocks of {name}"
+            self.notes[path.name] = note
+        return path
+
+    def open(self, path: Path, length: int, targets: _Distributions) -> AbstractContextManager[GeneratingModel]:
+        setup = Setup(self.export, self.export, self.record.precision, (), "", None, path.parent, path)
+        return self.served(LlamaCpp(setup), length, targets)
+
+
+class Compressed(Quantizer):
+    """Quantizes a model with llm-compressor, into a folder that vLLM and transformers load."""
+
+    def __init__(
+        self, export: Path, plan: RunPlan, report: Callable[[str], None], compressor: str, server: str | None
+    ) -> None:
+        """`compressor` is the Python of llm-compressor's environment, `server` that of vLLM's; None: transformers."""
+        super().__init__(export, export, plan, report)
+        self._compressor, self._server = compressor, server
+        self.measured_with = Vllm.name if server else "transformers"
+
+    def quantize(self, name: str, into: Path) -> Path:
+        path, calibration = into / name, into / "calibration.json"
+        documents = [] if name == "fp8" else _calibration(self.plan)
+        calibration.write_text(json.dumps(documents), encoding="utf-8")
+        if documents:
+            digest = SavedFile.of(calibration).sha256
+            self.notes[name] = f"calibrated on {len(documents)} training documents; SHA-256 of their tokens: {digest}"
+        script = str(Path(__file__).with_name("compress.py"))
+        words = [self._compressor, script, str(self.export), name, str(calibration)]
+        fix = f"try another version, or an environment of its own: {self._compressor} -m pip install llmcompressor"
+        run_converter("llm-compressor", words, path, self.export / name, fix=fix)
+        # Another version of transformers may write anything but weights differently.
+        found, config = (read_json(each / CONFIG_FILE, dict[str, object]) or {} for each in (path, self.export))
+        left = {*self.record.files, *UNCERTIFIED, WEIGHTS_INDEX}
+        for each in self.export.iterdir():
+            if each.is_file() and each.name not in left and each.suffix != ".gguf":
+                shutil.copy2(each, path)
+        write_json(path / CONFIG_FILE, config | {"quantization_config": found["quantization_config"]})
+        return path
+
+    @contextmanager
+    def open(self, path: Path, length: int, targets: _Distributions) -> Iterator[GeneratingModel]:
+        if self._server:
+            options = ("--max-logprobs", str(_NUM_COMPARED))
+            setup = Setup(path, path, self.name_of(path), options, self._server, None, path)
+            with self.served(Vllm(setup), length, targets) as model:
+                yield model
+        else:
+            self.report(f"loading {self.name_of(path)}")
+            model = load_model(ModelFolder(path, self.name_of(path)), *available_devices())
+            yield _Loaded(**vars(model), targets=targets)
+
+
 def write_quantized(
-    folder: Path, file: Path, types: Sequence[str], plan: RunPlan, report: Callable[[str], None],
-    show: Callable[[list[str], list[list[str]]], None],
-) -> None:  # fmt: skip
-    """Quantize the GGUF file of an export, measure all files, and show the table; add it and the files to the export.
+    quantizer: Quantizer, types: Sequence[str], show: Callable[[list[str], list[list[str]]], None]
+) -> None:
+    """Quantize an export, measure all files, and show the table; add it and the files to the export.
 
     Files whose loss is above the recipe's bound are not kept: TrainingError, after the others are written.
     """
-    record = read_json(folder / EXPORT_RECORD, ExportRecord)
-    if record is None:
-        raise AssertionError("an export has a record")
-    _, tokenizer, generation = find_generation(ModelFolder(folder, str(folder)))
+    folder, plan, report = quantizer.export, quantizer.plan, quantizer.report
+    settings = MeasureSettings(_metrics(plan), limit=_MAX_ROWS)
+    limits = ModelInput.of(quantizer.tokenizer, plan.id, AutoConfig.from_pretrained(folder))
+    try:
+        data, metrics = evaluation_set(limits, plan, settings, report)
+    except DataError as error:
+        fix = "quantize it with that program itself, which measures nothing"
+        raise DataError(f"quantizing is not measured: {error.what}", meaning=error.meaning, fix=fix) from error
+    data = replace(data, documents=_first_targets(data.documents))
+    found, plain = list[QuantizedFiles](), None
     with tempfile.TemporaryDirectory(prefix=".quantized-", dir=folder) as made:
-
-        def served(path: Path) -> _Served:
-            setup = Setup(folder, folder, record.precision, (), "", None, Path(made), path)
-            return _Served(path.name, tokenizer, generation, LlamaCpp(setup))
-
-        settings = MeasureSettings(_metrics(plan), limit=_MAX_ROWS)
-        try:
-            data, metrics = evaluation_set(served(file).input, plan, settings, report)
-        except DataError as error:
-            fix = f"quantize it without measuring: {QUANTIZE} {file} FILE TYPE"
-            raise DataError(f"--quantize: {error.what}", meaning=error.meaning, fix=fix) from error
-        data = replace(data, documents=_first_targets(data.documents))
-        found, plain, paths, notes = list[GgufFile](), None, [file], dict[str, str]()
+        paths = [quantizer.plain]
         for name in types:
-            if name != gguf_type(record.precision):  # the file has that type
-                report(f"quantizing to {name}")
-                paths.append(Path(made, f"{plan.id}-{name}.gguf"))
-                words = [find_program(QUANTIZE) or QUANTIZE, str(file)]
-                log = run_converter(QUANTIZE, words, paths[-1], folder / paths[-1].name, name)
-                if larger := _FALLBACK.search(log):
-                    note = f"{larger[1]} tensors have a larger type: their rows do not fit the blocks of {name}"
-                    notes[paths[-1].name] = f"{paths[-1].name}: {note}"
-                    report(note)
+            report(f"quantizing to {name}")
+            paths.append(quantizer.quantize(name, Path(made)))
+            if note := quantizer.notes.get(paths[-1].name):
+                report(note)
         for path in paths:
-            model = served(path)
-            rows, speed = _measure(model, data, metrics, settings, report)
-            plain = plain or (rows, model.targets)
-            change = _compare(data, metrics, (rows, model.targets), plain)
-            found.append(GgufFile(path.name, SavedFile.of(path), change | {"tokens/s": speed}))
+            own, speed = _measure(quantizer, path, data, metrics, settings, limits.max_length)
+            plain = plain or own
+            change = _compare(data, metrics, own, plain) | {"tokens/s": speed}
+            name = quantizer.name_of(path)
+            found.append(QuantizedFiles(name, quantizer.files_of(path), change, quantizer.notes.get(name, "")))
         bound = plan.recipe.export.max_loss_increase
         worse = [each for each in found if bound is not None and not each.metrics[_INCREASE] <= bound]
         kept = [each for each in found if each not in worse]
         for each in kept[1:]:
             publish(Path(made, each.name), folder / each.name)
     show(*format_table(found))
-    write_json(folder / EXPORT_RECORD, replace(record, gguf=tuple(kept)))
-    title = ["## Quantized files", *(notes[each.name] for each in kept if each.name in notes)]
-    append_table(folder, "\n\n".join([*title, "Measured with llama.cpp on the validation split"]), *format_table(kept))
+    record = quantizer.record
+    write_json(folder / EXPORT_RECORD, replace(record, quantized=(*record.quantized, *kept)))
+    parts = [
+        "## Quantized files",
+        *(f"{each.name}: {each.note}" for each in kept if each.note),
+        f"Measured with {quantizer.measured_with} on the validation split",
+    ]
+    append_table(folder, "\n\n".join(parts), *format_table(kept))
     if worse:
         text = ", ".join(f"{each.name} by {each.metrics[_INCREASE]:.4f}" for each in worse)
         raise TrainingError(
             f"quantizing raises the loss by more than export.max_loss_increase={bound}, and these files were not kept: "
             + text,
             meaning="so few bits change this model more than the recipe accepts",
-            fix="quantize to more bits: --quantize q6_k or q8_0",
+            fix="quantize to more bits: --quantize q6_k or q8_0, or --format fp8",
         )
 
 
@@ -112,9 +222,9 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if 1e4 <= value < 1e9 else f"{value:.4g}"  # noqa: PLR2004 - exponents are hard to compare
 
 
-def format_table(files: Sequence[GgufFile]) -> tuple[list[str], list[list[str]]]:
+def format_table(files: Sequence[QuantizedFiles]) -> tuple[list[str], list[list[str]]]:
     """Return titles and rows; titles of numbers begin with `#`."""
-    rows = [[each.name, f"{each.file.size / 2**30:.3g}", *map(_number, each.metrics.values())] for each in files]
+    rows = [[each.name, f"{each.num_bytes / 2**30:.3g}", *map(_number, each.metrics.values())] for each in files]
     return ["file", "#GiB", *(f"#{name}" for name in files[0].metrics)], rows
 
 
@@ -123,11 +233,11 @@ def format_table(files: Sequence[GgufFile]) -> tuple[list[str], list[list[str]]]
 
 @dataclass(frozen=True)
 class _Served(GeneratingModel):
-    """A GGUF file that llama.cpp's server serves; `targets` are the distributions at each label, once measured."""
+    """A model that an engine's server serves; `targets` are the distributions at each label, once measured."""
 
     schedules: ClassVar[bool] = True
-    engine: LlamaCpp
-    targets: list[Mapping[int, float]] = field(default_factory=list)
+    engine: Vllm | LlamaCpp
+    targets: _Distributions
 
     @property
     def input(self) -> ModelInput:
@@ -137,20 +247,33 @@ class _Served(GeneratingModel):
         self, prompts: Sequence[Sequence[int]], config: GenerationConfig, streamer: TextStreamer | None = None
     ) -> list[list[int]]:
         del streamer
-        return [self.engine.complete(prompt, int(config.max_new_tokens or 1))["tokens"] for prompt in prompts]
+        length, ignores_end = int(config.max_new_tokens or 1), bool(config.min_new_tokens)
+        return [self.engine.complete(prompt, length, ignores_end=ignores_end) for prompt in prompts]
 
     def losses(self, documents: Sequence[Document]) -> list[list[float]]:
         sums = []
         for document in documents:
-            tokens, losses, num_best = document.tokens.tolist(), list[float](), 0
-            for place in np.flatnonzero(document.labels != IGNORED).tolist():
-                label = int(document.labels[place])
-                found = self.engine.probabilities(tokens[: place + 1], label)
-                losses.append(-found[label])
-                num_best += found[label] == max(found.values())
-                self.targets.append(dict(islice(found.items(), _NUM_COMPARED)))  # the most probable ones come first
-            sums.append([math.fsum(losses), float(len(losses)), float(num_best)])
+            places = np.flatnonzero(document.labels != IGNORED)
+            found = self.engine.distributions(document.tokens.tolist(), places.tolist(), _NUM_COMPARED)
+            self.targets.extend(found)
+            pairs = [(each[label], each) for label, each in zip(document.labels[places].tolist(), found, strict=True)]
+            num_best = sum(logprob == max(each.values()) for logprob, each in pairs)
+            sums.append([-math.fsum(logprob for logprob, _ in pairs), float(len(pairs)), float(num_best)])
         return sums
+
+
+@dataclass(frozen=True)
+class _Loaded(LoadedModel):
+    """A model of transformers; `targets` are as those of `_Served`."""
+
+    targets: _Distributions = field(default_factory=list)
+
+    def label_logits(self, documents: Sequence[Document]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for logits, labels in super().label_logits(documents):
+            best = logits.log_softmax(-1).topk(min(_NUM_COMPARED, logits.shape[-1]))
+            rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            self.targets.extend(dict(zip(*row, strict=True)) for row in rows)
+            yield logits, labels
 
 
 def _metrics(plan: RunPlan) -> tuple[str, ...]:
@@ -165,17 +288,35 @@ def _first_targets(documents: Sequence[tuple[int, Document]]) -> list[tuple[int,
     return list(documents[: 1 + int(np.searchsorted(totals, _MAX_TARGETS))])
 
 
+def _calibration(plan: RunPlan) -> list[list[int]]:
+    """Return the tokens of whole training documents, of packs that are spread evenly over the training split."""
+    store = PreparedData(plan.data_directory).read_train()
+    wanted = math.ceil(_CALIBRATION_DOCUMENTS * len(store) / store.num_documents)
+    num_packs = max(1, min(len(store), wanted, _CALIBRATION_TOKENS // store.sequence_length))
+    documents = list[list[int]]()
+    for pack in np.linspace(0, len(store) - 1, num_packs, dtype=np.int64).tolist():
+        ends, starts = np.cumsum(store.document_lengths([pack])), store.document_starts([pack])
+        parts = np.split(store.read([pack])[0, 0], ends)[:-1]  # the last part is padding
+        documents += [part.tolist() for part, start in zip(parts, starts, strict=True) if start == 0]
+    return documents[:_CALIBRATION_DOCUMENTS]
+
+
 def _measure(
-    model: _Served, data: EvaluationSet, metrics: Sequence[Metric], settings: MeasureSettings,
-    report: Callable[[str], None],
-) -> tuple[Measured, float]:  # fmt: skip
-    """Return a file's measurements, and the tokens per second that the server generates."""
+    quantizer: Quantizer, path: Path, data: EvaluationSet, metrics: Sequence[Metric], settings: MeasureSettings,
+    max_length: int | None,
+) -> tuple[_Measured, float]:  # fmt: skip
+    """Return the measurements of a file or folder, and the tokens per second of one generated completion."""
     prompts = [each.prompt for each in data.cases] or [each.tokens[:1].tolist() for _, each in data.documents]
-    longest = max(*(len(each.tokens) for _, each in data.documents), *(map(len, prompts)))
-    with serve(model.engine, longest + settings.max_new_tokens, report):
+    length = max(*(len(each.tokens) for _, each in data.documents), *(map(len, prompts))) + settings.max_new_tokens
+    targets: _Distributions = []
+    with quantizer.open(path, min(length, max_length or length), targets) as model:
         rows = measure(model, data, metrics, settings, Ranks())
-        timings = model.engine.complete(prompts[0], _TIMED_TOKENS, ignore_eos=True)["timings"]
-    return rows, float(timings["predicted_per_second"])
+        timed = model.generation.greedy(model.tokenizer, _TIMED_TOKENS)
+        timed.min_new_tokens = _TIMED_TOKENS
+        begin = time.perf_counter()
+        (tokens,) = model.complete(prompts[:1], timed)
+        seconds = time.perf_counter() - begin
+    return (rows, targets), len(tokens) / seconds
 
 
 def _compare(data: EvaluationSet, metrics: Sequence[Metric], own: _Measured, plain: _Measured) -> dict[str, float]:

@@ -86,7 +86,7 @@ def read_record(folder: Path) -> ExportRecord:
 
 
 def _check_files(folder: Path, record: ExportRecord) -> Check:
-    files = record.files | {each.name: each.file for each in record.gguf}
+    files = record.files | {name: file for each in record.quantized for name, file in each.files.items()}
     wrong = [name for name, file in files.items() if not file.is_content_of(folder / name)]
     wrong += sorted({path.name for path in folder.glob("*.safetensors")} - record.files.keys())
     if wrong:

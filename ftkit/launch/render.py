@@ -70,9 +70,9 @@ def render_array(plan: RunPlan, script: Path, text: str, project: Path | None = 
 
 @dataclass(frozen=True)
 class SideJob:
-    """A job that accompanies a run, on GPUs of one node: it serves its model, or evaluates its checkpoints."""
+    """A job that accompanies a run, on GPUs of one node: it serves or verifies its model, or evaluates checkpoints."""
 
-    kind: str  # `serve` or `evaluate`: the template, and the suffix of the job's name
+    kind: str  # `serve`, `verify` or `evaluate`: the template, and the suffix of the job's name
     plan: RunPlan  # plan of the run, on the job's cluster and in its image
     num_gpus: int  # on CPUs, processes
     path: Path  # where the script is written

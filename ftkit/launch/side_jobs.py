@@ -1,4 +1,4 @@
-"""Jobs on Slurm besides training: serve a run's model with vLLM, evaluate its checkpoints, check nodes in an image."""
+"""Jobs on Slurm besides training: serve or verify a run's model in vLLM, evaluate checkpoints, check nodes."""
 
 from __future__ import annotations
 
@@ -58,6 +58,30 @@ def plan_serving(  # noqa: PLR0913 - one for each option
     """
     plan = replace(plan, cluster=cluster)
     _check_on_slurm(plan, "ftkit serve", "choose a Slurm cluster with --cluster; here: vllm serve FOLDER")
+    plan, num_gpus = _served(plan, image, num_gpus, ctx)
+    path, log = plan.layout.serving_script, plan.layout.logs / "serving.log"
+    job = SideJob("serve", plan, num_gpus, path, log, time_limit, (str(folder),), ("VLLM_API_KEY",))
+    return render_side_job(job, ctx.project, words=[*serve_command(folder, plan, num_gpus), *words], port=port)
+
+
+def plan_verification(  # noqa: PLR0913 - one for each option
+    plan: RunPlan, image: AnyImage | None, folder: Path, ctx: Context, *,
+    num_gpus: int | None = None, time_limit: str | None = None, words: Sequence[str] = (),
+) -> SideJob:  # fmt: skip
+    """Render the script of the job that serves an export as `plan_serving` does, and verifies it in the run's image."""
+    _check_on_slurm(plan, "--as-job", "omit --as-job to verify the export here")
+    served, num_gpus = _served(plan, image, num_gpus, ctx)
+    path, log = plan.layout.verification_script, plan.layout.logs / "verification.log"
+    job = SideJob("verify", plan, num_gpus, path, log, time_limit, (str(folder),), ("VLLM_API_KEY",))
+    return render_side_job(
+        job, ctx.project, port=None, engine_image=served.container_image, folder=folder,
+        words=[*serve_command(folder, served, num_gpus), *words], options=["--", *words] if words else [],
+    )  # fmt: skip
+
+
+def _served(plan: RunPlan, image: AnyImage | None, num_gpus: int | None, ctx: Context) -> tuple[RunPlan, int]:
+    """Return the plan with the image that serves, and the number of GPUs, by default as many as the weights need."""
+    cluster = plan.cluster
     if cluster.runtime != "none":
         plan = _with_image(plan, image or NamedImage(SERVING_IMAGE), ctx)
     num_gpus = num_gpus or _choose_gpus(plan, cluster)
@@ -68,9 +92,7 @@ def plan_serving(  # noqa: PLR0913 - one for each option
     if heads % num_gpus:
         what = f"the model's {heads} attention heads can't be divided among {num_gpus} GPUs."
         raise ConfigError([Problem("command line", "--gpus", what, "Use a divisor.")])
-    path, log = plan.layout.serving_script, plan.layout.logs / "serving.log"
-    job = SideJob("serve", plan, num_gpus, path, log, time_limit, (str(folder),), ("VLLM_API_KEY",))
-    return render_side_job(job, ctx.project, words=[*serve_command(folder, plan, num_gpus), *words], port=port)
+    return plan, num_gpus
 
 
 def _with_image(plan: RunPlan, image: AnyImage, ctx: Context) -> RunPlan:

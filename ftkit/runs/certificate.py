@@ -17,7 +17,7 @@ from ftkit.runs.model_card import CARD_FILE, CURVE_FILE, RECIPE_FILE, append_tab
 from ftkit.runs.signing import signature_file, verify_beside
 
 CERTIFICATE = "certificate.json"
-_UNCERTIFIED = {CARD_FILE, CURVE_FILE, RECIPE_FILE, EXPORT_RECORD, CERTIFICATE, signature_file(Path(CERTIFICATE)).name}
+UNCERTIFIED = {CARD_FILE, CURVE_FILE, RECIPE_FILE, EXPORT_RECORD, CERTIFICATE, signature_file(Path(CERTIFICATE)).name}
 """Files that no engine reads."""
 _TITLE = "## Verified engines"
 
@@ -68,7 +68,7 @@ def make_certificate(
 
 
 def _certified_files(folder: Path) -> dict[str, SavedFile]:
-    paths = (path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in _UNCERTIFIED)
+    paths = (path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in UNCERTIFIED)
     return {path.name: SavedFile.of(path) for path in paths}
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from waiting import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from conftest import Cluster
 
 VLLM = """#!{python}
@@ -76,6 +75,36 @@ def test_checkpoints_are_evaluated_during_training_and_recorded_by_one_writer(cl
     events.Reload()
     assert {event.step for event in events.Scalars("job_eval/loss")} == {each["step"] for each in measured}
     assert max(event.step for event in events.Scalars("train/loss")) == 60
+
+
+def test_an_export_is_verified_in_an_engine_by_a_job(cluster: Cluster, run: str, shared_folder: Path) -> None:
+    engine = shared_folder / "stand_in_engine.py"
+    engine.write_text((Path(__file__).parents[1] / "stand_in_engine.py").read_text())
+    program = shared_folder / "bin" / "vllm"
+    program.parent.mkdir()
+    python = cluster.ftkit_program.with_name("python")
+    program.write_text(f'#!/bin/sh\nexec {python} {engine} -m vllm.entrypoints.cli.main "$@"\n')
+    program.chmod(0o755)
+    path, ftkit = f"PATH={program.parent}:/usr/local/bin:/usr/bin:/bin", str(cluster.ftkit_program)
+    words = ("verify", str(cluster.folder(run) / "export"), "--engine", "vllm", "--as-job")
+    log, certificate = (cluster.folder(run) / name for name in ("logs/verification.log", "export/certificate.json"))
+
+    def verify(*options: str) -> tuple[str, dict[str, Any]]:
+        done = cluster.execute("env", path, ftkit, *words, *options)
+        assert done.returncode == 0, done.stderr
+        job, deadline = done.stdout.strip(), time.monotonic() + PATIENCE_SECONDS
+        while cluster.execute("squeue", "--noheader", "--jobs", job).stdout.strip():
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(1)
+        found = cluster.execute("sacct", "-X", "-n", "-P", "--format=JobName,State,ExitCode", "--jobs", job)
+        return found.stdout.strip(), json.loads(certificate.read_text())
+
+    state, found = verify()
+    assert (state, found["verdict"]) == ("beside-verify|COMPLETED|0:0", "passed"), log.read_text()
+    assert [each["engine"] for each in found["engines"]] == ["transformers", "vllm"]
+    state, found = verify("--", "--fault", "no end")
+    assert (state, found["verdict"]) == ("beside-verify|FAILED|9:0", "failed"), log.read_text()
+    assert found["engines"][1]["options"] == ["--fault", "no end"]
 
 
 def test_the_model_is_served_until_the_job_is_canceled(cluster: Cluster, run: str, shared_folder: Path) -> None:

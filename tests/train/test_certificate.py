@@ -7,6 +7,7 @@ tried.
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -86,7 +87,7 @@ def served(
     (llama_cpp / "llama-server").write_text("#!/bin/sh\n")
     (llama_cpp / "llama-server").chmod(0o755)
     record = read_record(exported)
-    return certify(engine, exported, record, lambda _: None, options, sys.executable, llama_cpp, rows or {})
+    return certify(engine, exported, record, lambda _: None, options, sys.executable, llama_cpp, "", rows or {})
 
 
 def failed(result: EngineResult) -> dict[str, str]:
@@ -211,6 +212,28 @@ def test_the_certificate_is_signed_and_of_these_files(export: Callable[[str], Pa
     assert (refused.exit_code, "generation_config.json" in refused.stderr) == (9, True)
     done = CliRunner().invoke(cli, [*words, "--output", str(file), "--", "--fault", "no end"])
     assert (done.exit_code, json.loads(file.read_text())["verdict"]) == (9, "failed")
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_a_server_that_is_already_running_is_compared(
+    engine: str, export: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = export("full")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    modules = {kind: module for module, kind in stand_in_engine.KINDS.items()}
+    (tmp_path / "model.gguf").write_text(str(folder))
+    model = {"vllm": ["serve", str(folder)], "sglang": ["--model-path", str(folder)]}.get(engine)
+    words = ["-m", modules[engine], *model] if model else ["--model", str(tmp_path / "model.gguf")]
+    url = f"http://127.0.0.1:{port}"
+    arguments = ["verify", str(folder), "--engine", engine, "--url", url, "--output", str(tmp_path / "c.json")]
+    with stand_in_engine.running(["python", *words, "--port", str(port)], log=tmp_path / "log"):
+        done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 0, done.output
+    assert "prompts" in done.stdout
+    done = CliRunner().invoke(cli, arguments)
+    assert (done.exit_code, "refused" in done.stdout) == (9, True), done.output  # nothing listens there
 
 
 def test_arguments_for_a_server_need_one_engine(export: Callable[[str], Path]) -> None:

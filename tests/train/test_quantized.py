@@ -1,13 +1,16 @@
 """Quantized files: what they change is measured by the server, and what the recipe does not accept is not kept.
 
-llama.cpp's programs are stand-ins: files are pointers to folders, and the server computes with transformers.
+llama.cpp's programs are stand-ins: files are pointers to folders, and the server computes with transformers. So are
+llm-compressor, which leaves the weights as they are, and vLLM, which rounds them.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +23,7 @@ from hypothesis import strategies as st
 
 from ftkit.cli.main import cli
 from ftkit.config.recipe import ExportSpec
+from ftkit.data.prepared_data import PreparedData
 from ftkit.evaluate.export_formats import CONVERTER
 from ftkit.evaluate.loaded_model import load_model
 from ftkit.evaluate.quantized import divergence, format_table
@@ -28,11 +32,12 @@ from ftkit.evaluate.source import MeasureSettings, ModelFolder
 from ftkit.planning.plan import plan_to_json
 from ftkit.runs.certificate import CERTIFICATE
 from ftkit.runs.checkpoints import SavedFile
-from ftkit.train.components.export_record import GgufFile
+from ftkit.train.components.export_record import QuantizedFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+    from typing import Any
 
     from conftest import Run
 
@@ -76,9 +81,44 @@ def llama_cpp(tmp_path: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("ftkit.cli.export.write_gguf", lambda export, file, *_: file.write_text(str(export)) and [])
 
 
-def export(run: Run, *words: str) -> tuple[int, str]:
-    done = CliRunner().invoke(cli, ["export", run.plan.id, "--no-verify", "--format", "gguf", *words])
+COMPRESSOR = f"""#!{sys.executable}
+import json, pathlib, shutil, sys
+if sys.argv[1] == "-c":
+    sys.exit()
+_, script, export, form, calibration, folder = sys.argv
+assert script.endswith("compress.py")
+documents = json.loads(pathlib.Path(calibration).read_text())
+if bool(documents) != (form == "w4a16"):
+    sys.exit("ERROR: wrong calibration")
+folder = pathlib.Path(folder)
+folder.mkdir()
+shutil.copy(pathlib.Path(export, "model.safetensors"), folder)
+(folder / "tokenizer.json").write_text("of another version")
+config = {{"quantization_config": {{"quant_method": "stand-in", "bits": 8 if form == "fp8" else 3}}, "vocab_size": 1}}
+(folder / "config.json").write_text(json.dumps(config))
+pathlib.Path(export).with_name("calibration.json").write_text(json.dumps(documents))
+"""
+
+
+@pytest.fixture
+def programs(tmp_path: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Options that select stand-ins of llm-compressor and vLLM."""
+    program = tmp_path / "python"
+    program.write_text(COMPRESSOR)
+    program.chmod(0o755)
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(workspace))
+    monkeypatch.setattr("ftkit.evaluate.engines.process.running", stand_in_engine.running)
+    return ["--llm-compressor", str(program), "--engine-python", "vllm"]
+
+
+def export(run: Run, *words: str, form: str = "gguf") -> tuple[int, str]:
+    done = CliRunner().invoke(cli, ["export", run.plan.id, "--no-verify", "--format", form, *words])
     return done.exit_code, done.output
+
+
+def quantized(folder: Path) -> list[dict[str, Any]]:
+    files: list[dict[str, Any]] = json.loads((folder / "ftkit-export.json").read_text())["quantized"]
+    return files
 
 
 @pytest.mark.usefixtures("llama_cpp")
@@ -86,7 +126,7 @@ def test_each_file_has_its_own_loss_on_the_validation_split(run: Run, tmp_path: 
     folder = tmp_path / "made"
     code, output = export(run, "--quantize", "q8_0,Q2_K", "--to", str(folder))
     assert code == 0, output
-    files = json.loads((folder / "ftkit-export.json").read_text())["gguf"]
+    files = quantized(folder)
     plain, eight, two = (each["metrics"] for each in files)
     assert plain["increase"] == plain["KL"] == 0
     assert 0 < abs(eight["increase"]) < two["increase"]
@@ -116,7 +156,7 @@ def test_a_file_whose_loss_is_above_the_bound_is_not_kept(run: Run, tmp_path: Pa
     assert code == 9, output
     names = [f"{bounded.plan.id}-{kind}.gguf" for kind in ("fp32", "q8_0")]
     assert [path.name for path in sorted(folder.glob("*.gguf"))] == names
-    assert [each["name"] for each in json.loads((folder / "ftkit-export.json").read_text())["gguf"]] == names
+    assert [each["name"] for each in quantized(folder)] == names
     assert "q2_k" not in (folder / "README.md").read_text()
     assert not list(folder.glob(".quantized-*"))
     assert not (folder / CERTIFICATE).exists()
@@ -148,7 +188,7 @@ def test_each_type_is_written_once_and_that_of_the_unquantized_file_is_this_file
     assert code == 0, output
     names = [f"{run.plan.id}-{kind}.gguf" for kind in ("fp32", "q8_0")]
     assert sorted(path.name for path in folder.glob("*.gguf")) == names
-    assert [each["name"] for each in json.loads((folder / "ftkit-export.json").read_text())["gguf"]] == names
+    assert [each["name"] for each in quantized(folder)] == names
     assert export(run, "--quantize", "", "--to", str(folder))[0] == 4
 
 
@@ -166,6 +206,83 @@ def test_a_failed_quantization_has_the_programs_reason_and_leaves_an_export_with
     assert not list(folder.glob(".quantized-*"))
 
 
+def test_compressed_models_are_measured_and_have_the_tokenizer_of_the_export(
+    run: Run, programs: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "made"
+    code, output = export(run, *programs, "--to", str(folder), form="fp8,w4a16")
+    assert code == 0, output
+    plain, eight, four = quantized(folder)
+    assert [each["name"] for each in (plain, eight, four)] == ["fp32", "fp8", "w4a16"]
+    assert plain["metrics"]["increase"] == plain["metrics"]["KL"] == 0
+    assert 0 < eight["metrics"]["KL"] < four["metrics"]["KL"]
+    documents = (tmp_path / "calibration.json").read_bytes()
+    assert (eight["note"], sha256(documents).hexdigest() in four["note"]) == ("", True)
+    assert f"{len(json.loads(documents))} training documents" in four["note"]
+    shape = json.loads((folder / "config.json").read_text())
+    for name, bits in (("fp8", 8), ("w4a16", 3)):
+        config = json.loads((folder / name / "config.json").read_text())
+        assert config.pop("quantization_config")["bits"] == bits
+        assert config == shape
+        assert (folder / name / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+        assert not (folder / name / "README.md").exists()
+    assert "Measured with vllm" in (folder / "README.md").read_text()
+
+
+def test_calibration_documents_are_whole_ones_of_the_training_split(
+    run: Run, programs: list[str], tmp_path: Path
+) -> None:
+    assert export(run, *programs, "--to", str(tmp_path / "made"), form="w4a16")[0] == 0
+    store = PreparedData(run.plan.data_directory).read_train()
+    packs = list(range(len(store)))
+    lengths, tokens = [store.document_lengths([pack]) for pack in packs], store.read(packs)[:, 0]
+    trained = {
+        tuple(part.tolist())
+        for row, each in zip(tokens, lengths, strict=True)
+        for part in np.split(row, np.cumsum(each))[:-1]
+    }
+    documents = json.loads((tmp_path / "calibration.json").read_text())
+    assert {*map(tuple, documents)} == trained  # all of so few
+
+
+def test_a_compressed_model_whose_loss_is_above_the_bound_is_not_kept(
+    run: Run, programs: list[str], tmp_path: Path
+) -> None:
+    bounded = run.copy_to("bounded-fp8-20260102T030405Z-ab12")
+    recipe = run.plan.recipe.model_copy(update={"export": ExportSpec(max_loss_increase=0.02)})
+    bounded.layout.plan.write_text(plan_to_json(replace(bounded.plan, recipe=recipe)))
+    folder = tmp_path / "made"
+    code, output = export(bounded, *programs, "--to", str(folder), form="fp8,w4a16")
+    assert code == 9, output
+    assert [(folder / name).is_dir() for name in ("fp8", "w4a16")] == [True, False]
+    assert [each["name"] for each in quantized(folder)] == ["fp32", "fp8"]
+    assert not list(folder.glob(".quantized-*"))
+
+
+def test_an_environment_without_llm_compressor_is_refused_before_anything_is_written(
+    run: Run, programs: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")
+    code, output = export(run, *programs, "--to", str(tmp_path / "made"), form="fp8")
+    assert (code, "pip install llmcompressor" in output, (tmp_path / "made").exists()) == (5, True, False), output
+
+
+def test_llm_compressor_quantizes_and_transformers_measures(
+    run: Run, tmp_path: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llmcompressor", reason="needs an environment with llm-compressor: see CONTRIBUTING.md")
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(workspace))
+    folder = tmp_path / "made"
+    code, output = export(run, "--to", str(folder), form="fp8,w4a16")
+    assert code == 0, output
+    plain, eight, four = (each["metrics"] for each in quantized(folder))
+    assert plain["KL"] == 0
+    assert 0 < eight["KL"] < four["KL"] < 0.1
+    assert abs(four["increase"]) < 0.1
+    sizes = [(folder / name / "model.safetensors").stat().st_size for name in ("", "fp8", "w4a16")]
+    assert sizes[0] > sizes[1] > sizes[2]
+
+
 @given(st.integers(0, 2**31), st.integers(2, 40), st.integers(1, 40))
 def test_divergence_is_that_of_all_tokens_or_below(seed: int, vocabulary: int, num_listed: int) -> None:
     rows = np.random.default_rng(seed).normal(0, 3, (2, vocabulary))
@@ -178,5 +295,8 @@ def test_divergence_is_that_of_all_tokens_or_below(seed: int, vocabulary: int, n
 
 
 def test_numbers_of_a_column_are_written_alike() -> None:
-    files = [GgufFile("m", SavedFile(2**30, "0"), {"loss": 5.40361, "tokens/s": speed}) for speed in (635.8, 10310.2)]
+    files = [
+        QuantizedFiles("m", {"m.gguf": SavedFile(2**30, "0")}, {"loss": 5.40361, "tokens/s": speed})
+        for speed in (635.8, 10310.2)
+    ]
     assert format_table(files)[1] == [["m", "1", "5.404", "635.8"], ["m", "1", "5.404", "10,310"]]

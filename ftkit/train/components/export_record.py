@@ -52,12 +52,21 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class GgufFile:
-    """A GGUF file, and what llama.cpp computed with it on rows of the validation split (`ftkit.evaluate.quantized`)."""
+class QuantizedFiles:
+    """A quantized file or model, and what it computed on rows of the validation split (`ftkit.evaluate.quantized`).
+
+    `files` are those in the export, by path; `note` is what is special about them.
+    """
 
     name: str
-    file: SavedFile
+    files: dict[str, SavedFile]
     metrics: dict[str, float]
+    note: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the weights."""
+        return sum(file.size for name, file in self.files.items() if name.endswith((".gguf", ".safetensors")))
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,7 @@ class ExportRecord:
     tokenizer: dict[str, str]
     version: Literal[1]  # of the record's fields and their meaning; a record with another version is refused
     merged: tuple[float, float, int] | None = None  # losses with training's 4-bit base, and unquantized; documents
-    gguf: tuple[GgufFile, ...] = ()  # those that were measured
+    quantized: tuple[QuantizedFiles, ...] = ()  # those that were measured, and the unquantized ones
 
 
 def make_prompts(tokenizer: PreTrainedTokenizerBase) -> tuple[Prompt, ...]:

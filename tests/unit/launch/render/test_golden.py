@@ -63,7 +63,7 @@ NAMES = [
     *(f"script-{cluster}.sbatch" for cluster in SCRIPTS),
     *(f"{cluster}-{num_nodes}.sbatch" for cluster, num_nodes in CASES),
     *(f"prepare-{name}.sbatch" for name in PREPARATIONS),
-    *(f"{kind}-{name}.sbatch" for kind in ("evaluate", "serve") for name in SIDE_JOBS),
+    *(f"{kind}-{name}.sbatch" for kind in ("evaluate", "serve", "verify") for name in SIDE_JOBS),
 ]
 
 
@@ -128,6 +128,18 @@ def test_the_serving_script_matches_the_golden_file(cluster: str, make_plan: Pla
     script = render_side_job(job, words=words, port=port).script
     compare(script, f"serve-{cluster}.sbatch")
     assert ("VLLM_API_KEY" in script) == (plan.cluster.runtime != "none")
+
+
+@pytest.mark.parametrize("cluster", SIDE_JOBS)
+def test_the_verification_script_matches_the_golden_file(cluster: str, make_plan: PlanMaker) -> None:
+    plan = replace(make_plan(cluster, 2), fingerprint="0123456789abcdef")
+    job = SideJob("verify", plan, 2, plan.layout.verification_script, plan.layout.logs / "verification.log")
+    image = plan.container_image and "/shared/ftkit/images/vllm-0.33.sqsh"
+    words, options = serve_command(plan.layout.export, plan, 2), ["--", "--max-model-len", "8 k"]
+    values = {"words": words, "options": options, "folder": plan.layout.export, "engine_image": image, "port": None}
+    script = render_side_job(job, project=None, **values).script
+    compare(script, f"verify-{cluster}.sbatch")
+    assert (str(image) in script) == (plan.cluster.runtime != "none")
 
 
 @pytest.mark.parametrize("cluster", CHECKS)

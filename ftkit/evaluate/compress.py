@@ -1,0 +1,42 @@
+"""`PYTHON compress.py EXPORT FORMAT CALIBRATION FOLDER`: quantize an export with llm-compressor.
+
+It runs as a program by itself, in the environment of llm-compressor, which need not have ftkit. CALIBRATION is a JSON
+list of documents, as tokens.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from datasets import Dataset
+from llmcompressor import oneshot
+from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from transformers import AutoModelForCausalLM
+
+_KEPT = ["lm_head", r"re:.*(router|gate)$"]
+"""The output projection, and routers of experts: few weights, on which much depends."""
+
+
+def main(export: str, form: str, calibration: str, folder: str) -> None:
+    """Quantize the linear layers.
+
+    `fp8`: weights by channel, activations by token as they come, which takes no calibration. `w4a16`: weights of 4 bits
+    in groups of 128 by GPTQ (Frantar et al. 2022).
+    """
+    model = AutoModelForCausalLM.from_pretrained(export, dtype="auto")
+    documents = json.loads(Path(calibration).read_text(encoding="utf-8"))
+    if form == "fp8":
+        oneshot(model=model, recipe=QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=_KEPT))
+    else:
+        rows = Dataset.from_list([{"input_ids": each, "attention_mask": [1] * len(each)} for each in documents])
+        recipe = GPTQModifier(targets="Linear", scheme="W4A16", ignore=_KEPT)
+        oneshot(model=model, recipe=recipe, dataset=rows, num_calibration_samples=len(documents))
+    model.save_pretrained(folder, save_compressed=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except Exception as error:  # noqa: BLE001 - one line is the reason; a stack would only hide it
+        sys.exit(f"ERROR: {' '.join(str(error).split())}")
