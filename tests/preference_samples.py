@@ -50,7 +50,7 @@ def _document(prompt: list[int], completion: list[int]) -> Document:
 
 
 def engine_of(
-    objective: str, options: dict[str, Any], method: str, world: World, precision: str = "fp32", **settings: str
+    objective: str, options: dict[str, Any], method: str, world: World, precision: str = "fp32", **settings: object
 ) -> Any:
     """Return an engine of a tiny model; its adapters change the model."""
     training = TrainingPlan.model_validate(

@@ -108,7 +108,7 @@ def plain_loss(
     return -torch.sigmoid(beta * mean_chosen - beta * mean_rejected - options["gamma"]).log().mean()
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", ["full", "lora", "dora"])
 @pytest.mark.parametrize(("objective", "options"), [*OBJECTIVES.items(), ("dpo", SMOOTHED)])
 def test_loss_and_gradient_are_those_of_the_paper_on_unpacked_rows(
     objective: str, options: dict[str, Any], method: str, world: World
@@ -116,7 +116,10 @@ def test_loss_and_gradient_are_those_of_the_paper_on_unpacked_rows(
     has_reference = objective in {"dpo", "ipo"}
     packs = draw_pairs()
     pairs = [pair for pack in packs for pair in pack]
-    engine, base = engine_of(objective, options, method, world)
+    if method == "dora":
+        engine, base = engine_of(objective, options, "lora", world, lora={"use_dora": True})
+    else:
+        engine, base = engine_of(objective, options, method, world)
     change_adapters(engine)
     if method == "full":
         change_weights(engine)
