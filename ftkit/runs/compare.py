@@ -233,6 +233,18 @@ def differing_objectives(runs: Sequence[ComparedRun]) -> str:
     return ""
 
 
+def comparable_losses(runs: Sequence[ComparedRun]) -> list[list[int]]:
+    """Return the runs by number, those together whose losses can be compared."""
+    groups: list[list[int]] = []
+    for number, run in enumerate(runs):
+        same = [each for each in groups if not differing_objectives([runs[each[0]], run])]
+        if same:
+            same[0].append(number)
+        else:
+            groups.append([number])
+    return groups
+
+
 def _loss_options(recipe: Mapping[str, object]) -> dict[str, object]:
     """Return the objective, its options, and the weights of its teacher or reference, by keys of the recipe."""
     name = str(recipe.get("training.objective", "next_token"))

@@ -23,6 +23,10 @@ CHECKOUT = Path(__file__).parents[2]
 DEV_CLUSTER = CHECKOUT / "scripts" / "dev-cluster"
 STATE = Path(os.environ.get("FTKIT_DEV_CLUSTER_DIR", "/var/lib/ftkit-dev-cluster"))
 TINY = "tests/train/tiny.yaml"
+_ENDLESS = (
+    "--with-code", "tests/slurm/slow_steps", "training.max_steps=1000000", "training.log_every_steps=1",
+    "evaluation.generation=null",
+)  # fmt: skip
 SKIPPED = 77
 _ACTIVE = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"}
 EVERYTHING_HERE = Path(__file__).parent
@@ -127,6 +131,10 @@ class Cluster:
         size = ("--nodes", "2", "--processes-per-node", "1")
         done = self.ftkit("run", TINY, "--cluster", "dev", *size, "--name", name, "--no-follow", *arguments)
         return done.stdout.strip().splitlines()[-1].split()[-1]
+
+    def submit_endless(self, name: str, *arguments: str) -> str:
+        """Start a run with enough steps to leave time for disturbances; otherwise as `submit`."""
+        return self.submit(name, *_ENDLESS, *arguments)
 
     def status(self, run: str) -> dict[str, Any]:
         status: dict[str, Any] = json.loads(self.ftkit("status", run, "--json").stdout)

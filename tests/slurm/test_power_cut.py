@@ -27,9 +27,8 @@ def _keep(row: str, noticed: float, restarted: float, resumed: float) -> None:
 
 @pytest.mark.parametrize("victim", ["n2"])
 def test_training_goes_on_within_two_minutes_on_a_spare_node(cluster: Cluster, victim: str) -> None:
-    run = cluster.submit(
-        f"cut-{victim}-{time.time():.0f}", "training.max_steps=1000000", "training.checkpoint_every_steps=5",
-        "training.log_every_steps=1", "evaluation.generation=null", "resources.spare_nodes=1",
+    run = cluster.submit_endless(
+        f"cut-{victim}-{time.time():.0f}", "training.checkpoint_every_steps=5", "resources.spare_nodes=1",
         "resources.preflight=false",
     )  # fmt: skip
     cluster.wait_for_step(run, 12)
@@ -60,9 +59,8 @@ def test_training_goes_on_within_two_minutes_on_a_spare_node(cluster: Cluster, v
 
 
 def test_the_job_is_requeued_without_the_node_of_its_script_once_slurm_notices(cluster: Cluster) -> None:
-    run = cluster.submit(
-        f"first-{time.time():.0f}", "training.max_steps=1000000", "training.checkpoint_every_steps=5",
-        "training.log_every_steps=1", "evaluation.generation=null", "resources.spare_nodes=1",
+    run = cluster.submit_endless(
+        f"first-{time.time():.0f}", "training.checkpoint_every_steps=5", "resources.spare_nodes=1",
         "resources.preflight=false",
     )  # fmt: skip
     cluster.wait_for_step(run, 12)
@@ -90,9 +88,8 @@ def test_the_job_is_requeued_without_the_node_of_its_script_once_slurm_notices(c
 
 
 def test_training_goes_on_with_the_same_data_on_the_nodes_that_are_left(cluster: Cluster) -> None:
-    run = cluster.submit(
-        f"left-{time.time():.0f}", "--nodes", "3", "training.max_steps=1000000", "training.checkpoint_every_steps=5",
-        "training.log_every_steps=1", "evaluation.generation=null", "resources.min_nodes=2",
+    run = cluster.submit_endless(
+        f"left-{time.time():.0f}", "--nodes", "3", "training.checkpoint_every_steps=5", "resources.min_nodes=2",
         "resources.preflight=false", "training.global_batch_size=12",
     )  # fmt: skip
     cluster.wait_for_step(run, 12)

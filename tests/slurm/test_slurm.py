@@ -17,12 +17,6 @@ if TYPE_CHECKING:
 
     from conftest import Cluster
 
-# Enough steps to leave time for disturbances.
-LONG = (
-    "training.max_steps=1000000", "training.checkpoint_every_steps=1000000", "training.log_every_steps=1",
-    "evaluation.generation=null",
-)  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def followed(cluster: Cluster) -> str:
@@ -111,7 +105,7 @@ def test_a_workspace_with_an_unusual_name_works(cluster: Cluster) -> None:
 
 @pytest.fixture(scope="module")
 def long_run(cluster: Cluster) -> str:
-    run = cluster.submit("long", *LONG)
+    run = cluster.submit_endless("long", "training.checkpoint_every_steps=1000000")
     cluster.wait_for_step(run, 1)
     return run
 

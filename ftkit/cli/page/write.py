@@ -16,7 +16,7 @@ from ftkit.cli.terminal.comparison_view import compare_runs
 from ftkit.cli.terminal.format import count, printable
 from ftkit.errors import PrerequisiteError, one_line
 from ftkit.files import output_file
-from ftkit.runs.compare import read_run
+from ftkit.runs.compare import comparable_losses, read_run
 from ftkit.runs.gpu_samples import gpu_curve, read_samples
 from ftkit.runs.history import read_history
 
@@ -36,8 +36,9 @@ def run_page(report: dict[str, object], *, refresh_seconds: int | None = None) -
 
 def comparison_page(layouts: Sequence[RunLayout], *, refresh_seconds: int | None = None) -> str:
     """Return the page of several runs side by side."""
-    found = compare_runs([read_run(layout) for layout in layouts])
-    charts = _draw_comparison(layouts, found.names)
+    runs = [read_run(layout) for layout in layouts]
+    found = compare_runs(runs)
+    charts = _draw_comparison(layouts, found.names, comparable_losses(runs))
     return _render("comparison.html.j2", report=found, charts=charts, refresh_seconds=refresh_seconds)
 
 
@@ -58,8 +59,10 @@ def save_page(page: str, path: Path, option: str = "--output") -> None:
         ) from error
 
 
-def _draw_comparison(layouts: Sequence[RunLayout], names: Sequence[str]) -> list[Chart]:
-    """Draw the curves of runs, by tokens. Colors repeat after eight runs."""
+def _draw_comparison(
+    layouts: Sequence[RunLayout], names: Sequence[str], comparable: Sequence[Sequence[int]]
+) -> list[Chart]:
+    """Draw the curves of runs, by tokens, those of comparable losses together. Colors repeat after eight runs."""
     losses, validation, speeds, power = [], [], [], []
     for color, (name, layout) in enumerate(zip(names, layouts, strict=True)):
         history = read_history(layout)
@@ -72,10 +75,15 @@ def _draw_comparison(layouts: Sequence[RunLayout], names: Sequence[str]) -> list
         curve = gpu_curve(read_samples(layout), lambda gpu: gpu.power)
         if curve.seconds:
             power.append(Line(name, curve.seconds, curve.mean, color=color))
-    of = f"of {', '.join(names)}"
-    charts = [
-        Chart("Loss", draw_lines("losses", f"Training loss {of}", "loss", losses, is_wide=True), is_wide=True),
-        Chart("Validation loss", draw_lines("validation", f"Validation loss {of}", "loss", validation)),
+    of, charts = f"of {', '.join(names)}", []
+    for group in comparable:
+        of_group = f"of {', '.join(names[number] for number in group)}"
+        added = f" {of_group}" if len(comparable) > 1 else ""
+        for kind, lines, is_wide in (("Loss", losses, True), ("Validation loss", validation, False)):
+            chosen = [lines[number] for number in group]
+            drawn = draw_lines(f"{kind[:4]}{group[0]}", f"{kind} {of_group}", "loss", chosen, is_wide=is_wide)
+            charts.append(Chart(f"{kind}{added}", drawn, is_wide=is_wide))
+    charts += [
         Chart("Throughput", draw_lines("speeds", f"Throughput {of}", "tokens/s per process", speeds, form=count,
                                        from_zero=True)),
         Chart("GPU power", draw_lines("power", f"Mean power per GPU {of}", "W per GPU", power, form="{:,.0f}".format,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +18,6 @@ from ftkit.runs.repeat import original_to_json, read_original
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from conftest import FakePrograms, Result, RunMaker
 
@@ -86,6 +86,8 @@ def test_runs_of_different_objectives_have_no_best_one_and_own_axes(
     assert (found["best"], found["different_objectives"]) == (None, reason)
     refused = ftkit("rm", "try@best", "--dry-run")
     assert (refused.code, reason in refused.err) == (4, True)
+    assert ftkit("report", "try-1", "try-2", "-o", "both.html").code == 0
+    assert re.findall("<h3>(.*?)</h3>", Path("both.html").read_text())[:2] == ["Loss of A", "Loss of B"]
 
 
 def test_a_comparison_of_runs_on_different_documents_says_so(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
