@@ -170,9 +170,10 @@ def answer(kind: str, model: Model, path: str, body: dict[str, Any]) -> Any:  # 
         return {"tokens": model.encode(body["content"])}
     if path == "/v1/chat/completions":
         prompt = model.encode(model.render(body))
-        tokens, scores, stopped = model.complete(prompt, body)
         message: dict[str, Any] = {"content": ""}
-        if body.get("tools") and body["max_tokens"] >= CALL_TOKENS:
+        if not body.get("tools") or body["max_tokens"] < CALL_TOKENS:
+            tokens, scores, stopped = model.complete(prompt, body)
+        else:
             tokens, scores, stopped = [*model.encode(CALL), model.ends[0]], [0.0] * (len(model.encode(CALL)) + 1), True
             if model.fault != "calls as text":
                 arguments = {} if model.fault == "arguments lost" else {"a": "x", "n": 3}
