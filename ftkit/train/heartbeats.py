@@ -58,6 +58,12 @@ class Heartbeats:
     def start(self) -> None:
         threading.Thread(target=self._keep_beating, name="heartbeats", daemon=True).start()
 
+    def settle(self) -> None:
+        """Wait until each node is heard again, or `on_silence` ends this process."""
+        began = time.monotonic()
+        while any(heard < began for heard in list(self._heard.values())):
+            time.sleep(BEAT_SECONDS / 10)
+
     def _keep_beating(self) -> None:
         last = time.monotonic()
         while True:
@@ -112,8 +118,11 @@ def _connect(node: str, port: int, family: int) -> socket.socket | None:
     return None
 
 
-def watch_nodes(layout: RunLayout, rank: int, port: int) -> None:
-    """Send heartbeats for the rest of this process, and end it with its ranks if another node falls silent."""
+def watch_nodes(layout: RunLayout, rank: int, port: int) -> Heartbeats | None:
+    """Send heartbeats for the rest of this process, and end it with its ranks if another node falls silent.
+
+    Returns None if there is nobody to hear.
+    """
     words = os.environ.get(NODES, "").split()
 
     def end(silent: dict[str, float], is_cut_off: bool) -> None:  # noqa: FBT001
@@ -135,6 +144,10 @@ def watch_nodes(layout: RunLayout, rank: int, port: int) -> None:
 
     if len(words) > 2:  # noqa: PLR2004 - a single node has nobody to hear
         try:
-            Heartbeats(words, rank, port, end).start()
+            beats = Heartbeats(words, rank, port, end)
         except OSError as error:
             sys.stderr.write(f"ftkit: no heartbeats: UDP port {port}: {error.strerror}\n")
+        else:
+            beats.start()
+            return beats
+    return None

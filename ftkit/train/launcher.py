@@ -81,8 +81,9 @@ def main(arguments: list[str]) -> int:
         from torch.distributed.run import main as torchrun  # noqa: PLC0415
 
     values = dict(word.removeprefix("--").split("=", 1) for word in arguments if word.startswith("--") and "=" in word)
+    beats = None
     if "master-port" in values:
-        watch_nodes(layout, int(values["node-rank"]), int(values["master-port"]))
+        beats = watch_nodes(layout, int(values["node-rank"]), int(values["master-port"]))
     try:
         torchrun(arguments)
     except ChildFailedError as error:
@@ -93,6 +94,9 @@ def main(arguments: list[str]) -> int:
         _record_deaths(layout, error, num_oom_kills, core_dumps)
         _record_fault(layout, error)
         revoke_if_dead(layout)
+        errors = [_recorded_error(layout, rank) for rank in error.failures]
+        if beats and any(each and each.reports_lost_peer for each in errors):
+            beats.settle()  # srun would wait a minute for the task of a node that is gone
         return 1
     if {"--standalone", "--node-rank=0"} & set(arguments):
         _write_report(layout)

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from safetensors.numpy import load_file
 from waiting import PATIENCE_SECONDS
@@ -31,10 +31,12 @@ class Run(ABC):
     Attributes:
         folder: of the run.
         num_steps: after which it is completed.
+        poll_seconds: the pause between two looks at it.
     """
 
     folder: Path
     num_steps: int
+    poll_seconds: ClassVar[float] = 0.1
 
     @abstractmethod
     def ranks(self) -> dict[str, int]:
@@ -92,7 +94,7 @@ def wait_for(run: Run, condition: Callable[[], ValueT]) -> ValueT:
     while not (found := condition()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"{run.folder.name}, at step {run.step()}: {run.output()}")
-        time.sleep(0.1)
+        time.sleep(run.poll_seconds)
     return found
 
 

@@ -132,7 +132,9 @@ def preempt(run: SlurmRun, _: Random) -> None:
     """Let a job with priority take the nodes for a moment."""
     nodes = f"--nodelist={','.join(wait_for(run, run.nodes))}"
     urgent = ("--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=true")
-    run.cluster.slurm("sbatch", "--wait", nodes, *urgent)
+    job = run.cluster.slurm("sbatch", "--parsable", nodes, *urgent, check=True).strip()
+    state = ("squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job)
+    wait_for(run, lambda: run.is_over() or run.cluster.slurm(*state).strip() == "COMPLETED")
 
 
 def drain(run: SlurmRun, chance: Random) -> None:

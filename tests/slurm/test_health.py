@@ -98,41 +98,27 @@ def test_doctor_reports_the_fault_of_each_node(cluster: Cluster, image: str) -> 
     assert "no loop device available" in problems["n4"]
 
 
-def run_excluding(cluster: Cluster, image: str, name: str) -> tuple[dict[str, str], set[str]]:
-    """Train on two nodes of four; return the excluded nodes with their reasons, and the nodes that trained."""
+def test_a_run_excludes_nodes_with_faults_and_trains_on_the_others(cluster: Cluster, image: str) -> None:
     short = ("--processes-per-node", "1", "training.max_steps=2", "evaluation.generation=null")
-    done = ftkit(
-        cluster, "run", TINY, "--cluster", "boxes", "--nodes", "2", "--image", image, "--name", name,
-        "--prepare", "here", "resources.preflight=true", *short,
-    )  # fmt: skip
+    with (
+        no_shared_files("n1"),  # the node on which the job script starts
+        full_disk("n3"),  # its replacement
+        faults(n3={"driver": True, "slow": True}, n4={"no_containers": True}),
+    ):
+        done = ftkit(
+            cluster, "run", TINY, "--cluster", "boxes", "--nodes", "2", "--image", image, "--name", "picky",
+            "--prepare", "here", "resources.preflight=true", *short,
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    run = cluster.folder(cluster.status(name)["id"])
-    newest = max((run / "preflight").iterdir(), key=lambda path: path.stat().st_mtime)
+    run = cluster.folder(cluster.status("picky")["id"])
     excluded = json.loads((run / "manifest.json").read_text())["starts"][-1]["excluded_nodes"]
+    assert set(excluded) == {"n1", "n3", "n4"}
     for host, reason in excluded.items():
         assert f"excluded {host}: {reason}" in done.stderr
-    return excluded, {path.stem for path in newest.glob("*.out")}
-
-
-def test_a_run_excludes_nodes_that_are_slow_or_do_not_see_its_folder(cluster: Cluster, image: str) -> None:
-    with (
-        no_shared_files("n1"),
-        faults(n3={"slow": True}),
-    ):  # the node on which the job script starts, and its replacement
-        excluded, trained = run_excluding(cluster, image, "picky")
-    assert set(excluded) == {"n1", "n3"}
     assert excluded["n1"].startswith("can't access ")
     assert "matrix products" in excluded["n3"]
-    assert trained == {"n2", "n4"}
-
-
-def test_a_run_excludes_nodes_with_a_full_disk_an_old_driver_or_failing_containers(
-    cluster: Cluster, image: str
-) -> None:
-    with full_disk("n1"), faults(n1={"driver": True}, n3={"no_containers": True}):
-        excluded, trained = run_excluding(cluster, image, "choosy")
-    assert set(excluded) == {"n1", "n3"}
-    assert "No space left on device" in excluded["n1"]
-    assert "CUDA 11.4; the image has CUDA 12.8" in excluded["n1"]
-    assert "no loop device available" in excluded["n3"]
-    assert trained == {"n2", "n4"}
+    assert "No space left on device" in excluded["n3"]
+    assert "CUDA 11.4; the image has CUDA 12.8" in excluded["n3"]
+    assert "no loop device available" in excluded["n4"]
+    newest = max((run / "preflight").iterdir(), key=lambda path: path.stat().st_mtime)
+    assert {path.stem for path in newest.glob("*.out")} == {"n2", "n5"}

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from conftest import Cluster
 
 MEASURED = os.environ.get("FTKIT_CUTS")
@@ -25,6 +27,15 @@ def _keep(row: str, noticed: float, restarted: float, resumed: float) -> None:
             file.write(json.dumps(seconds) + "\n")
 
 
+@contextmanager
+def canceled_at_its_end(cluster: Cluster, run: str) -> Iterator[None]:
+    """Cancel a run after the block: with Slurm's default time-outs, its nodes would be taken for half a minute."""
+    try:
+        yield
+    finally:
+        cluster.ftkit("cancel", run)
+
+
 @pytest.mark.parametrize("victim", ["n2"])
 def test_training_goes_on_within_two_minutes_on_a_spare_node(cluster: Cluster, victim: str) -> None:
     run = cluster.submit_endless(
@@ -33,7 +44,7 @@ def test_training_goes_on_within_two_minutes_on_a_spare_node(cluster: Cluster, v
     )  # fmt: skip
     cluster.wait_for_step(run, 12)
     link = ("node", victim, "--", "ip", "link", "set", "eth0")
-    with cluster.default_timeouts():
+    with canceled_at_its_end(cluster, run), cluster.default_timeouts():
         cluster.switch(*link, "down")
         cut = time.time()
         try:
@@ -51,7 +62,6 @@ def test_training_goes_on_within_two_minutes_on_a_spare_node(cluster: Cluster, v
             assert victim not in log.read_text().rpartition("ftkit: training on")[2].splitlines()[0]
         finally:
             cluster.switch(*link, "up")
-            cluster.ftkit("cancel", run)
     _keep("link cut, a spare node", noticed - cut, restarted - cut, resumed - cut)
     assert noticed - cut < 20
     assert restarted - cut < 60
@@ -66,7 +76,7 @@ def test_the_job_is_requeued_without_the_node_of_its_script_once_slurm_notices(c
     cluster.wait_for_step(run, 12)
     victim = cluster.nodes(cluster.job(run))[0]
     link = ("node", victim, "--", "ip", "link", "set", "eth0")
-    with cluster.default_timeouts() if MEASURED else nullcontext():
+    with canceled_at_its_end(cluster, run), cluster.default_timeouts() if MEASURED else nullcontext():
         cluster.switch(*link, "down")
         cut = time.time()
         try:
@@ -83,7 +93,6 @@ def test_the_job_is_requeued_without_the_node_of_its_script_once_slurm_notices(c
             assert victim not in cluster.nodes(cluster.job(run))
         finally:
             cluster.switch(*link, "up")
-            cluster.ftkit("cancel", run)
     _keep("link of the script's node cut", noticed - cut, restarted - cut, resumed - cut)
 
 
@@ -95,7 +104,7 @@ def test_training_goes_on_with_the_same_data_on_the_nodes_that_are_left(cluster:
     cluster.wait_for_step(run, 12)
     job = cluster.job(run)
     victim = cluster.nodes(job)[-1]
-    with cluster.default_timeouts():
+    with canceled_at_its_end(cluster, run), cluster.default_timeouts():
         cluster.switch("kill-node", victim)
         cut = time.time()
         try:
@@ -108,7 +117,6 @@ def test_training_goes_on_with_the_same_data_on_the_nodes_that_are_left(cluster:
             resumed = time.time()
             assert cluster.slurm_state(job) == "RUNNING"
         finally:
-            cluster.ftkit("cancel", run)
             cluster.switch("revive-node", victim)
     _keep("power cut, `min_nodes`", noticed - cut, restarted - cut, resumed - cut)
     first, again = cluster.records(run, "start")

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
+from chaos.cluster import DevCluster, SlurmRun
+from chaos.slurm_faults import starve_rank
+from waiting import wait_until
 
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
@@ -113,20 +117,23 @@ def long_run(cluster: Cluster) -> str:
 def test_a_second_job_in_a_run_folder_is_rejected_and_the_first_continues(cluster: Cluster, long_run: str) -> None:
     cluster.ftkit("resume", long_run, "--no-follow", expect=6)
     folder, job = cluster.folder(long_run), cluster.job(long_run)
-    second = cluster.execute("sbatch", "--wait", f"--chdir={folder}", f"{folder}/job.sbatch")
-    assert second.returncode != 0
+    second = cluster.execute("sbatch", "--parsable", f"--chdir={folder}", f"{folder}/job.sbatch").stdout.strip()
     cluster.wait_for_log(long_run, f"another process is training in this run's folder: job {job}, process")
+    wait_until(lambda: cluster.slurm_state(second) == "FAILED")
     cluster.wait_for_step(long_run, cluster.wait_for_step(long_run, 1) + 1)
 
 
-# The signal that Slurm sends before preemption, and the command that users run.
-@pytest.mark.parametrize("signal", ["USR1", "TERM"])
-def test_a_stopped_run_writes_a_checkpoint_and_resumes_later(cluster: Cluster, long_run: str, signal: str) -> None:
+# Preemption sends SIGTERM to the tasks.
+@pytest.mark.parametrize("how", ["SIGUSR1", "preemption"])
+def test_a_stopped_run_writes_a_checkpoint_and_resumes_later(cluster: Cluster, long_run: str, how: str) -> None:
     num_starts = len(cluster.records(long_run, "start"))
     before = cluster.wait_for_step(long_run, 1, start=num_starts - 1)
-    starts = cluster.count_starts(long_run)
-    assert cluster.execute("scancel", f"--signal={signal}", cluster.job(long_run)).returncode == 0
-    cluster.start_again(long_run, starts)
+    if how == "preemption":
+        cluster.preempt(long_run, "--partition=urgent")
+    else:
+        starts = cluster.count_starts(long_run)
+        assert cluster.execute("scancel", f"--signal={how}", cluster.job(long_run)).returncode == 0
+        cluster.start_again(long_run, starts)
     cluster.wait_for_step(long_run, before, start=num_starts)
     assert cluster.records(long_run, "start")[-1]["resumed_from"] >= before
 
@@ -148,7 +155,7 @@ def test_a_run_that_lost_a_node_is_requeued_with_slurms_default_timeouts(cluster
     cluster.wait_for_step(long_run, resumed_from + 1, start=num_starts)
     assert cluster.records(long_run, "start")[-1]["resumed_from"] == resumed_from
     causes = [each["reason"]["cause"] for each in cluster.status(long_run)["restarts"]]
-    assert causes == ["stop-request", "stop-request", "node-failure"]
+    assert causes == ["stop-request", "preempted", "node-failure"]
 
 
 def test_a_controller_outage_burns_no_restart(cluster: Cluster, long_run: str) -> None:
@@ -159,8 +166,11 @@ def test_a_controller_outage_burns_no_restart(cluster: Cluster, long_run: str) -
     srun_waits = cluster.slurm_version >= (26, 5)
     cluster.switch("kill-controller")
     try:
-        cluster.kill(victim, "python[^ ]* -u -m ftkit.train ")
-        cluster.wait_for_log(long_run, "Signal 9" if srun_waits else "asking again in 20 s")
+        if cluster.has_cgroups:
+            starve_rank(SlurmRun(cluster.folder(long_run), 0, DevCluster()), Random(0))
+        else:
+            cluster.kill(victim, "python[^ ]* -u -m ftkit.train ")
+        cluster.wait_for_log(long_run, "Signal 9" if srun_waits else "asking again")
         shown = cluster.status(long_run)
     finally:
         cluster.switch("revive-controller")
@@ -173,7 +183,8 @@ def test_a_controller_outage_burns_no_restart(cluster: Cluster, long_run: str) -
     start = cluster.records(long_run, "start")[-1]
     assert start["resumed_from"] == resumed_from
     status = cluster.status(long_run)
-    assert (status["state"], status["reason"], status["restarts"][-1]["reason"]["cause"]) == ("running", "", "killed")
+    cause = "out-of-memory" if cluster.has_cgroups else "killed"
+    assert (status["state"], status["reason"], status["restarts"][-1]["reason"]["cause"]) == ("running", "", cause)
     assert "restart 2 of" not in cluster.wait_for_log(long_run, "restart 1 of at most")
 
 
@@ -182,12 +193,8 @@ def test_a_preemption_without_grace_time_is_known_where_nodes_do_not_reach_the_a
 ) -> None:
     num_starts = len(cluster.records(long_run, "start"))
     before = cluster.wait_for_step(long_run, 1, start=num_starts - 1)
-    starts = cluster.count_starts(long_run)
-    with cluster.without_grace_or_accounting():
-        urgent = ("--partition=urgent", "--output=/dev/null", "--wrap=true")
-        nodes = f"--nodelist={','.join(cluster.nodes(cluster.job(long_run)))}"
-        cluster.execute("sbatch", "--wait", "--exclusive", nodes, *urgent)
-        cluster.start_again(long_run, starts)
+    with cluster.preemption_by_qos():
+        cluster.preempt(long_run, "--qos=urgent")
         cluster.wait_for_step(long_run, before, start=num_starts)
     assert cluster.status(long_run)["restarts"][-1]["reason"] == {"cause": "preempted", "detail": ""}
 

@@ -37,8 +37,10 @@ from ftkit.planning.layout import RunLayout
 from ftkit.train.heartbeats import watch_nodes
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 subprocess.Popen([sys.executable, "-c", {RANK!r}, str(folder / f"rank-{{rank}}")], start_new_session=True)
-watch_nodes(RunLayout(folder), rank, 29123)
-time.sleep(3600)
+beats = watch_nodes(RunLayout(folder), rank, 29123)
+while not (folder / "failed").exists():
+    time.sleep(0.1)
+beats.settle()
 """
 
 
@@ -101,10 +103,14 @@ def nodes(tmp_path: Path) -> Iterator[Callable[[int], Nodes]]:
         yield start
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_node_whose_link_is_cut_is_named_and_all_processes_end(nodes: Callable[[int], Nodes], victim: int) -> None:
+@pytest.mark.parametrize(("victim", "ranks_fail"), [(0, False), (2, True)])
+def test_a_node_whose_link_is_cut_is_named_and_all_processes_end(
+    nodes: Callable[[int], Nodes], victim: int, *, ranks_fail: bool
+) -> None:
     three, began = nodes(3), time.time()
     three.cut(victim)
+    if ranks_fail:  # at once, as their connections are reset if the node's processes end before its network
+        (three.folder / "failed").touch()
     wait_until(lambda: three.ended() == [0, 1, 2])
     ((name, (since, peer)),) = silent_nodes(RunLayout(three.folder)).items()
     assert name == three.names[victim]
@@ -119,4 +125,6 @@ def test_a_node_whose_launcher_is_killed_is_not_silent(nodes: Callable[[int], No
     three.launchers[1].kill()
     time.sleep(SILENT_SECONDS + 3)
     assert three.ended() == [1]
+    (three.folder / "failed").touch()
+    wait_until(lambda: three.ended() == [0, 1, 2])
     assert silent_nodes(RunLayout(three.folder)) == {}
