@@ -103,7 +103,7 @@ def test_a_run_excludes_nodes_with_faults_and_trains_on_the_others(cluster: Clus
     with (
         no_shared_files("n1"),  # the node on which the job script starts
         full_disk("n3"),  # its replacement
-        faults(n3={"driver": True, "slow": True}, n4={"no_containers": True}),
+        faults(n3={"driver": True}, n4={"no_containers": True}),
     ):
         done = ftkit(
             cluster, "run", TINY, "--cluster", "boxes", "--nodes", "2", "--image", image, "--name", "picky",
@@ -116,7 +116,6 @@ def test_a_run_excludes_nodes_with_faults_and_trains_on_the_others(cluster: Clus
     for host, reason in excluded.items():
         assert f"excluded {host}: {reason}" in done.stderr
     assert excluded["n1"].startswith("can't access ")
-    assert "matrix products" in excluded["n3"]
     assert "No space left on device" in excluded["n3"]
     assert "CUDA 11.4; the image has CUDA 12.8" in excluded["n3"]
     assert "no loop device available" in excluded["n4"]
