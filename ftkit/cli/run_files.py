@@ -190,7 +190,7 @@ def _find_unused(terminal: Terminal, *, with_checkpoints: bool) -> tuple[list[_I
 @click.argument("destination", metavar="[DEST]", required=False)
 @click.option("--watch", "watches", is_flag=True, help="Keep copying until the run has ended.")
 def sync_command(reference: str, destination: str | None, *, watches: bool) -> None:
-    """Copy a run's complete checkpoints and exports to DEST/RUN, with what 'ftkit resume DEST/RUN' needs.
+    """Copy a run's complete checkpoints and exports to DEST/RUN, with what 'ftkit resume RUN --from DEST' needs.
 
     DEST is s3://bucket/prefix, gs://bucket/prefix or a folder; default: the recipe's 'sync'. Existing files are not
     copied again. Each file is compared with the original by digest. Nothing is deleted there.

@@ -29,6 +29,7 @@ BEAT_SECONDS = 1.0
 SILENT_SECONDS = 15.0
 """Seconds without a packet after which a node counts as silent: hypervisors and switches can pause for several."""
 _STALLED_SECONDS = 3.0  # between two beats of this process: it was suspended itself, and has read nothing meanwhile
+_SETTLED_SECONDS = 3.0  # a node that is shut down refuses packets until its network is down, too
 _WRITE_SECONDS = 5.0  # the silent node may have been the server of the run's folder
 
 
@@ -59,9 +60,9 @@ class Heartbeats:
         threading.Thread(target=self._keep_beating, name="heartbeats", daemon=True).start()
 
     def settle(self) -> None:
-        """Wait until each node is heard again, or `on_silence` ends this process."""
-        began = time.monotonic()
-        while any(heard < began for heard in list(self._heard.values())):
+        """Wait until each node was heard for some seconds more, or `on_silence` ends this process."""
+        settled = time.monotonic() + _SETTLED_SECONDS
+        while any(heard < settled for heard in list(self._heard.values())):
             time.sleep(BEAT_SECONDS / 10)
 
     def _keep_beating(self) -> None:
