@@ -70,7 +70,7 @@ def find_run(reference: str, workspace: Workspace) -> RunFolder:
         raise NotFoundError(
             f"{reference} is not among the runs of this workspace, {workspace.runs}",
             meaning="a run's plan contains its paths, so a folder that was copied or moved can't be used",
-            fix="give the original run; a copy by 'ftkit runs sync RUN DEST' is resumed by 'ftkit resume RUN --from DEST'",
+            fix="give the original run; copies by 'ftkit runs sync RUN DEST' need 'ftkit resume RUN --from DEST'",
         )
     found = _select(reference, list_runs(workspace), workspace)
     root, plan = found.layout.root, found.layout.plan
