@@ -65,7 +65,7 @@ _SMALLEST = 1e-12
 
 
 class Quantizer(ABC):
-    """Writes quantized files of an export and runs them; `notes` are for the model card, by the file's name."""
+    """Writes quantized files of an export, and runs them."""
 
     measured_with: str
 
@@ -75,12 +75,11 @@ class Quantizer(ABC):
         if record is None:
             raise AssertionError("an export has a record")
         self.export, self.plain, self.plan, self.report, self.record = export, plain, plan, report, record
-        self.notes = dict[str, str]()
         _, self.tokenizer, self.generation = find_generation(ModelFolder(export, str(export)))
 
     @abstractmethod
-    def quantize(self, name: str, into: Path) -> Path:
-        """Write a file, or the folder of a model, into a folder."""
+    def quantize(self, name: str, into: Path) -> tuple[Path, str]:
+        """Write a file, or the folder of a model, into a folder; return it, and a note for the model card."""
 
     @abstractmethod
     def open(self, path: Path, length: int, targets: _Distributions) -> AbstractContextManager[GeneratingModel]:
@@ -106,14 +105,13 @@ class Gguf(Quantizer):
 
     measured_with = LlamaCpp.name
 
-    def quantize(self, name: str, into: Path) -> Path:
+    def quantize(self, name: str, into: Path) -> tuple[Path, str]:
         path = into / f"{self.plan.id}-{name}.gguf"
         words = [find_program(QUANTIZE) or QUANTIZE, str(self.plain)]
         log = run_converter(QUANTIZE, words, path, self.export / path.name, name)
-        if larger := _FALLBACK.search(log):
-            note = f"{larger[1]} tensors have a larger type: their rows do not fit the blocks of {name}"
-            self.notes[path.name] = note
-        return path
+        larger = _FALLBACK.search(log)
+        note = f"{larger[1]} tensors have a larger type: their rows do not fit the blocks of {name}" if larger else ""
+        return path, note
 
     def open(self, path: Path, length: int, targets: _Distributions) -> AbstractContextManager[GeneratingModel]:
         setup = Setup(self.export, self.export, self.record.precision, (), "", None, path.parent, path)
@@ -131,13 +129,12 @@ class Compressed(Quantizer):
         self._compressor, self._server = compressor, server
         self.measured_with = Vllm.name if server else "transformers"
 
-    def quantize(self, name: str, into: Path) -> Path:
+    def quantize(self, name: str, into: Path) -> tuple[Path, str]:
         path, calibration = into / name, into / "calibration.json"
         documents = [] if name == "fp8" else _calibration(self.plan)
         calibration.write_text(json.dumps(documents), encoding="utf-8")
-        if documents:
-            digest = SavedFile.of(calibration).sha256
-            self.notes[name] = f"calibrated on {len(documents)} training documents; SHA-256 of their tokens: {digest}"
+        digest = SavedFile.of(calibration).sha256
+        note = f"calibrated on {len(documents)} training documents; SHA-256 of their tokens: {digest}"
         script = str(Path(__file__).with_name("compress.py"))
         words = [self._compressor, script, str(self.export), name, str(calibration)]
         fix = f"try another version, or an environment of its own: {self._compressor} -m pip install llmcompressor"
@@ -149,7 +146,7 @@ class Compressed(Quantizer):
             if each.is_file() and each.name not in left and each.suffix != ".gguf":
                 shutil.copy2(each, path)
         write_json(path / CONFIG_FILE, config | {"quantization_config": found["quantization_config"]})
-        return path
+        return path, note if documents else ""
 
     @contextmanager
     def open(self, path: Path, length: int, targets: _Distributions) -> Iterator[GeneratingModel]:
@@ -182,18 +179,17 @@ def write_quantized(
     data = replace(data, documents=_first_targets(data.documents))
     found, plain = list[QuantizedFiles](), None
     with tempfile.TemporaryDirectory(prefix=".quantized-", dir=folder) as made:
-        paths = [quantizer.plain]
+        paths = [(quantizer.plain, "")]
         for name in types:
             report(f"quantizing to {name}")
             paths.append(quantizer.quantize(name, Path(made)))
-            if note := quantizer.notes.get(paths[-1].name):
+            if note := paths[-1][1]:
                 report(note)
-        for path in paths:
+        for path, note in paths:
             own, speed = _measure(quantizer, path, data, metrics, settings, limits.max_length)
             plain = plain or own
             change = _compare(data, metrics, own, plain) | {"tokens/s": speed}
-            name = quantizer.name_of(path)
-            found.append(QuantizedFiles(name, quantizer.files_of(path), change, quantizer.notes.get(name, "")))
+            found.append(QuantizedFiles(quantizer.name_of(path), quantizer.files_of(path), change, note))
         bound = plan.recipe.export.max_loss_increase
         worse = [each for each in found if bound is not None and not each.metrics[_INCREASE] <= bound]
         kept = [each for each in found if each not in worse]

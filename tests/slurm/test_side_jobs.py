@@ -97,6 +97,7 @@ def test_an_export_is_verified_in_an_engine_by_a_job(cluster: Cluster, run: str,
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(1)
         found = cluster.execute("sacct", "-X", "-n", "-P", "--format=JobName,State,ExitCode", "--jobs", job)
+        assert certificate.is_file(), log.read_text()
         return found.stdout.strip(), json.loads(certificate.read_text())
 
     state, found = verify()
