@@ -33,11 +33,12 @@ CALL_TOKENS = 100
 """With tools, the server generates `CALL` where that many tokens are allowed."""
 
 LOST = {
-    "a layer lost": "layers.1.self_attn.o_proj.weight",
+    "a layer lost": ("layers.1.self_attn.o_proj.weight",),
     "adapters of a layer lost": (
         "layers.0.self_attn.v_proj.lora_B.default.weight",
         "layers.0.mlp.down_proj.lora_B.default.weight",
     ),
+    "adapters of modules lost": ("down_proj.lora_B.default.weight",),
 }
 """Weights that are zero with a fault."""
 
@@ -141,7 +142,7 @@ def change_weight(name: str, tensor: torch.Tensor, fault: str) -> None:
         tensor *= 0.5
     elif fault == "rank truncated" and "lora_A" in name:
         tensor[len(tensor) // 2 :] = 0
-    elif fault.endswith("a layer lost") and any(each in name for each in LOST[fault]):
+    elif fault in LOST and any(each in name for each in LOST[fault]):
         tensor.zero_()
     elif fault.startswith("quantized") and tensor.ndim > 1:
         num_bits = int(fault.split()[2]) if " " in fault else 4

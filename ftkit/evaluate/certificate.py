@@ -7,6 +7,7 @@ are multiples of the difference between that model in bf16 and in fp32, on the s
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -62,6 +63,9 @@ _PROPERTIES = {
     "sliding_window": "the sliding window is not applied",
     "final_logit_softcapping": "logits are not capped",
 }
+
+_NAME_PART = re.compile(r"[^.]+(?:\.\d+)?")
+"""A part of a module's name, with its number if it is one of a list."""
 
 
 @dataclass(frozen=True)
@@ -302,6 +306,8 @@ class _Comparison:
         error, effect, most = found - given, base - given, _EXPLAINED * _rms(found - given)
         if _rms(found - base) <= most:
             return "the adapters are not applied"
+        if self.record.kind == "adapters" and (lost := self._lost_adapters(found, most)):
+            return f"the adapters of {lost} are not loaded"
         if float(error @ effect) > _EXPLAINED * float(error.norm() * effect.norm()) > 0:
             return "the adapters are applied only in part"
         padding = (-error).expm1() * lse.exp()  # the number of tokens with logit 0 that would explain each error
@@ -313,6 +319,23 @@ class _Comparison:
                 if _rms(found - self._scores(model)[0]) <= most:
                     return why
         return "other weights, a lower precision, or an operation that the engine computes differently"
+
+    def _lost_adapters(self, found: torch.Tensor, most: float) -> str:
+        """Return the layer or modules without whose adapters the model gives an engine's numbers; empty if none."""
+        with loaded(self.setup.folder, self.record, self.report) as (model, _):
+            layers: dict[str, Any] = {name: each for name, each in model.named_modules() if hasattr(each, "lora_A")}
+            parts = dict.fromkeys(part for name in layers for part in _NAME_PART.findall(name))
+            # Of parts of the same names, the innermost remains.
+            named = {tuple(name for name in layers if part in _NAME_PART.findall(name)): part for part in parts}
+            for names, part in named.items():
+                lost = [layers[name] for name in names]
+                for each in lost:
+                    each.enable_adapters(enabled=False)
+                if _rms(found - self._scores(model)[0]) <= most:
+                    return f"{part} ({len(lost)} of {plural(len(layers), 'module')})"
+                for each in lost:
+                    each.enable_adapters(enabled=True)
+        return ""
 
 
 def _rms(values: torch.Tensor) -> float:

@@ -156,7 +156,7 @@ def _(ranks: Ranks) -> Result:
     _need(can_look, "no second step of the model's own gradients was seen")
     if facts.keeps_gradients:
         yield "Gradients of step 1 are added to those of step 2.", "Call optimizer.zero_grad() in each step."
-    elif facts.loses_gradients:
+    elif facts.loses_gradients and not facts.moves_weights:
         what = "Gradients are cleared between the micro-batches of a step: only the last one trains."
         yield what, "Call optimizer.zero_grad() after optimizer.step(), not for each micro-batch."
 
@@ -275,6 +275,7 @@ def _(ranks: Ranks) -> Result:
             steps[rank.rank, call.step].append(call)
     backwards = {key: len({call.backward for call in calls}) for key, calls in steps.items()}
     _need(any(count > 1 for count in backwards.values()), "a step has one micro-batch")
+    _need(not ranks[0].moves_weights, "the weights change between the backward passes of a step")
     weighed = []
     for key, calls in steps.items():
         found = [(call.counts["targets"], call.weight) for call in calls if call.counts and call.weight]

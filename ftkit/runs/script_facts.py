@@ -31,7 +31,7 @@ class CallFacts:
 
     step: int  # optimizer steps before it
     has_grad: bool
-    is_training: bool
+    is_training: bool  # whether a dropout module is active
     rows: list[str] = field(default_factory=list)  # digests of its input rows
     backward: int = 0  # number of the backward pass through it, from 1; 0 without one
     counts: dict[str, int] | None = None  # of its targets: `ftkit.train.step_watch.count_targets`
@@ -64,6 +64,7 @@ class RankFacts:
     statistics: list[str] = field(default_factory=list)  # frozen normalizations whose running statistics changed
     keeps_gradients: bool = False  # they are nonzero before the first backward pass of a step
     loses_gradients: bool = False  # they are zero before a later one
+    moves_weights: bool = False  # between the backward passes of a step of the first optimizer, as with L-BFGS or a GAN
     num_dropouts: int = 0
     is_untied: bool = False
     num_others: int = 0  # parameters in the optimizer that are none of the model

@@ -21,13 +21,14 @@ _SAMPLE: Final = 1024  # elements of a parameter that are kept
 _POSITIONS: Final = 256  # positions of a micro-batch whose logits are kept
 _MASKS: Final = ("completion_mask", "assistant_masks", "assistant_mask", "response_mask", "loss_mask")
 _MOST: Final = 0.95
+_WRAPPERS: Final = {"DeepSpeedEngine", "OptimizedModule", "_FabricModule"}
 
 
 @dataclass
 class Call:
     """A call of an outermost module."""
 
-    root: nn.Module
+    model: nn.Module  # that module, or the one in it that takes tokens by name and returns logits
     facts: CallFacts
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +65,7 @@ def read_gradient(call: Call, ids: Tensor, sample: Tensor, gradient: Tensor) -> 
 def count_targets(call: Call, ids: Tensor, trained: Tensor, targets: Tensor) -> dict[str, int]:
     """Count the targets of a micro-batch; position p of `trained` and `targets` is about the logits at token p."""
     trained, targets, ids, length = trained.cpu(), targets.cpu(), ids.cpu(), trained.shape[1]
-    config = getattr(unwrapped(call.root), "config", None)
+    config = config_of(call.model)
     ends, begin = _token_ids(config, "eos_token_id"), _token_ids(config, "bos_token_id")
     padding = _padding(ids, call)
     following = (targets[:, : length - 1] == ids[:, 1:length]) & trained[:, : length - 1]
@@ -107,7 +108,7 @@ def _padding(ids: Tensor, call: Call) -> Tensor:
     mask = call.kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.shape == ids.shape:
         return (mask == 0).cpu()
-    is_pad = torch.isin(ids, torch.tensor(_token_ids(getattr(unwrapped(call.root), "config", None), "pad_token_id")))
+    is_pad = torch.isin(ids, torch.tensor(_token_ids(config_of(call.model), "pad_token_id")))
     runs = (is_pad.cumprod(1).bool(), is_pad.flip(1).cumprod(1).flip(1).bool())
     return torch.stack([run & (run.sum(1, keepdim=True) > 1) for run in runs]).any(0)
 
@@ -165,9 +166,14 @@ def is_logits(output: object, call: Call) -> TypeGuard[Tensor]:
 
 
 def unwrapped(root: nn.Module) -> nn.Module:
-    while isinstance(root, DistributedDataParallel) or type(root).__name__ in {"DeepSpeedEngine", "OptimizedModule"}:
+    while isinstance(root, DistributedDataParallel) or type(root).__name__ in _WRAPPERS:
         root = next(root.children())
     return root
+
+
+def config_of(module: nn.Module) -> Any:
+    """The configuration of a model of transformers, or whatever else has that name; None without one."""
+    return getattr(unwrapped(module), "config", None)
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

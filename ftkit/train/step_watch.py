@@ -32,6 +32,7 @@ from ftkit.train.step_readings import (
     MATRIX,
     Call,
     compare_inputs,
+    config_of,
     difference_of,
     digest_of,
     is_logits,
@@ -82,6 +83,7 @@ class StepWatch:
         self._optimizers: list[Optimizer] = []
         self._schedulers: list[tuple[LRScheduler, int]] = []  # with their steps before step 1
         self._num_backwards = self._num_before_backward = 0  # backward passes; calls before the newest of them
+        self._num_updates = self._num_before_step = 0  # steps of all optimizers; those before the current step
         self._call: Call | None = None
         self._first: Call | None = None  # the first call that trains
         self._replay: Call | None = None  # the call of the replay that runs
@@ -153,9 +155,21 @@ class StepWatch:
                 call.logits = output
             elif isinstance(output, Tensor) and call.ids is not None and output.shape[:-1] == call.ids.shape:
                 call.hidden = output
+            self._choose_model(call, module, args, kwargs, output)
             if not self._stack:
-                self._end(call, args, kwargs, [each for each in tensors_in(output) if each.is_floating_point()])
+                self._end(call, [each for each in tensors_in(output) if each.is_floating_point()])
         return None
+
+    def _choose_model(
+        self, call: Call, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
+    ) -> None:
+        """Note what the model gets: a module around it, such as Lightning's, may take a batch in any form."""
+        tokens = kwargs.get("input_ids")
+        has_tokens = isinstance(tokens, Tensor) and tokens.ndim == MATRIX
+        found = [each for each in tensors_in(output) if has_tokens and each.requires_grad == call.facts.has_grad]
+        is_model = not call.kwargs or hasattr(config_of(module), "model_type")  # of transformers
+        if (is_model and any(is_logits(each, call) for each in found)) or not (self._stack or call.kwargs):
+            call.model, call.args, call.kwargs, call.ids = module, args, kwargs, tokens if has_tokens else call.ids
 
     def _begin(self, root: nn.Module) -> Call | None:
         is_part = id(root) in self._modules and root not in self._roots  # recomputed, or called by itself
@@ -168,7 +182,8 @@ class StepWatch:
         with self._guarded():
             if root not in self._roots:
                 self._add_root(root)
-        return Call(root, CallFacts(self.facts.num_steps, has_grad, root.training))
+        is_dropping = any(each.training for each in root.modules() if _drops(each))
+        return Call(root, CallFacts(self.facts.num_steps, has_grad, is_dropping))
 
     def _add_root(self, root: nn.Module) -> None:
         if not self._roots:  # by type, not isinstance, which would make lazy objects of libraries import their modules
@@ -178,11 +193,13 @@ class StepWatch:
         self._modules |= modules
         self._roots = [*(each for each in self._roots if id(each) not in modules), root]
         is_flat = any(isinstance(module, FullyShardedDataParallel) for module in modules.values())
+        known = {param.facts.name for param in self._params.values()}
         for name, value in root.named_parameters():
             if id(value) in self._params:
                 continue
             for wrapper in _WRAPPERS:
                 name = name.replace(wrapper, "")  # noqa: PLW2901
+            name = f"model {len(self._roots)}: {name}" if name in known else name  # noqa: PLW2901
             is_whole = not isinstance(value, DTensor) and not hasattr(value, "ds_tensor") and not is_flat
             sample = sample_of(value)
             self._params[id(value)] = _Param(
@@ -199,20 +216,17 @@ class StepWatch:
             if isinstance(mean, Tensor) and not any(param.requires_grad for param in module.parameters()):
                 self._means[name] = (mean, mean.clone())
 
-    def _end(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
+    def _end(self, call: Call, outputs: list[Tensor]) -> None:
         """Record the end of a call of an outermost module."""
-        given = kwargs.get("input_ids")
-        if isinstance(given, Tensor) and given.ndim == MATRIX:
-            call.ids = given
         logits = [each for each in (*outputs, call.logits) if is_logits(each, call)]
         if self._replay is not None:
             hidden = [] if call.hidden is None else [call.hidden]  # a fused loss has no logits
             call.output = next(iter([*logits, *hidden, *outputs]), None)
             return
         self.facts.calls.append(call.facts)
-        call.args, call.kwargs, call.logits, call.hidden = args, kwargs, None, None
+        call.logits = call.hidden = None
         outputs = [each for each in outputs if each.requires_grad]
-        inputs = next((each for each in (call.ids, *tensors_in((args, kwargs))) if each is not None), None)
+        inputs = next((each for each in (call.ids, *tensors_in((call.args, call.kwargs))) if each is not None), None)
         if not outputs or inputs is None or not inputs.ndim:
             return
         self._first = self._first or call
@@ -237,11 +251,17 @@ class StepWatch:
             is_new = any(facts is each for each in calls[self._num_before_backward :])
             if is_new:  # else it is the same pass, through two calls
                 self._num_backwards, self._num_before_backward = self._num_backwards + 1, len(calls)
-                had = [each for each in self._params.values() if each.facts.in_optimizer and each.facts.is_nonzero]
-                had = [each for each in had if each.facts.is_comparable][:64]  # FSDP2 accumulates in other tensors
+                # FSDP2 accumulates in other tensors.
+                own = [each for each in self._params.values() if each.facts.is_comparable and each.facts.is_trained]
+                had = [each for each in own if each.facts.in_optimizer and each.facts.is_nonzero][:64]
                 kept = [each.value.grad is not None and bool(each.value.grad.any()) for each in had]
                 self.facts.keeps_gradients |= is_first and any(kept)
-                self.facts.loses_gradients |= bool(kept) and not is_first and not any(kept)
+                if is_first:
+                    self._num_before_step = self._num_updates
+                else:
+                    self.facts.loses_gradients |= bool(kept) and not any(kept)
+                    moved = (not torch.equal(sample_of(each.value), each.last) for each in own[:64])
+                    self.facts.moves_weights |= self._num_updates > self._num_before_step or any(moved)
             facts.backward = self._num_backwards
 
     def _on_logits(self, call: Call, sample: Tensor, gradient: Tensor) -> None:
@@ -253,6 +273,7 @@ class StepWatch:
         if not self._roots or not self._is_watching():
             return
         with self._guarded():
+            self._num_updates += 1
             if not any(optimizer is each for each in self._optimizers):
                 self._optimizers.append(optimizer)
             rates = {id(value): float(group["lr"]) for group in optimizer.param_groups for value in group["params"]}
@@ -265,6 +286,7 @@ class StepWatch:
             self.facts.corrects_rounding |= any(part in text for part in _CORRECTIONS)
             others = {id(v) for other in self._optimizers for group in other.param_groups for v in group["params"]}
             for key, param in self._params.items():
+                param.facts.is_trained |= param.value.requires_grad  # parts can take turns, or start later
                 if param.facts.is_trained and (key in rates or key not in others):
                     _observe_step(param, rates.get(key))
 
@@ -280,8 +302,8 @@ class StepWatch:
             param.facts.has_changed = not torch.equal(last, param.first)
             facts.params.append(param.facts)
         facts.statistics = [name for name, (now, before) in self._means.items() if not torch.equal(now, before)]
-        facts.num_dropouts = sum(isinstance(module, _DROPOUTS) and module.p > 0 for module in modules)
-        facts.is_untied = any(_is_untied(unwrapped(root), self._params) for root in self._roots)
+        facts.num_dropouts = sum(map(_drops, modules))
+        facts.is_untied = any(_is_untied(module, self._params) for module in modules)
         if len(self._optimizers) > 1:  # a backward pass of one can leave gradients for another
             facts.keeps_gradients = facts.loses_gradients = False
         for each, before in self._schedulers:
@@ -293,7 +315,7 @@ class StepWatch:
 
     def _replay_first(self, call: Call) -> ReplayFacts:
         """Call the model with the first batch, with changed tokens, and in evaluation mode."""
-        root = unwrapped(call.root)
+        root = unwrapped(call.model)
         buffers = [(buffer, buffer.clone()) for buffer in root.buffers()]
         modes = [(module, module.training) for module in root.modules()]
         state = random.getstate()
@@ -301,7 +323,7 @@ class StepWatch:
         def run(seed: int, changed: Tensor | None = None) -> Tensor:
             torch.manual_seed(seed)
             random.seed(seed)
-            self._replay = replay = Call(root, CallFacts(0, False, root.training), ids=call.ids, changed=changed)  # noqa: FBT003
+            self._replay = replay = Call(root, CallFacts(0, False, False), ids=call.ids, changed=changed)  # noqa: FBT003
             try:
                 root(*call.args, **call.kwargs)
             finally:
@@ -345,11 +367,15 @@ def _observe_step(param: _Param, rate: float | None) -> None:
     param.last = new
 
 
-def _is_untied(root: nn.Module, params: Mapping[int, _Param]) -> bool:
+def _drops(module: nn.Module) -> bool:
+    return isinstance(module, _DROPOUTS) and module.p > 0
+
+
+def _is_untied(model: nn.Module, params: Mapping[int, _Param]) -> bool:
     """Whether a configuration ties the weights of embedding and output layer, which are two, and one trains."""
-    config: Any = getattr(root, "config", None)
-    if not getattr(config, "tie_word_embeddings", False) or not hasattr(root, "get_output_embeddings"):
+    config: Any = getattr(model, "config", None)
+    if not getattr(config, "tie_word_embeddings", False) or not hasattr(model, "get_output_embeddings"):
         return False
-    layers: tuple[Any, ...] = (root.get_input_embeddings(), root.get_output_embeddings())  # type: ignore[operator]
+    layers: tuple[Any, ...] = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
     known = {id(each.weight): params.get(id(each.weight)) for each in layers if hasattr(each, "weight")}
     return len(known) > 1 and all(known.values()) and any(each and each.facts.is_trained for each in known.values())

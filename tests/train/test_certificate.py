@@ -127,6 +127,7 @@ FAULTS = [
     ("adapters scaled", "adapters", "log-probabilities", "applied only in part"),
     ("rank truncated", "adapters", "log-probabilities", "applied only in part"),
     ("adapters of a layer lost", "adapters", "log-probabilities", "applied only in part"),
+    ("adapters of modules lost", "adapters", "log-probabilities", "of down_proj (4 of 12 modules) are not loaded"),
     ("head lost", "tied", "log-probabilities", "other weights"),
     ("a layer lost", "full", "log-probabilities", "other weights"),
     ("quantized", "full", "log-probabilities", "a lower precision"),

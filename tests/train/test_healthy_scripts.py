@@ -253,7 +253,8 @@ def translate() -> None:
 
 
 def adversarial() -> None:
-    maker, judge_ = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    maker = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    judge_ = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizers = [torch.optim.Adam(each.parameters(), lr=1e-3) for each in (maker, judge_)]
     for _ in range(3):
         optimizers[1].zero_grad()
@@ -351,6 +352,64 @@ def with_closure() -> None:
         optimizer.step(closure)
 
 
+def takes_turns() -> None:
+    """Two models with optimizers of their own, which learn from each other's batches."""
+    models = Decoder(), Decoder()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in models]
+    for step in range(6):
+        next_token_loss(models[step % 2], rows(step)).backward()
+        optimizers[step % 2].step()
+        optimizers[step % 2].zero_grad()
+
+
+def searches_lines() -> None:
+    """L-BFGS computes the loss at several weights in a step."""
+    model = Decoder()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    ids = rows()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = next_token_loss(model, ids)
+        value.backward()
+        return value
+
+    for _ in range(3):
+        optimizer.step(closure)
+
+
+def climbs_first() -> None:
+    """Gradients at the weights that are worst nearby, as sharpness-aware minimization computes them."""
+    model, data = Decoder(), batches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        batch, moved = next(data), [value.detach().clone() for value in model.parameters()]
+        next_token_loss(model, batch).backward()
+        with torch.no_grad():
+            for value in model.parameters():
+                value.add_(value.grad, alpha=0.1)
+        optimizer.zero_grad()
+        next_token_loss(model, batch).backward()
+        with torch.no_grad():
+            for value, before in zip(model.parameters(), moved, strict=True):
+                value.copy_(before)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def thaws() -> None:
+    """The head trains by itself in the first step, and all of the model after it."""
+    model, data = Decoder(), batches()
+    model.requires_grad_(requires_grad=False)
+    model.head.requires_grad_()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        next_token_loss(model, next(data)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.requires_grad_()
+
+
 def evaluates_first() -> None:
     model, data = Decoder(dropout=0.1), batches()
     model.eval()
@@ -425,8 +484,9 @@ def test_a_loss_from_another_output_than_the_models_loss() -> None:
 
 
 OTHERS = [
-    adversarial, averaged, checkpointed, classify, compiled, distill, evaluates_first, masked_lm, preferences, probe,
-    regress, scaled, streams_of_text, translate, two_optimizers, with_closure, zero_heads,
+    adversarial, averaged, checkpointed, classify, climbs_first, compiled, distill, evaluates_first, masked_lm,
+    preferences, probe, regress, scaled, searches_lines, streams_of_text, takes_turns, thaws, translate,
+    two_optimizers, with_closure, zero_heads,
 ]  # fmt: skip
 
 

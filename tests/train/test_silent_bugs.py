@@ -516,6 +516,64 @@ def test_replicas_that_differ_are_found() -> None:
     assert found[0].what == "29 parameters differ between ranks 0 and 1: tokens.weight."
 
 
+class TakesBatches(nn.Module):
+    """A module around the model that takes a whole batch, as those of Lightning do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch | None = None, **named: Tensor) -> object:
+        return self.model(**(batch or named))
+
+
+def all_tokens(model: nn.Module, batch: Batch) -> Tensor:
+    return functional.cross_entropy(model(batch).logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+
+
+def unmarked(seed: int) -> Batch:
+    batch = rows(seed, padded="left")
+    return {name: batch[name] for name in ("input_ids", "labels")}
+
+
+@pytest.mark.parametrize(
+    ("check", "data", "loss"),
+    [
+        ("ends of sequences", doubled, None),
+        ("ends of sequences", without_ends, None),
+        ("targets", lambda seed: rows(seed, prompt=6), all_tokens),
+        ("targets", unmasked, None),
+        ("documents", lambda seed: {**packed(seed), "attention_mask": torch.ones(4, 24)}, None),
+        ("influence of padding", unmarked, None),
+    ],
+)
+def test_a_bug_is_found_in_a_model_below_another_module(
+    check: str, data: Callable[[int], Batch], loss: Callable[[nn.Module, Batch], Tensor] | None
+) -> None:
+    model = TakesBatches(llama(attn_implementation="eager", pad_token_id=EOS if data is without_ends else PAD))
+    facts = observe(lambda: train(model, map(data, range(9)), loss or (lambda model, batch: model(batch).loss)))
+    assert [finding.check for finding in judge([facts]).findings] == [check]
+
+
+def test_what_a_model_has_is_found_below_another_module() -> None:
+    untied = llama(tie_word_embeddings=True)
+    untied.lm_head.weight = nn.Parameter(untied.lm_head.weight.detach().clone())
+
+    class Sleeping(TakesBatches):
+        def train(self, mode: bool = True) -> TakesBatches:  # noqa: FBT002 - torch's
+            super().train(mode)
+            self.model.eval()
+            return self
+
+    for model, data, check in (
+        (TakesBatches(untied), rows, "optimizer"),
+        (TakesBatches(llama()), doubled, "ends of sequences"),
+        (Sleeping(gpt2()), rows, "modes"),
+    ):
+        facts = observe(lambda model=model, data=data: train(model, map(data, range(9))))
+        assert [finding.check for finding in judge([facts]).findings] == [check]
+
+
 @pytest.mark.parametrize("issue", CASES)
 def test_the_bug_is_found_before_step_3(issue: str) -> None:
     script, check, words = CASES[issue]
