@@ -80,7 +80,8 @@ def record(folder: Path, results: Results) -> None:
     rows = []
     for kind, tally in sorted(results.tallies.items()):
         measured = {
-            "noticed": tally.noticed, "restarted": tally.restarted, "next step": tally.seconds,
+            "noticed": tally.noticed, "restarted": tally.restarted,
+            "next step": [each for each in tally.seconds if each],  # after a restart
             "steps lost": [float(each) for each in tally.lost],
         }  # fmt: skip
         repeats = {key: values for key, values in measured.items() if values}
