@@ -268,9 +268,12 @@ def test_an_environment_without_llm_compressor_is_refused_before_anything_is_wri
 
 
 def test_llm_compressor_quantizes_and_transformers_measures(
-    run: Run, tmp_path: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+    make_run: Callable[..., Run], tmp_path: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("llmcompressor", reason="needs an environment with llm-compressor: see CONTRIBUTING.md")
+    size = ("model.architecture.hidden_size=128", "model.architecture.head_dim=32")  # GPTQ's groups have 128 weights
+    run = make_run("compressed-20260102T030405Z-ab12", "training.max_steps=20", *size, processes=1)
+    run.train()
     monkeypatch.setenv("FTKIT_WORKSPACE", str(workspace))
     folder = tmp_path / "made"
     code, output = export(run, "--to", str(folder), form="fp8,w4a16")
