@@ -137,7 +137,7 @@ class Compressed(Quantizer):
         note = f"calibrated on {len(documents)} training documents; SHA-256 of their tokens: {digest}"
         script = str(Path(__file__).with_name("compress.py"))
         words = [self._compressor, script, str(self.export), name, str(calibration)]
-        fix = f"w4a16 needs layers whose numbers of inputs are multiples of 128; else try another version: {self._compressor} -m pip install …"
+        fix = f"give w4a16 layers whose inputs are multiples of 128; or update it: {self._compressor} -m pip install …"
         run_converter("llm-compressor", words, path, self.export / name, fix=fix)
         # Another version of transformers may write anything but weights differently.
         found, config = (read_json(each / CONFIG_FILE, dict[str, object]) or {} for each in (path, self.export))
