@@ -170,7 +170,7 @@ def test_a_controller_outage_burns_no_restart(cluster: Cluster, long_run: str) -
             starve_rank(SlurmRun(cluster.folder(long_run), 0, DevCluster()), Random(0))
         else:
             cluster.kill(victim, "python[^ ]* -u -m ftkit.train ")
-        cluster.wait_for_log(long_run, "Signal 9" if srun_waits else "asking again")
+        cluster.wait_for_log(long_run, "Signal 9" if srun_waits else "asking again in 20 s")
         shown = cluster.status(long_run)
     finally:
         cluster.switch("revive-controller")
