@@ -180,7 +180,7 @@ class StepWatch:
             self.finish()
             return None
         with self._guarded():
-            if root not in self._roots:
+            if has_grad and root not in self._roots:  # a reference model is only called without gradients
                 self._add_root(root)
         is_dropping = any(each.training for each in root.modules() if _drops(each))
         return Call(root, CallFacts(self.facts.num_steps, has_grad, is_dropping))

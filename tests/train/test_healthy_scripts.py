@@ -266,8 +266,8 @@ def adversarial() -> None:
 
 
 def preferences() -> None:
-    """DPO with a frozen reference."""
-    model, reference = llama(), llama().requires_grad_(requires_grad=False).eval()
+    """DPO with a reference that is only called without gradients."""
+    model, reference = llama(), llama().eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def score(of: nn.Module, ids: Tensor) -> Tensor:
