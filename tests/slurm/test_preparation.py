@@ -40,4 +40,5 @@ def test_canceling_a_run_cancels_its_preparation_job(cluster: Cluster) -> None:
     assert "waits for the job that prepares" in cluster.status(run)["reason"]
     cluster.ftkit("cancel", run)
     assert cluster.wait_for_end(run)["state"] == "canceled"
-    assert cluster.execute("squeue", "--noheader", "--name=unwanted,unwanted-prepare").stdout.strip() == ""
+    queued = ("squeue", "--noheader", "--states=PENDING,RUNNING", "--name=unwanted,unwanted-prepare")
+    assert cluster.execute(*queued).stdout == ""
