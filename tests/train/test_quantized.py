@@ -59,6 +59,12 @@ esac
 """
 
 
+@pytest.fixture(autouse=True)
+def bars_are_off_only_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore what the command sets for its process: scripts of other tests have bars."""
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+
+
 @pytest.fixture(scope="module")
 def run(make_run: Callable[..., Run]) -> Run:
     made = make_run("quantized-20260102T030405Z-ab12", "training.max_steps=20", processes=1)
