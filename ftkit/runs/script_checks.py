@@ -62,13 +62,15 @@ def judge(ranks: Ranks) -> Verdict:
     verdict = Verdict([], [], {}, max(rank.seconds for rank in ranks))
     errors = [rank.error for rank in ranks if rank.error]
     for name, check in CHECKS.items():
+        found: list[Finding] = []
         try:
             _need(not errors, *errors[:1])
             _need(ranks[0].num_steps > 0, "no optimizer step was seen")
-            found = [Finding(name, *each) for each in check(ranks)]
+            found.extend(Finding(name, *each) for each in check(ranks))
         except NotCheckedError as reason:
-            verdict.not_checked[name] = str(reason)
-            continue
+            if not found:
+                verdict.not_checked[name] = str(reason)
+                continue
         verdict.findings.extend(found)
         verdict.passed.extend([] if found else [name])
     return verdict

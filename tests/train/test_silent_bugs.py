@@ -503,6 +503,13 @@ def ranks_of(data: Callable[[int], Batch], model: Callable[[int], nn.Module]) ->
     ]
 
 
+def test_a_constant_learning_rate_of_zero_is_found_without_a_scheduler() -> None:
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    facts = observe(lambda: train(model, batches(), optimizer=optimizer))
+    assert [finding.check for finding in judge([facts]).findings] == ["learning rate"]
+
+
 def test_ranks_that_read_the_same_samples_are_found() -> None:
     """huggingface/datasets#5360: an iterable dataset that is not divided by rank."""
     verdict = judge(ranks_of(lambda number: rows(number % 3), lambda _: Decoder()))
