@@ -96,7 +96,7 @@ def _some_of(*choices: str) -> Callable[[click.Context, click.Parameter, str], l
     "its loss on the validation split, its KL divergence from the unquantized file, the recipe's metrics, and speed.",
 )  # fmt: skip
 @click.option(
-    "--llm-compressor", "compressor", metavar="PYTHON", default=sys.executable,
+    "--llm-compressor", "compressor", metavar="PYTHON",
     help="Python of the environment with llm-compressor; default: ftkit's own.",
 )  # fmt: skip
 @click.option(
@@ -117,7 +117,7 @@ def _some_of(*choices: str) -> Callable[[click.Context, click.Parameter, str], l
 )  # fmt: skip
 def export_command(  # noqa: PLR0913 - one for each option
     reference: str, *, step: str, merges: bool, precision: Precision | None, folder: Path | None, verifies: bool,
-    destination: str | None, forms: list[Format], types: str | None, compressor: str, server: str | None,
+    destination: str | None, forms: list[Format], types: str | None, compressor: str | None, server: str | None,
 ) -> None:  # fmt: skip
     """Export the trained model of a run from one of its checkpoints, on a machine without GPUs.
 
@@ -142,8 +142,11 @@ def export_command(  # noqa: PLR0913 - one for each option
     quantizations = [] if types is None else list(dict.fromkeys(types.lower().split(",")))
     if quantizations and "gguf" not in forms:
         raise arguments.usage_error("--quantize is for --format gguf")
+    if (compressor or server) and not {*COMPRESSED} & {*forms}:
+        raise arguments.usage_error("--llm-compressor and --engine-python are for --format fp8 and w4a16")
+    pythons = (compressor or sys.executable, server)
     for form in forms:
-        check_format(form, read_plan(layout), quantizations, (compressor, server), merges=merges)
+        check_format(form, read_plan(layout), quantizations, pythons, merges=merges)
 
     def verify_and_report(made: Path) -> None:
         terminal.say(_verify_in_process(made))
@@ -152,7 +155,7 @@ def export_command(  # noqa: PLR0913 - one for each option
     exported = export_run(layout, request, verify_and_report if verifies else None, terminal.say)
     try:
         with _keeping(exported, "but not all that --format asks for"):
-            _add_formats(forms, exported, quantizations, (compressor, server), layout, terminal)
+            _add_formats(forms, exported, quantizations, pythons, layout, terminal)
     finally:
         settle_certificate(exported)
     terminal.data(f"{exported}\n")
@@ -289,8 +292,8 @@ def verify_command(  # noqa: PLR0913 - one for each option
     """
     of_job = image or num_gpus or time_limit or dry_run
     if as_job:
-        if engines != ["vllm"] or signs or url or as_json or public_key or output:
-            raise arguments.usage_error("--as-job is for --engine vllm; --url, --json, --output, and signing are not")
+        if engines not in (["vllm"], ["auto"]) or deep or llama_cpp or signs or url or as_json or public_key or output:
+            raise arguments.usage_error("--as-job is for --engine vllm; other options than its own are not for jobs")
         wish = partial(plan_verification, num_gpus=num_gpus, time_limit=time_limit, words=words)
         _submit_verification(Path(wanted).resolve(), image, wish, dry_run=dry_run)
     elif Path(wanted).is_dir():

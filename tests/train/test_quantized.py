@@ -172,8 +172,8 @@ def test_a_file_whose_loss_is_above_the_bound_is_not_kept(run: Run, tmp_path: Pa
 def test_a_type_that_llama_cpp_does_not_list_is_refused_before_anything_is_written(run: Run, tmp_path: Path) -> None:
     code, output = export(run, "--quantize", "q9", "--to", str(tmp_path / "made"))
     assert (code, "q9" in output, "q8_0" in output, (tmp_path / "made").exists()) == (4, True, True, False)
-    done = CliRunner().invoke(cli, ["export", run.plan.id, "--quantize", "q8_0"])
-    assert done.exit_code == 2
+    for word in ("--quantize", "--llm-compressor", "--engine-python"):
+        assert CliRunner().invoke(cli, ["export", run.plan.id, word, "q8_0"]).exit_code == 2
 
 
 @pytest.mark.usefixtures("llama_cpp")

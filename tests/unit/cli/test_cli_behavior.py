@@ -169,6 +169,9 @@ def test_a_forwarded_command_takes_the_options_about_output_along(
         "verify demo:1 --sign --key key",
         "verify demo:1 --engine vllm",
         "verify . --deep",
+        "verify . --gpus 2",
+        "verify . --as-job --engine vllm --url http://a:1",
+        "verify . --as-job --engine sglang",
     ],
 )
 def test_an_option_that_would_have_no_effect_is_a_usage_error(ftkit: Callable[..., Result], words: str) -> None:
