@@ -92,8 +92,8 @@ def _some_of(*choices: str) -> Callable[[click.Context, click.Parameter, str], l
 )  # fmt: skip
 @click.option(
     "--quantize", "types", metavar="TYPE,...",
-    help="With gguf: also quantized files, such as q4_k_m,q8_0, by llama.cpp's programs, and for each "
-    "its loss on the validation split, its KL divergence from the unquantized file, the recipe's metrics, and speed.",
+    help="With gguf: also quantized files, such as q4_k_m,q8_0, by llama.cpp's programs, and for each, on up to 100 "
+    "validation rows, its loss, its KL divergence from the unquantized file, the recipe's metrics, and speed.",
 )  # fmt: skip
 @click.option(
     "--llm-compressor", "compressor", metavar="PYTHON",
@@ -260,10 +260,10 @@ def _verify_in_process(folder: Path) -> str:
 )  # fmt: skip
 @arguments.folder_option(
     "--llama-cpp", is_resolved=True,
-    about="Checkout of llama.cpp, built in its folder build; default: its programs on PATH.",
+    about="Checkout of llama.cpp, built in its folder build; default: that of FTKIT_GGUF_CONVERTER, or PATH.",
 )  # fmt: skip
 @click.option(
-    "--url", default="", metavar="http://HOST:PORT", help="Server that has the export already; default: start one."
+    "--url", default="", metavar="http://HOST:PORT", help="Server of --engine that has the export; default: start one."
 )
 @click.option(
     "--as-job", is_flag=True, help="Verify in a Slurm job: vLLM's server in the serving image, ftkit in the run's."
