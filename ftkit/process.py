@@ -1,4 +1,4 @@
-"""Run programs, never through a shell, and functions that may hang; count CPUs. No other module starts programs."""
+"""Run programs, never through a shell, and functions that may hang; count CPUs. All programs but ftkit's start here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read the rows of one file: JSON Lines, JSON, CSV, Parquet, Arrow. Refuse files of other kinds."""
+"""Read the rows of one file: JSON Lines, JSON, CSV, Parquet, Arrow, text. Refuse files of other kinds."""
 
 from __future__ import annotations
 

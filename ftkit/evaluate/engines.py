@@ -75,7 +75,7 @@ class Setup:
         base: folder of the full weights: the export itself, or the base model of its adapters.
         options: arguments of the user for the server.
         python: of the environment with vLLM or SGLang.
-        llama_cpp: checkout of llama.cpp; None to look for its programs on PATH.
+        llama_cpp: checkout of llama.cpp; None to look for its programs as `find_program` does.
         scratch: folder for files that only the server needs.
         gguf: file for llama.cpp; that of the export if None.
         url: address of a server that has the export and `options`; empty to start one.

@@ -62,7 +62,7 @@ def check_format(
     if (types or form in COMPRESSED) and not plan.recipe.data.has_validation:
         raise TrainingError(
             "quantized files are measured on the validation split, and this run has none",
-            fix="hold out rows in training: data.source.num_heldout; or leave --quantize, fp8 and w4a16 out",
+            fix="hold out rows in training: data.validation={fraction: 0.02}; or leave --quantize, fp8 and w4a16 out",
         )
     if form in COMPRESSED:
         _check_compressor(*pythons)

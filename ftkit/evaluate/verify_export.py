@@ -29,7 +29,7 @@ from ftkit.train.private_apis.libraries import free_offloaded, import_peft, load
 
 TOLERANCE = 1e-4
 """Largest error of logits: the root-mean-square difference from the record's, relative to their standard deviation.
-Both are computed in fp32 from the same numbers; docs/use-the-model.md has measured errors."""
+Both are computed in fp32 from the same numbers."""
 CLOSER_THAN_BASE = 0.5
 """Largest error, and largest change by rounding, relative to the distance between the trained model and its base."""
 _MAX_ERROR_OF_PROBABILITY = 0.01

@@ -34,7 +34,7 @@ class CallFacts:
     is_training: bool  # whether a dropout module is active
     rows: list[str] = field(default_factory=list)  # digests of its input rows
     backward: int = 0  # number of the backward pass through it, from 1; 0 without one
-    counts: dict[str, int] | None = None  # of its targets: `ftkit.train.step_watch.count_targets`
+    counts: dict[str, int] | None = None  # of its targets: `ftkit.train.step_readings.count_targets`
     weight: float | None = None  # of a target's cross entropy in the loss; None if the loss is another
 
 

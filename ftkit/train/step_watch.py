@@ -1,7 +1,7 @@
 """Watch the first optimizer steps of a script in its process, by global hooks of torch that are removed after them.
 
-Nothing of the script or of its objects is replaced. Before step 3, the model is called again with the first batch; then
-buffers, modes and random numbers are restored, so that training is the same as without the watch.
+Nothing of the script or of its objects is replaced. Before the next step, the model is called again with the first
+batch; then buffers, modes and random numbers are restored, so that training is the same as without the watch.
 """
 
 from __future__ import annotations

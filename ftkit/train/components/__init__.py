@@ -1,1 +1,1 @@
-"""Optimizers, schedules, losses, batches, checkpoints, metrics: the parts of the training loop."""
+"""Parts of training: batches, the optimizer, evaluations, stored references and teachers, the recorder, the export."""
