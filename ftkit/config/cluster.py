@@ -155,8 +155,8 @@ class ClusterProfile(Spec):
     """More options for srun, one argument each. What ftkit sets itself is refused."""
     sbatch_options: tuple[SbatchOption, ...] = ()
     """More options for sbatch: `[constraint=h200, switches=1, mail-type=FAIL]`, also spelled as on the command line
-    (`-C h200`). For training, evaluation, and serving jobs; those of recipes (`resources.sbatch_options`) come later,
-    and override them. What ftkit sets itself is refused."""
+    (`-C h200`). For all jobs but preparation; in training, those of recipes (`resources.sbatch_options`)
+    come later, and override them. What ftkit sets itself is refused."""
     stop_signal_seconds: NonNegativeInt = 120
     """How long before the time limit Slurm asks the job to write a checkpoint and stop; 0: never."""
     node_local_dir: str = "/tmp"  # noqa: S108 - made private by the job script

@@ -102,8 +102,8 @@ class TrainingSpec(ObjectiveSpec):
     learning_rate: PositiveFloat = Field(
         default_factory=lambda fields: usual_learning_rate(fields.get("objective", ""), fields.get("method", ""))
     )
-    """Highest learning rate, reached after the warm-up. If not given, 2e-5 for method full, and ten times that for
-    adapters; on preferences 5e-7 (`orpo`: 8e-6)."""
+    """Highest learning rate, reached after the warm-up. If not given, 2e-5, or 5e-7 on preferences (`orpo`: 8e-6), with
+    method full, and ten times that for adapters."""
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     """How the learning rate changes after the warm-up."""
     warmup_ratio: Annotated[float, Field(ge=0, le=1), NUMBER] = 0.03
