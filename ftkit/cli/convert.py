@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ftkit.cli.arguments import json_option, number_option, output_option, yes_option
+from ftkit.cli.arguments import json_option, number_option, output_option
 from ftkit.cli.commands import command
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import short_path
@@ -44,7 +44,7 @@ _DATASET_INFO = "dataset_info.json"
 @number_option("--gpus", about="Number of GPUs, if the files do not say it; default: 1.")
 @number_option("--mean-length", about="Mean tokens of a document, to convert a batch of documents to packs.")
 @output_option
-@yes_option
+@click.option("--yes", is_flag=True, help="Replace the file of --output if it exists.")
 @json_option
 def convert_command(  # noqa: PLR0913 - its options
     files: tuple[Path, ...], *, tool: str | None, gpus: int | None, mean_length: int | None, output: Path | None,
