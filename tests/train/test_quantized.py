@@ -184,7 +184,7 @@ def test_a_run_without_validation_rows_is_refused_before_anything_is_written(run
     whole = run.copy_to("all-trained-20260102T030405Z-ab12")
     whole.layout.plan.write_text(plan_to_json(replace(whole.plan, recipe=recipe)))
     code, output = export(whole, "--quantize", "q8_0", "--to", str(tmp_path / "made"))
-    assert (code, "num_heldout" in output, (tmp_path / "made").exists()) == (9, True, False), output
+    assert (code, "data.validation" in output, (tmp_path / "made").exists()) == (9, True, False), output
 
 
 @pytest.mark.usefixtures("llama_cpp")
