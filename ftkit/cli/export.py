@@ -292,7 +292,8 @@ def verify_command(  # noqa: PLR0913 - one for each option
     """
     of_job = image or num_gpus or time_limit or dry_run
     if as_job:
-        if engines not in (["vllm"], ["auto"]) or deep or llama_cpp or signs or url or as_json or public_key or output:
+        other_engine = engines not in (["vllm"], ["auto"]) or llama_cpp or url or python != sys.executable
+        if other_engine or deep or signs or as_json or public_key or output:
             raise arguments.usage_error("--as-job is for --engine vllm; other options than its own are not for jobs")
         wish = partial(plan_verification, num_gpus=num_gpus, time_limit=time_limit, words=words)
         _submit_verification(Path(wanted).resolve(), image, wish, dry_run=dry_run)

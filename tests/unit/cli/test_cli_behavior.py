@@ -172,6 +172,7 @@ def test_a_forwarded_command_takes_the_options_about_output_along(
         "verify . --gpus 2",
         "verify . --as-job --engine vllm --url http://a:1",
         "verify . --as-job --engine sglang",
+        "verify . --as-job --engine-python python3",
     ],
 )
 def test_an_option_that_would_have_no_effect_is_a_usage_error(ftkit: Callable[..., Result], words: str) -> None:
