@@ -52,5 +52,9 @@ def test_the_named_bandwidths_are_those_of_the_tables() -> None:
 
 def test_counts_at_1024_nodes_are_those_of_eight_processes_per_node() -> None:
     nodes, processes = 1024, 8 * 1024
-    for number, what in ((processes + nodes, "connections"), (processes, "files per checkpoint")):
+    for number, what in (
+        (processes + nodes, "connections"),
+        (processes, "files per checkpoint"),
+        (nodes - 1, "packets per second"),
+    ):
         assert f"{number:,} {what}" in PAGE
