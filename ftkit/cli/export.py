@@ -19,18 +19,16 @@ from ftkit import process
 from ftkit.cli import arguments
 from ftkit.cli.commands import command, current_context
 from ftkit.cli.forwarded import forwarded_command
+from ftkit.cli.image_check import verify_image
 from ftkit.cli.terminal.console import Styled, Terminal
-from ftkit.cli.terminal.format import gib, short_path
+from ftkit.cli.terminal.format import short_path
 from ftkit.cli.terminal.plan_view import say_overridden
-from ftkit.cli.terminal.progress_view import ProgressView
-from ftkit.config.image_reference import ImageFile, RegistryImage, parse_image, parse_name
+from ftkit.config.image_reference import parse_image
 from ftkit.data.imports import import_transformers
 from ftkit.errors import EXIT_CODES, FtkitError, NotFoundError, PrerequisiteError, TrainingError
 from ftkit.evaluate.export_formats import COMPRESSED, Format, check_format, gguf_type, read_precision, write_gguf
 from ftkit.files import read_json_if_valid, write_json
 from ftkit.hub.push import check_hub_access, push_to_hub
-from ftkit.images.signatures import require_beside
-from ftkit.images.verify import verify, verify_inside
 from ftkit.launch.side_jobs import plan_verification, submit
 from ftkit.models.folder import EXPORT_RECORD, max_lora_rank
 from ftkit.paths import is_path, neighbor_of
@@ -134,7 +132,8 @@ def export_command(  # noqa: PLR0913 - one for each option
     if destination is not None:
         _check_destination(destination)
     _use_hub_cache()
-    if {*COMPRESSED} & {*forms}:
+    compressed = [form for form in forms if form in COMPRESSED]
+    if compressed:
         os.environ.setdefault("TQDM_DISABLE", "1")  # compressed-tensors has a bar for each stage, and no option
     import_transformers()
     from ftkit.evaluate.checkpoint_export import ExportRequest, export_run
@@ -142,11 +141,11 @@ def export_command(  # noqa: PLR0913 - one for each option
     quantizations = [] if types is None else list(dict.fromkeys(types.lower().split(",")))
     if quantizations and "gguf" not in forms:
         raise arguments.usage_error("--quantize is for --format gguf")
-    if (compressor or server) and not {*COMPRESSED} & {*forms}:
+    if (compressor or server) and not compressed:
         raise arguments.usage_error("--llm-compressor and --engine-python are for --format fp8 and w4a16")
-    pythons = (compressor or sys.executable, server)
+    plan, pythons = read_plan(layout), (compressor or sys.executable, server)
     for form in forms:
-        check_format(form, read_plan(layout), quantizations, pythons, merges=merges)
+        check_format(form, plan, quantizations, pythons, merges=merges)
 
     def verify_and_report(made: Path) -> None:
         terminal.say(_verify_in_process(made))
@@ -171,8 +170,9 @@ def _add_formats(
         terminal.say(f"serve them with: vllm serve BASE --enable-lora --max-lora-rank {max_lora_rank(exported)}")
     precision, compressed = read_precision(exported), [form for form in forms if form in COMPRESSED]
     file = exported / f"{layout.root.name}-{precision}.gguf"
-    for warning in write_gguf(exported, file, precision, terminal.say) if "gguf" in forms else ():
-        terminal.warn(warning)
+    if "gguf" in forms:
+        for warning in write_gguf(exported, file, precision, terminal.say):
+            terminal.warn(warning)
     if not types and not compressed:
         return
     from ftkit.evaluate.quantized import Compressed, Gguf, write_quantized
@@ -316,7 +316,7 @@ def verify_command(  # noqa: PLR0913 - one for each option
     else:
         if words or output or signs or key or llama_cpp or url or of_job or engines != ["auto"]:
             raise arguments.usage_error("engines, --output, --sign, and jobs are for DIR, an export")
-        _verify_image(wanted, public_key, deep=deep, as_json=as_json)
+        verify_image(wanted, public_key, deep=deep, as_json=as_json)
 
 
 def _submit_verification(folder: Path, image: str | None, wish: Callable[..., SideJob], *, dry_run: bool) -> None:
@@ -333,38 +333,6 @@ def _submit_verification(folder: Path, image: str | None, wish: Callable[..., Si
     job_id = submit(job, os.environ)
     terminal.say(f"job {job_id} verifies {folder}; its log: {short_path(job.log)}")
     terminal.data(f"{job_id}\n")
-
-
-def _verify_image(wanted: str, public_key: Path | None, *, deep: bool, as_json: bool) -> None:
-    terminal = Terminal()
-    image = parse_image(wanted, Path.cwd(), key="NAME:TAG|FILE|URI|DIR")
-    if isinstance(image, ImageFile):
-        file = image.path
-    else:
-        named = parse_name((image.named if isinstance(image, RegistryImage) else image).reference).reference
-        sqsh, sif = arguments.image_store().link(named, "sqsh"), arguments.image_store().link(named, "sif")
-        file = sif if sif.exists() and not sqsh.exists() else sqsh
-    with ProgressView(terminal) as view:
-        if public_key:
-            require_beside(file, public_key)
-        manifest = verify(file, view.report, name="NAME:TAG" if isinstance(image, ImageFile) else wanted)
-        left = verify_inside(file, manifest, view.report) if deep else ""
-    facts = {
-        "file": str(file),
-        "image": f"{manifest.reference}, {manifest.image_id}",
-        "sha256": manifest.sha256,
-        "size": gib(manifest.size / 2**30),
-        "from": manifest.source,
-    }
-    if as_json:
-        terminal.json({**facts, "size": manifest.size, "signed_by": str(public_key) if public_key else None})
-    else:
-        terminal.facts(tuple(facts.items()), is_data=True)
-    terminal.say(Styled("the file matches its manifest", "green"))
-    if public_key:
-        terminal.say(Styled(f"the manifest is signed, by {short_path(public_key)}", "green"))
-    if left:
-        terminal.say(left)
 
 
 def _verify_export(

@@ -1,4 +1,4 @@
-"""Check a run's image before its job is submitted: that it exists, is intact, and is the image of the first job."""
+"""Check images: that of a run before its job is submitted, and imported ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ftkit.cli.arguments import image_store, registry_of
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import duration, gib, short_path
 from ftkit.cli.terminal.progress_view import ProgressView
-from ftkit.config.image_reference import NamedImage, parse_image
+from ftkit.config.image_reference import ImageFile, NamedImage, RegistryImage, parse_image, parse_name
 from ftkit.config.recipe import SINK_PACKAGES, sinks_without_package
 from ftkit.errors import ConfigError, ImageError, NotFoundError, Problem
 from ftkit.files import read_json_if_valid
@@ -20,7 +20,8 @@ from ftkit.images import docker_engine
 from ftkit.images.image_store import manifest_file, sbom_file
 from ftkit.images.import_image import ImportRequest, ImportResult, import_image, select_source
 from ftkit.images.inside import python_packages
-from ftkit.images.verify import manifest_if_intact
+from ftkit.images.signatures import require_beside
+from ftkit.images.verify import manifest_if_intact, verify, verify_inside
 from ftkit.launch.code import DEV_CODE
 from ftkit.planning.plan import JobPlan, RunPlan
 
@@ -151,3 +152,36 @@ def _warn_about_other_version(labels: Mapping[str, str], plan: JobPlan, terminal
             f"{plan.image} has ftkit {shown}, this is {this}: if the job can't read its plan, build and import the "
             "image again"
         )
+
+
+def verify_image(wanted: str, public_key: Path | None, *, deep: bool, as_json: bool) -> None:
+    """Compare an imported image with its manifest, and show its facts; with `deep`, also run its self-check."""
+    terminal = Terminal()
+    image = parse_image(wanted, Path.cwd(), key="NAME:TAG|FILE|URI|DIR")
+    if isinstance(image, ImageFile):
+        file = image.path
+    else:
+        named = parse_name((image.named if isinstance(image, RegistryImage) else image).reference).reference
+        sqsh, sif = image_store().link(named, "sqsh"), image_store().link(named, "sif")
+        file = sif if sif.exists() and not sqsh.exists() else sqsh
+    with ProgressView(terminal) as view:
+        if public_key:
+            require_beside(file, public_key)
+        manifest = verify(file, view.report, name="NAME:TAG" if isinstance(image, ImageFile) else wanted)
+        left = verify_inside(file, manifest, view.report) if deep else ""
+    facts = {
+        "file": str(file),
+        "image": f"{manifest.reference}, {manifest.image_id}",
+        "sha256": manifest.sha256,
+        "size": gib(manifest.size / 2**30),
+        "from": manifest.source,
+    }
+    if as_json:
+        terminal.json({**facts, "size": manifest.size, "signed_by": str(public_key) if public_key else None})
+    else:
+        terminal.facts(tuple(facts.items()), is_data=True)
+    terminal.say(Styled("the file matches its manifest", "green"))
+    if public_key:
+        terminal.say(Styled(f"the manifest is signed, by {short_path(public_key)}", "green"))
+    if left:
+        terminal.say(left)

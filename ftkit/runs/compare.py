@@ -235,14 +235,11 @@ def differing_objectives(runs: Sequence[ComparedRun]) -> str:
 
 def comparable_losses(runs: Sequence[ComparedRun]) -> list[list[int]]:
     """Return the runs by number, those together whose losses can be compared."""
-    groups: list[list[int]] = []
+    groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for number, run in enumerate(runs):
-        same = [each for each in groups if not differing_objectives([runs[each[0]], run])]
-        if same:
-            same[0].append(number)
-        else:
-            groups.append([number])
-    return groups
+        options = _loss_options(run.inputs.get("recipe", {}))
+        groups.setdefault(tuple(sorted((key, str(value)) for key, value in options.items())), []).append(number)
+    return list(groups.values())
 
 
 def _loss_options(recipe: Mapping[str, object]) -> dict[str, object]:

@@ -55,7 +55,7 @@ DATA: dict[str, dict[str, Any]] = {
 
 
 class Module(lightning.LightningModule):  # type: ignore[misc]
-    """A module around a model; with `num_manual`, a loop of its own that accumulates so many batches."""
+    """A module around a model; `num_manual` batches are accumulated by manual optimization, if any."""
 
     def __init__(
         self, model: Any, style: str = "its model", schedule: Callable[[Any], Any] | None = None, rate: float = 1e-3,
