@@ -56,7 +56,7 @@ def load_model(plan: RunPlan, folder: Path, checkpointing: str) -> Any:
         max_seq_length=training.sequence_length,
         dtype=torch.bfloat16,
         load_in_4bit=training.method == "qlora",
-        load_in_fp8=lora is not None and training.precision == "fp8",
+        load_in_fp8=training.base_precision == "fp8",
         full_finetuning=lora is None,
         use_gradient_checkpointing=uses,
     )
