@@ -29,6 +29,7 @@ class Document:
     `tokens` and `labels` have the same length; `labels[i]` is the token that the model should predict
     after `tokens[i]`, or `IGNORED`. The last token has no label, since the next token belongs to another document.
     With a `start`, this is the rest of a document that begins with as many tokens of the document before it.
+    `pictures` is the record of the arrays of its pictures; empty if it has none.
     """
 
     tokens: NDArray[np.int32]
@@ -36,6 +37,7 @@ class Document:
     is_text: bool = False
     is_rejected: bool = False
     start: int = 0
+    pictures: bytes = b""
 
     @property
     def num_targets(self) -> int:
@@ -96,12 +98,16 @@ class DocumentBatch:
         sources: uint16, the source of each document, as its index in `data.source`; with the bit `REJECTED` on the
             second document of each pair.
         starts: int64, tokens that each document shares with the one before it, `Document.start`.
+        records: int64 [documents, 2], where the record of each document's pictures begins and ends; equal without one.
+        pictures: the records; empty once `PackWriter.keep_pictures` has written them to a file.
     """
 
     tokens: NDArray[np.uint32]
     lengths: NDArray[np.int64]
     sources: NDArray[np.uint16]
     starts: NDArray[np.int64]
+    records: NDArray[np.int64]
+    pictures: bytes = field(default=b"", kw_only=True)
 
     @classmethod
     def of(cls, documents: Sequence[Document], source: int = 0) -> Self:
@@ -115,14 +121,22 @@ class DocumentBatch:
             tokens[begin + 1 : end][document.labels[:-1] != IGNORED] |= TRAINED
         sides = np.array([REJECTED if document.is_rejected else 0 for document in documents], np.uint16)
         starts = np.array([document.start for document in documents], np.int64)
-        return cls(tokens, lengths, sides | np.uint16(source), starts)
+        sizes = np.array([len(document.pictures) for document in documents], np.int64)
+        records = np.cumsum(sizes)[:, None] - np.stack([sizes, np.zeros_like(sizes)], axis=1)
+        pictures = b"".join(document.pictures for document in documents)
+        return cls(tokens, lengths, sides | np.uint16(source), starts, records, pictures=pictures)
 
     @classmethod
     def join(cls, batches: Sequence[DocumentBatch]) -> DocumentBatch:
         if len(batches) == 1:
             return batches[0]
-        columns = zip(*((batch.tokens, batch.lengths, batch.sources, batch.starts) for batch in batches), strict=True)
-        return DocumentBatch(*map(np.concatenate, columns))
+        begins = np.cumsum([0, *(len(batch.pictures) for batch in batches)])
+        rows = (
+            (batch.tokens, batch.lengths, batch.sources, batch.starts, batch.records + begin)
+            for batch, begin in zip(batches, begins, strict=False)
+        )
+        pictures = b"".join(batch.pictures for batch in batches)
+        return DocumentBatch(*map(np.concatenate, zip(*rows, strict=True)), pictures=pictures)
 
     @property
     def num_rejected(self) -> int:
@@ -140,15 +154,18 @@ class DocumentBatch:
         begins = ends - self.lengths
         pieces = [self.tokens[begins[index] : ends[index]] for index in indices]
         tokens = np.concatenate(pieces) if pieces else np.empty(0, np.uint32)
-        chosen = np.asarray(indices, np.int64)
-        return DocumentBatch(tokens, self.lengths[chosen], self.sources[chosen], self.starts[chosen])
+        at = np.asarray(indices, np.int64)
+        lengths, sources, starts, records = self.lengths[at], self.sources[at], self.starts[at], self.records[at]
+        return DocumentBatch(tokens, lengths, sources, starts, records, pictures=self.pictures)
 
     def digests(self) -> Iterator[bytes]:
-        """Yield the SHA-256 of each document: of its tokens, some of them marked as trained."""
-        tokens = self.tokens.astype("<u4", copy=False)
+        """Yield the SHA-256 of each document: of its tokens, some of them marked as trained, and of its pictures."""
+        tokens, pictures = self.tokens.astype("<u4", copy=False), memoryview(self.pictures)
         ends = np.cumsum(self.lengths)
-        for begin, end in zip(ends - self.lengths, ends, strict=True):
-            yield sha256(tokens[begin:end].data).digest()
+        for begin, end, (first, last) in zip(ends - self.lengths, ends, self.records, strict=True):
+            found = sha256(tokens[begin:end].data)
+            found.update(pictures[first:last])
+            yield found.digest()
 
 
 WINDOW_TOKENS = 8 << 20

@@ -10,13 +10,14 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from ftkit.data.packing import IGNORED, TRAINED, DocumentBatch
+from ftkit.data.pictures import Arrays, PictureInputs, from_record
 from ftkit.data.readers import read_json_lines
 from ftkit.errors import DataError
 from ftkit.files import DamagedFileError, publish, read_json, remove, write_json
@@ -69,6 +70,8 @@ class DataManifest:
     digests: dict[str, str] = field(default_factory=dict)
     """SHA-256 of the packs of each split, and of the tokenizer; as `documents`, the sum of that of each training
     document, which is the same for packs of any length."""
+    pictures: PictureInputs | None = None
+    """What the pictures of documents are to the model; None if the data may have none."""
 
     @property
     def identity(self) -> str:
@@ -98,9 +101,11 @@ class DataManifest:
 
 _TOKENS, _DOCUMENTS, _SOURCES = "tokens.u32", "documents.i64", "sources.u16"
 _PACKS, _TARGETS, _STARTS = "packs.i64", "targets.i64", "starts.i64"
+_RECORDS, _PICTURES = "pictures.i64", "pictures.bin"
 """Little-endian arrays without a header: tokens; where each document ends in them; the source of each document; where
 each pack ends in the documents; the targets of each pack; the tokens that each document shares with the one before, of
-which there is no file if none does."""
+which there is no file if none does; where the record of each document's pictures begins and ends; the records, in the
+order of the rows. There is no file of the last two if there are no pictures."""
 
 
 class PackWriter:
@@ -109,8 +114,9 @@ class PackWriter:
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
         self.num_documents = self.num_packs = self.num_tokens = self.num_targets = self.num_shared = 0
+        self._picture_bytes = 0
         self._stack, self._folder = ExitStack(), folder
-        names = (_TOKENS, _DOCUMENTS, _SOURCES, _PACKS, _TARGETS, _STARTS)
+        names = (_TOKENS, _DOCUMENTS, _SOURCES, _PACKS, _TARGETS, _STARTS, _RECORDS, _PICTURES)
         self._files = {name: self._stack.enter_context((folder / name).open("wb")) for name in names}
 
     def __enter__(self) -> Self:
@@ -121,11 +127,21 @@ class PackWriter:
             for file in self._files.values():
                 file.flush()
                 os.fsync(file.fileno())
-        if not self.num_shared:
-            (self._folder / _STARTS).unlink()
+        unused = [] if self.num_shared else [_STARTS]
+        for name in unused if self._picture_bytes else [*unused, _RECORDS, _PICTURES]:
+            (self._folder / name).unlink()
+
+    def keep_pictures(self, documents: DocumentBatch) -> DocumentBatch:
+        """Write the records of pictures; return the documents with their places in the file."""
+        if not documents.pictures:
+            return documents
+        begin = self._picture_bytes
+        self._picture_bytes += self._files[_PICTURES].write(documents.pictures)
+        return replace(documents, records=documents.records + begin, pictures=b"")
 
     def write(self, documents: DocumentBatch, pack_sizes: Sequence[int]) -> None:
         """Append packs with the given number of documents each."""
+        documents = self.keep_pictures(documents)
         ends = self.num_tokens + np.cumsum(documents.lengths, dtype=np.int64)
         last = np.cumsum(pack_sizes, dtype=np.int64) - 1
         starts = np.concatenate([[0], ends[last[:-1]] - self.num_tokens])
@@ -137,8 +153,9 @@ class PackWriter:
             (self.num_documents + last + 1).astype("<i8", copy=False),
             targets.astype("<i8", copy=False),
             documents.starts.astype("<i8", copy=False),
+            documents.records.astype("<i8", copy=False),
         )
-        for file, array in zip(self._files.values(), arrays, strict=True):
+        for file, array in zip(self._files.values(), arrays, strict=False):
             file.write(array.data)
         self.num_documents += len(documents.lengths)
         self.num_packs += len(pack_sizes)
@@ -160,11 +177,15 @@ class PackStore:
         """Tokens of each pack that count in the loss."""
         self.shares_prompts = (folder / _STARTS).is_file()
         self._starts = _map(folder / _STARTS, "<i8") if self.shares_prompts else np.zeros(self.num_documents, np.int64)
+        self.has_pictures = (folder / _RECORDS).is_file()
+        self._pictures = _map(folder / _PICTURES, "u1").data if self.has_pictures else memoryview(b"")
+        records = _map(folder / _RECORDS, "<i8") if self.has_pictures else np.zeros(2 * self.num_documents, np.int64)
         num_documents, num_tokens = (int(each[-1:].sum()) for each in (self._pack_ends, self._document_ends))
-        expected = (num_documents, num_documents, num_documents, num_tokens, len(self))
-        arrays = (self._document_ends, self._sources, self._starts, self._tokens, self.num_targets)
-        if expected != tuple(map(len, arrays)):
+        expected = (num_documents, num_documents, num_documents, num_tokens, len(self), 2 * num_documents)
+        arrays = (self._document_ends, self._sources, self._starts, self._tokens, self.num_targets, records)
+        if expected != tuple(map(len, arrays)) or records.max(initial=0) > len(self._pictures):
             raise _damaged(folder, "its files have different numbers of entries")
+        self._records = records.reshape(-1, 2)
 
     def __len__(self) -> int:
         return len(self._pack_ends)
@@ -197,6 +218,11 @@ class PackStore:
         """Return the tokens that each document in packs shares with the one before."""
         starts: NDArray[np.int64] = self._starts[self.documents(packs)]
         return starts
+
+    def pictures(self, packs: Sequence[int]) -> list[Arrays]:
+        """Return the pictures of the documents that have any, in the order of the documents: read-only, mapped."""
+        places = self._records[self.documents(packs)]
+        return [from_record(self._pictures[begin:end]) for begin, end in places if begin < end]
 
     def read(self, packs: Sequence[int]) -> NDArray[np.int32]:
         """Read packs.

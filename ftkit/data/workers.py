@@ -237,7 +237,9 @@ class BatchEncoder:
 
 
 def _digest(pair: Sequence[Document], *, is_swapped: bool) -> bytes:
-    sides = (bytes([each.is_rejected ^ is_swapped]) + sha256(each.tokens.tobytes()).digest() for each in pair)
+    sides = (
+        bytes([each.is_rejected ^ is_swapped]) + sha256(each.tokens.tobytes() + each.pictures).digest() for each in pair
+    )
     return sha256(b"".join(sorted(sides))).digest()[:16]
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ftkit.config.training import EngineName, TrainingPlan
     from ftkit.models.architecture import ArchitectureSpec, TrainedWeights
 
-PREPARATION_VERSION = 8
+PREPARATION_VERSION = 9
 """Part of the data's fingerprint, and of the data's identity in checkpoints: increase it when the same spec would be
 prepared into other packs."""
 StopSignal = Literal["TERM", "USR1", "none"]  # signal for a script's processes when the run is asked to stop

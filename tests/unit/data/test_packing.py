@@ -59,6 +59,7 @@ def test_packing_in_windows_keeps_every_document_complete_and_once(lengths: list
             np.array([length]),
             np.array([number % 7], np.uint16),
             np.zeros(1, np.int64),
+            np.array([[number, number + 1]]),
         )
         for number, length in enumerate(lengths)
     ]
@@ -73,6 +74,7 @@ def test_packing_in_windows_keeps_every_document_complete_and_once(lengths: list
         seen += batch.tokens[starts].tolist()
         assert np.array_equal(batch.tokens, np.repeat(batch.tokens[starts], batch.lengths))
         assert np.array_equal(batch.sources, batch.tokens[starts] % 7)
+        assert np.array_equal(batch.records[:, 0], batch.tokens[starts])
     assert sorted(seen) == list(range(len(lengths)))
 
 
@@ -83,7 +85,11 @@ def test_both_sides_of_a_pair_are_in_the_same_pack_in_their_order(lengths: list[
     marks = np.array([0, REJECTED], np.uint16)
     pairs = [
         DocumentBatch(
-            np.repeat([2 * pair, 2 * pair + 1], sides).astype(np.uint32), np.array(sides), marks, np.zeros(2, np.int64)
+            np.repeat([2 * pair, 2 * pair + 1], sides).astype(np.uint32),
+            np.array(sides),
+            marks,
+            np.zeros(2, np.int64),
+            np.zeros((2, 2), np.int64),
         )
         for pair, sides in enumerate(zip(lengths[::2], lengths[1::2], strict=True))
     ]
@@ -104,7 +110,8 @@ def test_windows_hardly_increase_padding() -> None:
     packer = Packer(4096, window_tokens=256 * 4096)
     num_packs = 0
     for length in np.split(lengths, 100):
-        batch = DocumentBatch(np.zeros(length.sum(), np.uint32), length, *np.zeros((2, len(length)), np.uint16))
+        sources, records = np.zeros((2, len(length)), np.uint16), np.zeros((len(length), 2), np.int64)
+        batch = DocumentBatch(np.zeros(length.sum(), np.uint32), length, *sources, records)
         num_packs += sum(len(sizes) for _, sizes in packer.add(batch))
     num_packs += sum(len(sizes) for _, sizes in packer.finish())
     assert lengths.sum() / (num_packs * 4096) > 0.99

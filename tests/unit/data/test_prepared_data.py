@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftkit.data.packing import IGNORED, Document, DocumentBatch, build_pack
+from ftkit.data.pictures import to_record
 from ftkit.data.prepared_data import DataManifest, PackStore, PackWriter, PreparedData, new_prepared_data
 from ftkit.errors import DataError
 
@@ -32,6 +33,45 @@ def test_packs_are_read_back_with_labels_positions_and_sources(tmp_path: Path) -
     assert both[2].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
     assert one[0].tolist() == [8, 9, 8, 8, 8, 8, 8, 8]
     assert one[3].tolist() == [3, 3, 0, 0, 0, 0, 0, 0]
+
+
+def _described(text: str, *pictures: object) -> Document:
+    ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    record = to_record({"pixel_values": np.array(pictures, np.uint8), "grid": np.arange(3)}) if pictures else b""
+    return Document(ids, np.append(ids[1:], IGNORED).astype(np.int32), pictures=record)
+
+
+def test_pictures_are_read_with_the_packs_that_documents_were_put_in(tmp_path: Path) -> None:
+    first = DocumentBatch.of([_described("ab", 7), _described("cd"), _described("ef", 1, 2, 3)])
+    second = DocumentBatch.of([_described("gh", 9, 9)])
+    with PackWriter(tmp_path / "train") as writer:
+        kept = DocumentBatch.join([writer.keep_pictures(first), writer.keep_pictures(second)])
+        assert kept.pictures == b""
+        writer.write(kept.take([3, 1, 0]), [2, 1])
+        writer.write(DocumentBatch.join([first, second]).take([2]), [1])
+    store = PackStore(tmp_path / "train", 8)
+    assert store.has_pictures
+    found = store.pictures([2, 0, 1])
+    assert [arrays["pixel_values"].tolist() for arrays in found] == [[1, 2, 3], [9, 9], [7]]
+    assert all(arrays["grid"].tolist() == [0, 1, 2] for arrays in found)
+    (tmp_path / "train" / "pictures.bin").write_bytes(b"cut")
+    with pytest.raises(DataError, match="different numbers"):
+        PackStore(tmp_path / "train", 8)
+
+
+def test_documents_without_pictures_have_no_files_of_them(tmp_path: Path) -> None:
+    with PackWriter(tmp_path / "train") as writer:
+        writer.write(DocumentBatch.of([_described("ab")]), [1])
+    store = PackStore(tmp_path / "train", 8)
+    assert (store.has_pictures, store.pictures([0])) == (False, [])
+    assert not list((tmp_path / "train").glob("pictures*"))
+
+
+def test_a_documents_digest_has_its_pictures() -> None:
+    batch = DocumentBatch.of([_described("ab", 1), _described("ab", 2), _described("ab"), _described("ab", 1)])
+    first, second, third, same = batch.digests()
+    assert len({first, second, third}) == 3
+    assert first == same
 
 
 @given(
