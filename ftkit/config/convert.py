@@ -75,6 +75,7 @@ def convert(
     it.add_defaults()
     _set_method(it)
     _set_targets(it)
+    _set_vision(it)
     _set_length(it)
     _set_batch(it, num_gpus, mean_length)
     _set_schedule(it)
@@ -135,6 +136,13 @@ def _set_targets(it: Conversion) -> None:
             note=note * is_changed,
             is_changed=is_changed,
         )
+
+
+def _set_vision(it: Conversion) -> None:
+    for part, trained in (("vision_tower", "full"), ("vision_projector", "projector")):
+        for row in it.take(part, "frozen, as by default here"):
+            if row.value is False:
+                it.put("training.vision", trained, row)
 
 
 def _set_length(it: Conversion) -> None:

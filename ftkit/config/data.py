@@ -307,6 +307,9 @@ class DataSpec(Spec):
     share_prompts: bool | None = None
     """Whether both sides of a pair attend to one copy of their prompt, for kernels that take any mask (`flex`, `sdpa`).
     If null, where the first rows' pairs have a fifth fewer tokens then (llama, qwen3)."""
+    pictures: bool | None = None
+    """Whether the model sees the pictures of messages, which needs a multimodal model: its vision tower is then part of
+    the run. If null, where the first rows that can be read when the run is planned have pictures."""
     packing: Packing = "auto"
     """`auto`: several documents per row, if a check before step 1 finds that the model keeps them apart. Otherwise, and
     with `off`, one document per row, padded on the right, which is slower. Steps have the same documents either way."""

@@ -42,6 +42,25 @@ def logits_rows(num_targets: int, vocabulary: int) -> int:
     return -(-num_targets // num_chunks)
 
 
+def only_with_fsdp2(training: TrainingSpec) -> tuple[str, ...]:
+    """Return the settings that engine zero3 does not support."""
+    needed = {
+        "activation_checkpointing": training.activation_checkpointing in {"selective", "except_attention"},
+        "precision": training.trains_in_fp8,
+        "base_precision": training.base_precision == "fp8",
+        "optimizer": training.optimizer != "adamw",
+        "reshard_after_forward": training.reshard_after_forward == "never",
+        "shard_degree": training.shard_degree != "auto",
+        "sync_gradients": training.sync_gradients == "last_micro_batch",
+        "collectives": training.collectives == "copy_engine",
+        "offloaded_layers": training.offloaded_layers is not None,
+        "context_parallel": training.context_parallel > 1,
+        "tensor_parallel": training.tensor_parallel > 1,
+        "vision": training.vision != "frozen",
+    }
+    return tuple(setting for setting, is_needed in needed.items() if is_needed)
+
+
 @dataclass(frozen=True)
 class ParameterCounts:
     """Parameter counts of a model under a method: all, including adapters; trained; stored in 4 or 8 bits."""

@@ -304,6 +304,8 @@ def why_not_shared(recipe: RecipeSpec, shape: ArchitecturePlan) -> str:
         return f"objective '{training.objective}' has no pairs"
     if recipe.data.packing == "off":
         return "data.packing is 'off'"
+    if recipe.data.pictures:
+        return "a picture of the prompt would belong to both sides"
     if training.gpus_per_pack > 1:
         return "GPUs that divide a pack have kernels that take documents, not masks"
     if training.attention not in SHARING_KERNELS:

@@ -33,6 +33,7 @@ OnNonfinite = Literal["stop", "skip"]
 Precision = Literal["bf16", "fp32"]
 TrainingPrecision = Literal["bf16", "fp32", "fp8"]
 Quantization = Literal["none", "nf4", "fp8"]
+Vision = Literal["frozen", "projector", "full"]
 
 LARGEST_GROUP, LONGEST_SEQUENCE = 2**16, 2**24
 """Bounds beyond what fits in memory. They limit the search for settings that fit: all divisors, all halvings."""
@@ -65,6 +66,11 @@ class TrainingSpec(ObjectiveSpec):
     """Which parameters are trained: all, adapters only, or adapters on 4-bit weights (NF4)."""
     lora: LoraSpec | None = None
     """The adapters of methods lora and qlora. Default if null."""
+    vision: Vision = "frozen"
+    """Weights of a multimodal model that are trained in addition to those of `method`, on data with pictures: none, the
+    projector of picture features into the text model, or projector and vision tower."""
+    vision_learning_rate: PositiveFloat | None = None
+    """Highest learning rate of the weights that `vision` trains. `learning_rate` if null."""
     context_parallel: PositiveInt = 1
     """Number of GPUs of a node that divide the tokens of each pack, for packs that don't fit on one GPU (engine fsdp2).
     It, and its product with tensor_parallel, must divide the attention heads."""
@@ -230,24 +236,6 @@ class TrainingSpec(ObjectiveSpec):
         """Whether linear layers of decoder layers compute in FP8."""
         return self.trains_in_fp8 or self.base_precision == "fp8"
 
-    @property
-    def only_with_fsdp2(self) -> tuple[str, ...]:
-        """The settings that engine zero3 does not support."""
-        needed = {
-            "activation_checkpointing": self.activation_checkpointing in {"selective", "except_attention"},
-            "precision": self.trains_in_fp8,
-            "base_precision": self.base_precision == "fp8",
-            "optimizer": self.optimizer != "adamw",
-            "reshard_after_forward": self.reshard_after_forward == "never",
-            "shard_degree": self.shard_degree != "auto",
-            "sync_gradients": self.sync_gradients == "last_micro_batch",
-            "collectives": self.collectives == "copy_engine",
-            "offloaded_layers": self.offloaded_layers is not None,
-            "context_parallel": self.context_parallel > 1,
-            "tensor_parallel": self.tensor_parallel > 1,
-        }
-        return tuple(setting for setting, is_needed in needed.items() if is_needed)
-
     @model_validator(mode="before")
     @classmethod
     def _one_epoch_by_default(cls, fields: object) -> object:
@@ -292,6 +280,8 @@ class TrainingSpec(ObjectiveSpec):
             yield f"base_precision is for method 'lora'; with method '{self.method}' omit it"
         if self.base_precision == "fp8" and self.precision == "fp32":
             yield "base_precision 'fp8' returns bf16 from its matmuls: it is incompatible with precision 'fp32'"
+        if self.vision == "frozen" and self.vision_learning_rate is not None:
+            yield "vision_learning_rate has no effect with vision 'frozen': set vision to 'projector' or 'full'"
         if self.precision == "fp32" and self.reduce_precision == "bf16":
             yield "reduce_precision 'bf16' would round the gradients of precision 'fp32'"
         if (self.max_steps is None) == (self.num_epochs is None):

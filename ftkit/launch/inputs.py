@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.data import AutoFormat, DataSpec, Format, describe_format
 from ftkit.config.data_sources import HubSource
+from ftkit.data.conversations import turns_in
 from ftkit.data.row_formats import DETECTION_ROWS, resolve_format
 from ftkit.data.selection import first_rows, peek_rows
 from ftkit.data.source_files import find_files, stamp, walk
@@ -32,13 +33,14 @@ if TYPE_CHECKING:
 
     from ftkit.config.recipe import RecipePlan, RecipeSpec
     from ftkit.data.packing import Document
-    from ftkit.data.rows import Row
+    from ftkit.data.rows import Columns, Row
 
 
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merges*", "chat_template*", "config.json",
     "generation_config.json",
 )  # fmt: skip
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")  # of the model's pictures
 
 
 def data_stamp(recipe: RecipeSpec) -> str:
@@ -52,7 +54,8 @@ def data_stamp(recipe: RecipeSpec) -> str:
                 stamps.append(f"{place} {secrets.token_hex(8)}")
     keys = {key for key, _ in recipe.data.files}
     paths = [(key, path) for key, path in local_paths(recipe) if key not in keys]
-    files = {file: key for key, path in paths for file in _files_of(key, path)}
+    patterns = (*_TOKENIZER_FILES, *(_PROCESSOR_FILES if recipe.data.pictures else ()))
+    files = {file: key for key, path in paths for file in _files_of(key, path, patterns)}
     files |= {file: key for key, file in data_files(recipe)}
     for file, key in sorted(files.items()):
         about = stat_path(key, file)
@@ -76,14 +79,14 @@ def data_files(recipe: RecipeSpec) -> Iterator[tuple[str, Path]]:
             yield from ((key, Path(file)) for file in find_files(place, key))
 
 
-def _files_of(key: str, path: Path) -> list[Path]:
+def _files_of(key: str, path: Path, patterns: Sequence[str]) -> list[Path]:
     """Return the files that the prepared data depends on: of a model, the tokenizer's; of a dataset, all."""
     about = stat_path(key, path)
     if about is None or not stat.S_ISDIR(about.st_mode):
         return [] if about is None else [path]
     if key == "data.source.dataset":
         return walk(path, key)
-    return [file for pattern in _TOKENIZER_FILES for file in path.glob(pattern) if file.is_file()]
+    return [file for pattern in patterns for file in path.glob(pattern) if file.is_file()]
 
 
 def stat_path(key: str, path: Path) -> os.stat_result | None:
@@ -130,6 +133,23 @@ def available_formats(data: DataSpec) -> list[Format]:
         return [form for _, form in read_available(data)]
     except FtkitError:
         return []  # the checks report why
+
+
+def have_pictures(data: DataSpec) -> bool | None:
+    """Return whether the first rows of a recipe's data have pictures; None if they can't be read from here."""
+    try:
+        rows = [row.columns for row in peek_rows(data)]
+    except FtkitError:
+        return None  # the checks report why
+    return any(_has_picture(columns, data.ignore_columns) for columns in rows) if rows else None
+
+
+def _has_picture(columns: Columns, ignored: Sequence[str]) -> bool:
+    used = {name: value for name, value in columns.items() if name not in ignored}
+    turns = [turn for value in used.values() for turn in turns_in(value) if isinstance(turn, dict)]
+    parts = [part for turn in turns if isinstance(turn.get("content"), list) for part in turn["content"]]
+    is_part = any(isinstance(part, dict) and str(part.get("type")).startswith("image") for part in parts)
+    return is_part or any(used.get(name) for name in ("image", "images"))
 
 
 def describe_detected(data: DataSpec) -> str:

@@ -19,7 +19,7 @@ from ftkit.config.recipe import RecipePlan, RecipeSpec
 from ftkit.config.request import LoadedSettings, Origins, RunRequest, load_settings
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem, plural
 from ftkit.files import read_json_if_valid
-from ftkit.launch.inputs import data_stamp
+from ftkit.launch.inputs import data_stamp, have_pictures
 from ftkit.launch.model import resolve_model
 from ftkit.models.architecture import ModelSpec
 from ftkit.paths import is_path, neighbor_of
@@ -183,11 +183,14 @@ def resolve_recipe(args: RunArgs, ctx: Context) -> RecipePlan:
 def _resolve_model(
     recipe: RecipeSpec, ctx: Context, workspace: Workspace, origins: Origins
 ) -> tuple[RecipeSpec, ModelPlan]:
-    """Return the model, and the recipe with a default length that the model can have."""
+    """Return the model, and the recipe with a length that the model can have, and whether the data has pictures."""
     try:
         model = resolve_model(recipe.model, ctx.environment, workspace)
     except ConfigError as error:
         raise ConfigError([origins.locate(problem) for problem in error.problems]) from error
+    if recipe.data.pictures is None:
+        pictures = have_pictures(recipe.data) if model.multimodal else False
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"pictures": pictures})})
     training, positions = recipe.training, model.architecture.max_position_embeddings
     if "sequence_length" not in training.model_fields_set and training.sequence_length > positions:
         length = positions - positions % training.gpus_per_pack

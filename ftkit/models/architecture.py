@@ -332,6 +332,8 @@ class ModelPlan(ModelSpec):
     """The model with its complete shape and its parameter counts."""
 
     architecture: ArchitecturePlan
+    multimodal: str | None = None
+    """The `model_type` of the multimodal model whose text model the shape is of; null if there is no vision tower."""
     adapter: str | None = None
     """Folder of the adapters from which training continues."""
     source: str | None = None

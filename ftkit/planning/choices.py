@@ -10,6 +10,7 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
+from ftkit.config.execution import only_with_fsdp2
 from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, EngineName, TrainingPlan, TrainingSpec
 from ftkit.errors import plural
 from ftkit.models.parameters import count_model
@@ -61,13 +62,17 @@ class EnginePlan:
         )
 
 
-def choose_engine(shape: ArchitectureSpec, wanted: TrainingSpec, world_size: int, gpu: GpuModel | None) -> EnginePlan:
+def choose_engine(
+    shape: ArchitectureSpec, wanted: TrainingSpec, world_size: int, gpu: GpuModel | None, *, has_pictures: bool = False
+) -> EnginePlan:
     """Return the recipe's engine; with `auto`, FSDP2 unless only ZeRO-3 fits the GPU."""
     if wanted.engine != "auto":
         return EnginePlan(wanted.engine, "the recipe asks for it")
     if world_size == 1:
         return EnginePlan("fsdp2", "one process: a single shard")
-    if only := wanted.only_with_fsdp2:
+    if has_pictures:
+        return EnginePlan("fsdp2", "the only engine that trains on pictures")
+    if only := only_with_fsdp2(wanted):
         return EnginePlan("fsdp2", f"the only engine that supports the recipe's {' and '.join(only)}")
     setup = Setup(shape, least_memory(wanted), world_size)
     fsdp2_gib = Fit(setup).memory.total

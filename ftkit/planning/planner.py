@@ -61,7 +61,7 @@ def plan_run(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | Non
     run = RunInputs(recipe, model, cluster, image, request, placement)
     if problems := find_problems(run):
         raise ConfigError(problems)
-    engine = choose_engine(shape, training, placement.world_size, cluster.gpu)
+    engine = choose_engine(shape, training, placement.world_size, cluster.gpu, has_pictures=bool(recipe.data.pictures))
     trained_in = None if cluster.runtime == "none" else image
     lightest = replace(
         setup_of(shape, least_memory(training), engine.name, cluster, placement),
@@ -207,7 +207,9 @@ def fingerprint(recipe: RecipeSpec, model: ModelPlan, data_stamp: str) -> str:
     """Return the name of the prepared data, which depends on all inputs that determine the packs."""
     shared = shares_prompts(recipe, model.architecture)
     pairs = {"kto": recipe.training.objective == "kto", "drop": recipe.data.contradictions == "drop"}
-    out: dict[str, bool | set[str]] = {"packing": True, "contradictions": True, "share_prompts": True, "task": {"file"}}
+    pairs["pictures"] = bool(recipe.data.pictures)
+    keys = ("packing", "contradictions", "share_prompts", "pictures")
+    out: dict[str, bool | set[str]] = {**dict.fromkeys(keys, True), "task": {"file"}}
     pairs[f"share {shared}"] = shared is not False
     parts = (
         str(PREPARATION_VERSION),
@@ -342,6 +344,8 @@ def _notes_on_data(run: RunInputs) -> Iterator[str]:
             f"the data fills {plural(num_packs, 'pack')}, fewer than the {batch:,} of a step: each step "
             "repeats documents, and few steps train; use a smaller training.global_batch_size or sequence_length"
         )
+    if model.multimodal is not None and run.recipe.data.pictures is None:
+        yield "the first rows can't be read here: set data.pictures=true if they have pictures, which are refused else"
     if (rows := model.vocab_size_of_weights) is not None:
         yield f"model.added_tokens: the embedding grows from {rows:,} to {run.shape.vocab_size:,} rows"
     elif model.new_tokens:

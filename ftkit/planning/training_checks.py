@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.data import label_of
-from ftkit.config.execution import FP8_MULTIPLE, ROUTERS, indivisible_sizes
+from ftkit.config.execution import FP8_MULTIPLE, ROUTERS, indivisible_sizes, only_with_fsdp2
 from ftkit.config.image import ImageSpec
 from ftkit.config.objectives import ENTRY_BYTES
 from ftkit.config.recipe import RecipeSpec, why_not_shared
@@ -95,7 +95,7 @@ def check_training(run: RunInputs) -> Iterator[Problem]:
     """Yield the reasons why the model can't be trained like this on these GPUs."""
     checks = (
         _adapters, _batch, _context_parallel, _tensor_parallel, _layers, _hardware, _fp8, _engine, _targets,
-        _packs, _preferences, _shared_prompts, _teacher,
+        _packs, _pictures, _preferences, _shared_prompts, _teacher,
     )  # fmt: skip
     for check in checks:
         yield from check(run)
@@ -171,7 +171,7 @@ def _engine(run: RunInputs) -> Iterator[Problem]:
         return
     if training.compile == "layers":
         yield problem("training.compile", "'layers' has no effect with engine 'zero3'.", "Use 'auto'.")
-    for setting in training.only_with_fsdp2:
+    for setting in only_with_fsdp2(training):
         what = f"'{getattr(training, setting)}' is not supported by engine 'zero3'."
         yield problem(f"training.{setting}", what, "Use engine 'auto' or 'fsdp2', or leave it out.")
 
@@ -216,6 +216,35 @@ def _packs(run: RunInputs) -> Iterator[Problem]:
     if run.recipe.data.packing == "off" and (objective != "kto" or training.stores_reference):
         what = f"'off' would separate the pairs of objective '{objective}', or what its stored reference is of."
         yield problem("data.packing", what, "Use 'auto', and a model that packs.")
+
+
+def _pictures(run: RunInputs) -> Iterator[Problem]:
+    """Check that the model has a vision tower for the data's pictures, and what does not support them."""
+    training, data = run.training, run.recipe.data
+    if not data.pictures:
+        if training.vision != "frozen":
+            what = f"'{training.vision}' trains on pictures, and the data has none."
+            fix = "Leave it out."
+            if data.pictures is None:
+                what = f"'{training.vision}' trains on pictures, and the first rows can't be read here."
+                fix = "Set data.pictures=true if the data has pictures."
+            yield problem("training.vision", what, fix)
+        return
+    if run.model.multimodal is None:
+        what = f"{run.model.weights} has no vision tower: its config.json has no 'vision_config'."
+        yield problem("data.pictures", what, "Choose a multimodal model; or leave it out to train on text.")
+    if training.engine == "zero3":
+        yield problem("training.engine", "'zero3' does not train on pictures.", "Use 'auto' or 'fsdp2'.")
+    if data.packing == "off":
+        yield problem("data.packing", "'off' has no pictures: padded rows are of text.", "Use 'auto'.")
+    for key in ("context_parallel", "tensor_parallel"):
+        if getattr(training, key) > 1:
+            what = "divides the tokens of a pack among GPUs, which does not support pictures yet."
+            yield problem(f"training.{key}", what, "Leave it out; use a shorter sequence_length, or offload.")
+    if training.stores_reference or training.distillation is not None:
+        what = f"'{training.objective}' with stored log-probabilities or a teacher does not support pictures yet."
+        fix = "Use method 'lora', whose reference is the model without adapters; or another objective."
+        yield problem("training.objective", what, fix)
 
 
 def _teacher(run: RunInputs) -> Iterator[Problem]:

@@ -555,3 +555,20 @@ def test_no_word_of_a_table_has_two_meanings() -> None:
         table = read_yaml(path).values
         words = [word for part in ("keys", "none") for each in table.get(part, {}).values() for word in each.split()]
         assert sorted(words) == sorted(set(words)), path.name
+
+
+@pytest.mark.parametrize(
+    ("text", "vision"),
+    [
+        ("stage: sft\nfreeze_multi_modal_projector: false\nfreeze_vision_tower: false", "full"),
+        ("stage: sft\nfreeze_multi_modal_projector: false", "projector"),
+        ("stage: sft\nfreeze_vision_tower: true\nimage_max_pixels: 262144", None),
+        ("base_model: org/model\nfreeze_mm_modules: false\nimage_size: 512", "full"),
+    ],
+)
+def test_the_parts_of_a_multimodal_model_that_another_tool_trains_are_trained(
+    tmp_path: Path, text: str, vision: str | None
+) -> None:
+    found = converted(tmp_path, {"a.yaml": text})
+    assert training(found).get("vision") == vision
+    assert not [row.key for row in found.rows if row.status == "unknown"]

@@ -259,3 +259,44 @@ def test_the_default_length_is_that_of_a_model_with_few_positions_and_a_given_on
     assert resolve(RunArgs(recipe=recipe), ctx(project)).recipe.training.sequence_length == 500
     with pytest.raises(ConfigError, match="2048 is longer than the model's 500 positions"):
         resolve(RunArgs(recipe=recipe, overrides=("training.sequence_length=2048",)), ctx(project))
+
+
+SEEN = (
+    '{"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}, {"type": "text", "text": "?"}]}]}'
+)
+READ = '{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}'
+
+
+@pytest.mark.parametrize(
+    ("vision", "rows", "typed", "pictures"),
+    [
+        ({"patch_size": 14}, SEEN, (), True),
+        ({"patch_size": 14}, '{"question": "?", "answer": "!", "image": "a.png"}', (), True),
+        ({"patch_size": 14}, READ, (), False),
+        ({"patch_size": 14}, READ, ("data.pictures=true",), True),
+        ({"patch_size": 14}, SEEN, ("data.pictures=false",), False),
+        ({"patch_size": 14}, None, (), None),
+        (None, SEEN, (), False),
+    ],
+)
+def test_a_multimodal_model_sees_the_pictures_that_the_first_rows_have(
+    project: Path, vision: object, rows: str | None, typed: tuple[str, ...], pictures: bool | None
+) -> None:
+    model = project / "model"
+    model.mkdir()
+    small = {
+        "num_key_value_heads": 1,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "head_dim": 8,
+    }
+    config = {"model_type": "gemma3", "text_config": small, "vision_config": vision}
+    (model / "config.json").write_text(json.dumps(config))
+    (project / "rows.jsonl").write_text(f"{rows}\n" * 3)
+    source = "./rows.jsonl" if rows else "org/rows"
+    (project / "mine.yaml").write_text(f"model: ./model\ndata: {{source: {source}}}\n")
+    plan = resolve(RunArgs(recipe=str(project / "mine.yaml"), overrides=typed), ctx(project))
+    assert plan.recipe.data.pictures is pictures
+    assert any("data.pictures=true" in note for note in plan.notes) == (pictures is None)

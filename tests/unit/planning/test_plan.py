@@ -119,6 +119,42 @@ def test_prompts_are_shared_only_where_the_plan_knows_that_attention_can() -> No
     assert print_of(demo(*DPO, "training.attention=cudnn"), "") == print_of(demo(), "")
 
 
+def with_pictures(*overrides: str, multimodal: str | None = "gemma3") -> RunPlan:
+    recipe = demo(*(() if any("data.pictures" in each for each in overrides) else ("data.pictures=true",)), *overrides)
+    model = plan_model(recipe.model, None).model_copy(update={"multimodal": multimodal})
+    return plan(recipe, request=replace(REQUEST, model=model))
+
+
+@pytest.mark.parametrize(
+    ("override", "found"),
+    [
+        ("training.context_parallel=2", "training.context_parallel: divides the tokens of a pack"),
+        ("training.engine=zero3", "training.engine: 'zero3'"),
+        ("data.packing=off", "data.packing: 'off'"),
+        ("training.objective=dpo", "training.objective: 'dpo' with stored"),
+        ("training.objective=orpo|data.share_prompts=true", "data.share_prompts: can't be true"),
+        (
+            "data.pictures=false|training.vision=full",
+            "training.vision: 'full' trains on pictures, and the data has",
+        ),
+        ("data.pictures=null|training.vision=full", "training.vision: 'full' trains on pictures, and the first rows"),
+        ("training.vision_learning_rate=1e-3", "vision_learning_rate has no effect with vision 'frozen'"),
+    ],
+)
+def test_what_can_not_be_combined_with_pictures_is_refused_by_the_plan(override: str, found: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_pictures(*override.split("|"))
+    assert any(found in str(problem) for problem in caught.value.problems)
+
+
+def test_pictures_need_a_multimodal_model_and_other_data() -> None:
+    with pytest.raises(ConfigError, match="has no vision tower"):
+        with_pictures(multimodal=None)
+    seen = with_pictures("training.vision=full", "training.vision_learning_rate=1e-5")
+    assert seen.engine.name == "fsdp2"
+    assert print_of(demo("data.pictures=true"), "") != print_of(demo(), "") == print_of(demo("data.pictures=false"), "")
+
+
 @pytest.mark.parametrize(
     ("override", "found"),
     [
