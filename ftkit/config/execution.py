@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ftkit.models.adapters import count_adapter_parameters, whole_adapter_size
-from ftkit.models.parameters import count_model
+from ftkit.models.parameters import count_model, vision_of
 
 if TYPE_CHECKING:
     from ftkit.config.training import Quantization, TrainingSpec
@@ -152,9 +152,10 @@ def saved_by_quantization(shape: ArchitectureSpec, training: TrainingSpec) -> in
 
 def method_counts(shape: ArchitectureSpec, training: TrainingSpec) -> ParameterCounts:
     """Count the parameters of a model as a method trains it."""
-    base = count_model(shape).total
+    base, vision = count_model(shape).total, vision_of(shape)
+    total, trained = (vision.total, vision.num_trained(training.vision)) if vision else (0, 0)
     if training.adapters is None:
-        return ParameterCounts(total=base, trained=base)
+        return ParameterCounts(base + total, base + trained)
     adapters = count_adapter_parameters(shape, training.adapters)
     quantized = sum(num * inputs * outputs for num, inputs, outputs in _quantized_matrices(shape, training))
-    return ParameterCounts(base + adapters, adapters, quantized)
+    return ParameterCounts(base + total + adapters, trained + adapters, quantized)

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from ftkit.config.objectives import ObjectiveSpec, ReferencedSpec, usual_learning_rate
 from ftkit.errors import plural
 from ftkit.models.adapters import ALL_PROJECTIONS, LoraSpec
+from ftkit.models.vision import Vision
 from ftkit.spec import (
     LARGEST_COUNT,
     NUMBER,
@@ -33,7 +34,6 @@ OnNonfinite = Literal["stop", "skip"]
 Precision = Literal["bf16", "fp32"]
 TrainingPrecision = Literal["bf16", "fp32", "fp8"]
 Quantization = Literal["none", "nf4", "fp8"]
-Vision = Literal["frozen", "projector", "full"]
 
 LARGEST_GROUP, LONGEST_SEQUENCE = 2**16, 2**24
 """Bounds beyond what fits in memory. They limit the search for settings that fit: all divisors, all halvings."""

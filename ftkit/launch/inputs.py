@@ -22,7 +22,7 @@ from ftkit.data.source_files import find_files, stamp, walk
 from ftkit.errors import DataError, FtkitError, NotFoundError, UnreachableError
 from ftkit.files import read_json_if_valid
 from ftkit.hub.client import find_tokenizer
-from ftkit.models.folder import read_end_tokens
+from ftkit.models.folder import PROCESSOR_FILES, read_end_tokens
 from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.paths import fixed_folder, is_address, is_pattern
 from ftkit.planning.layout import Workspace
@@ -40,7 +40,6 @@ _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merges*", "chat_template*", "config.json",
     "generation_config.json",
 )  # fmt: skip
-_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")  # of the model's pictures
 
 
 def data_stamp(recipe: RecipeSpec) -> str:
@@ -54,7 +53,7 @@ def data_stamp(recipe: RecipeSpec) -> str:
                 stamps.append(f"{place} {secrets.token_hex(8)}")
     keys = {key for key, _ in recipe.data.files}
     paths = [(key, path) for key, path in local_paths(recipe) if key not in keys]
-    patterns = (*_TOKENIZER_FILES, *(_PROCESSOR_FILES if recipe.data.pictures else ()))
+    patterns = (*_TOKENIZER_FILES, *(PROCESSOR_FILES if recipe.data.pictures else ()))
     files = {file: key for key, path in paths for file in _files_of(key, path, patterns)}
     files |= {file: key for key, file in data_files(recipe)}
     for file, key in sorted(files.items()):

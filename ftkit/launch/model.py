@@ -31,9 +31,10 @@ from ftkit.models.architecture import (
     ModelPlan,
     ModelSpec,
 )
-from ftkit.models.config_json import check_loadable, multimodal_type, text_part
+from ftkit.models.config_json import check_loadable, text_part
 from ftkit.models.families import FAMILIES, family_of
-from ftkit.models.folder import check_folder, holds_adapters, read_model_config
+from ftkit.models.folder import check_folder, holds_adapters, read_model_config, read_processor
+from ftkit.models.vision import read_vision
 from ftkit.paths import is_path
 from ftkit.planning.layout import Workspace
 from ftkit.planning.planner import plan_model
@@ -88,7 +89,8 @@ def _resolve(model: ModelSpec, environment: Mapping[str, str], home: Path) -> Mo
     if config is not None:
         check_loadable(config, model.weights)
     plan = _plan(model, config, environment)
-    plan = plan.model_copy(update={"multimodal": config and multimodal_type(config)})
+    vision = config and read_vision(config, {} if folder is None else read_processor(folder))
+    plan = plan.model_copy(update={"vision": vision})
     if model.added_tokens:
         plan = _with_added_tokens(plan, model, config, environment, home)
     if folder is not None and not is_path(model.weights):

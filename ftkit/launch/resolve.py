@@ -189,8 +189,11 @@ def _resolve_model(
     except ConfigError as error:
         raise ConfigError([origins.locate(problem) for problem in error.problems]) from error
     if recipe.data.pictures is None:
-        pictures = have_pictures(recipe.data) if model.multimodal else False
+        pictures = have_pictures(recipe.data) if model.vision else False
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"pictures": pictures})})
+    if recipe.data.pictures:
+        shape = model.architecture.model_copy(update={"vision": model.vision})
+        model = model.model_copy(update={"architecture": shape})
     training, positions = recipe.training, model.architecture.max_position_embeddings
     if "sequence_length" not in training.model_fields_set and training.sequence_length > positions:
         length = positions - positions % training.gpus_per_pack

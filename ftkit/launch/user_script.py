@@ -28,8 +28,8 @@ from ftkit.launch.resolve import (
 )
 from ftkit.planning.compatibility import check_mounts
 from ftkit.planning.layout import SCRIPT_CODE, Workspace
-from ftkit.planning.plan import CodePlan, JobPlan, PlacementPlan, Script, ScriptPlan, StopSignal
-from ftkit.planning.planner import accelerate_config, plan_script
+from ftkit.planning.plan import CodePlan, JobPlan, PlacementPlan, RunPlan, Script, ScriptPlan, StopSignal
+from ftkit.planning.planner import plan_script
 from ftkit.spec import Spec, as_name
 
 if TYPE_CHECKING:
@@ -126,6 +126,41 @@ def _resources(overrides: Sequence[str]) -> ResourcesSpec:
         fix = "Without a recipe, --script takes resources.KEY=VALUE; the script's own arguments follow '--'."
         raise ConfigError([Problem(COMMAND_LINE, unknown[0], what, fix)])
     return validate(_OnlyResources, layers).resources
+
+
+def accelerate_config(plan: RunPlan) -> dict[str, object]:
+    """Return the configuration with which accelerate shards a model like a plan of ftkit's trainer.
+
+    The model itself defines the layers to wrap (`_no_split_modules`): a wrong class name would silently match none.
+    With FSDP2, accelerate can offload everything or nothing. Batch, accumulation and clipping are the script's:
+    DeepSpeed gets `auto` for them, which the Trainer and accelerate fill in.
+    """
+    training = plan.recipe.training
+    precision = "no" if training.precision == "fp32" else "bf16"
+    config: dict[str, object] = {"compute_environment": "LOCAL_MACHINE", "mixed_precision": precision}
+    if plan.engine.name == "zero3":
+        return config | {
+            "distributed_type": "DEEPSPEED",
+            "deepspeed_config": {
+                "zero_stage": 3,
+                "zero3_init_flag": True,
+                "zero3_save_16bit_model": True,
+                "offload_optimizer_device": "none" if training.offload == "none" else "cpu",
+                "offload_param_device": "cpu" if training.offload == "all" else "none",
+            },
+        }
+    return config | {
+        "distributed_type": "FSDP",
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": not plan.engine.keeps_weights,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": True,
+            "fsdp_activation_checkpointing": training.activation_checkpointing != "none",
+            "fsdp_offload_params": training.offload != "none",
+        },
+    }
 
 
 def accelerate_json(plan: ScriptPlan) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from ftkit.models.families import MEASURED
+from ftkit.models.vision import VisionPlan
 from ftkit.spec import (
     LARGEST_COUNT,
     NUMBER,
@@ -239,6 +240,8 @@ class ArchitecturePlan(ArchitectureSpec):
 
     counts: ModelCounts | None = None
     """Parameter counts; they follow from the other fields if null."""
+    vision: VisionPlan | None = None
+    """The vision part, if the run has pictures."""
 
 
 class TokenizerSpec(Spec):
@@ -332,8 +335,8 @@ class ModelPlan(ModelSpec):
     """The model with its complete shape and its parameter counts."""
 
     architecture: ArchitecturePlan
-    multimodal: str | None = None
-    """The `model_type` of the multimodal model whose text model the shape is of; null if there is no vision tower."""
+    vision: VisionPlan | None = None
+    """The vision part of the multimodal model whose text model the shape is of; null if there is none."""
     adapter: str | None = None
     """Folder of the adapters from which training continues."""
     source: str | None = None

@@ -101,11 +101,6 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return named | inner | outer
 
 
-def multimodal_type(config: Mapping[str, Any]) -> str | None:
-    """Return the `model_type` of a raw configuration with a vision tower; None of a text model's."""
-    return str(config.get("model_type")) if isinstance(config.get("vision_config"), dict) else None
-
-
 def fill_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the text part of a configuration with the family's defaults, if the family is known.
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ftkit.models.architecture import (
     ArchitecturePlan,
@@ -25,6 +25,9 @@ from ftkit.models.architecture import (
 from ftkit.models.config_json import FULL, LINEAR, WINDOWED, fill_config
 from ftkit.models.families import Family, family_of
 
+if TYPE_CHECKING:
+    from ftkit.models.vision import VisionPlan
+
 
 def count_model(shape: ArchitectureSpec) -> ModelCounts:
     """Count the parameters of a model from its shape, or return existing counts."""
@@ -33,10 +36,15 @@ def count_model(shape: ArchitectureSpec) -> ModelCounts:
     return _count_shape(shape)
 
 
+def vision_of(shape: ArchitectureSpec) -> VisionPlan | None:
+    """Return the vision part of a run with pictures."""
+    return shape.vision if isinstance(shape, ArchitecturePlan) else None
+
+
 @lru_cache(maxsize=64)  # called by every prediction
 def _count_shape(shape: ArchitectureSpec) -> ModelCounts:
     """Count a model that is defined only by its shape, with its family's usual experts."""
-    fields = shape.model_dump(exclude={"family", "full_attention_every", "rope_scaling", "counts"})
+    fields = shape.model_dump(exclude={"family", "full_attention_every", "rope_scaling", "counts", "vision"})
     family = family_of(shape.family)
     filled = {**family.defaults, **fields, "model_type": shape.family}
     if shape.sliding_window is not None or family.full_attention_every == 0:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.execution import FP32
 from ftkit.models.families import SavedTensors, family_of
-from ftkit.models.parameters import count_model
+from ftkit.models.parameters import count_model, vision_of
 
 if TYPE_CHECKING:
     from ftkit.config.training import ActivationCheckpointing
@@ -25,6 +25,8 @@ class Activations:
 
     def __init__(self, setup: Setup) -> None:
         self._setup, self._shape, self._training = setup, setup.shape, setup.training
+        self._vision = vision = vision_of(setup.shape)
+        self._num_patches = setup.tokens / vision.tokens * vision.patches if vision and vision.tokens else 0.0
         self._bytes_per_number = setup.training.compute_bytes * setup.tokens
         self._compiled = setup.engine == "fsdp2" and setup.training.compile != "none" and setup.device == "cuda"
         self._counts, self._savings = count_model(setup.shape), family_of(setup.shape.family).savings
@@ -75,6 +77,28 @@ class Activations:
     def hidden(self) -> float:
         """The residual stream between two layers."""
         return self._bytes_per_number * self._shape.hidden_size
+
+    @cached_property
+    def of_pictures(self) -> float:
+        """What packs full of pictures keep until the end of the backward pass: pixels, and what a trained tower saves.
+
+        These are the outputs of eager operations, of which three are as wide as the feed-forward layer. They are not
+        measured.
+        """
+        vision = self._vision
+        if vision is None:
+            return 0.0
+        pixels = 3 * vision.patch**2 * (1 + self._training.compute_bytes)
+        is_saved = self._training.vision == "full"
+        saved = self._training.compute_bytes * vision.layers * (8 * vision.hidden + 3 * vision.intermediate)
+        return self._num_patches * (pixels + is_saved * saved)
+
+    @property
+    def in_tower(self) -> float:
+        """What a layer of the vision tower computes with, for packs full of pictures."""
+        vision = self._vision
+        numbers = 6 * vision.hidden + 2 * vision.intermediate if vision else 0
+        return self._training.compute_bytes * self._num_patches * numbers
 
     @property
     def mask(self) -> float:

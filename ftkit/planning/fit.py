@@ -23,7 +23,7 @@ from ftkit.config.execution import (
     method_counts,
     saved_by_quantization,
 )
-from ftkit.models.parameters import count_model
+from ftkit.models.parameters import count_model, vision_of
 from ftkit.planning.activations import Activations
 from ftkit.planning.flops import delta_rule_bytes
 from ftkit.planning.training_setup import Setup
@@ -35,7 +35,7 @@ parameters took 0.4 to 0.7 GiB more than predicted."""
 _STATE_BYTES: Final = {"adamw": 2 * FP32, "adamw8bit": 2 * (1 + FP32 / 256)}
 """Bytes of an optimizer's states per trained parameter: two in fp32, or of one byte with a scale per 256 of them."""
 PROCESS_GIB: Final = 4.0  # host memory of a process without offloaded tensors: torch, CUDA and NCCL. Assumed.
-Moment = Literal["teacher", "loading", "loss", "backward", "optimizer"]
+Moment = Literal["teacher", "loading", "pictures", "loss", "backward", "optimizer"]
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,13 @@ class Tensors:
         self.activations = Activations(setup)
         # A layer that tensor parallelism divides among all GPUs is never resharded.
         self.keeps_weights = setup.keeps_weights or setup.num_layer_shards == 1 < self.training.tensor_parallel
-        self.trained_around = self.counts.around if self.training.adapters is None else 0
-        self.around = self.width * self.counts.around
+        vision = vision_of(setup.shape)
+        self.trained_vision = vision.num_trained(self.training.vision) if vision else 0
+        self.frozen_vision = vision.total - self.trained_vision if vision else 0
+        self.trained_around = (self.counts.around if self.training.adapters is None else 0) + self.trained_vision
+        self.around: float = self.width * self.counts.around
+        if vision and vision.layers:  # the projector, and a layer of the tower with the one prefetched
+            self.around += self.width * (vision.projector + 2 * vision.tower / vision.layers)
 
     # Between steps
 
@@ -108,9 +113,9 @@ class Tensors:
     def weights(self) -> float:
         if self.training.offload == "all":
             return 0
-        frozen = 0
+        frozen = self.width * self.frozen_vision
         if self.training.adapters is not None:
-            frozen = self.width * self.counts.total - saved_by_quantization(self.shape, self.training)
+            frozen += self.width * self.counts.total - saved_by_quantization(self.shape, self.training)
         return (frozen + self.copies + FP32 * self.stored * self.has_masters) / self.num_shards
 
     @cached_property
@@ -147,7 +152,7 @@ class Tensors:
     def trained_layer(self) -> float:
         """Trained parameters of the largest layer."""
         if self.training.adapters:
-            return self.stored / self.training.tensor_parallel / self.shape.num_hidden_layers
+            return (self.stored - self.trained_vision) / self.training.tensor_parallel / self.shape.num_hidden_layers
         return self.counts.largest_layer / self.training.tensor_parallel
 
     @cached_property
@@ -216,9 +221,18 @@ class Tensors:
         return [
             MemoryPlan("loading", parameters=loaded / GIB),
             self._plan(
+                "pictures",
+                gradients=self.accumulated_gradients or 0,
+                activations=self.activations.of_pictures + self.activations.in_tower,
+                communication=self.around,
+            ),
+            self._plan(
                 "loss",
                 gradients=self.accumulated_gradients or 0,
-                activations=self.activations.saved(layers) + norm_and_loss + self.activations.mask,
+                activations=self.activations.saved(layers)
+                + norm_and_loss
+                + self.activations.mask
+                + self.activations.of_pictures,
                 logits=self.loss_logits,
                 communication=self.unsharded_weights(layers),
             ),
@@ -238,7 +252,8 @@ class Tensors:
             activations=activations.saved(layers)
             + activations.in_backward(activations.modes[layers])
             + delta_rule_bytes(self.setup)
-            + activations.mask,
+            + activations.mask
+            + activations.of_pictures,
             logits=self.kept_logits,
             communication=self.unsharded_weights(layers + 1) + self.in_flight(layers),
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ftkit.config.training import RECOMPUTES_LAYERS, TrainingSpec
 from ftkit.models.adapters import count_active_adapter_parameters
 from ftkit.models.architecture import ArchitectureSpec, AttentionLayers
-from ftkit.models.parameters import count_model
+from ftkit.models.parameters import count_model, vision_of
 
 if TYPE_CHECKING:
     from ftkit.planning.training_setup import Gpu, Setup
@@ -71,6 +71,18 @@ def document_flops(shape: ArchitectureSpec, training: TrainingSpec, length: int)
     """Count the FLOPs of one token in documents of `length` tokens, all in the loss unless they are preferences."""
     keys, in_window = mean_visible_keys(length, None), mean_visible_keys(length, shape.sliding_window)
     return token_flops(shape, training, keys, in_window, 1.0 if training.preferences is None else _COMPLETION_SHARE)
+
+
+def vision_flops(shape: ArchitectureSpec, training: TrainingSpec) -> TokenFlops:
+    """Count the FLOPs of the vision part for one token of the largest picture: attention within each tile."""
+    vision = vision_of(shape)
+    if vision is None or not vision.tokens:
+        return TokenFlops(0.0, 0.0)
+    passes = 3 if training.vision == "full" else 1
+    per_token = vision.patches / vision.tokens
+    attention = 4 * vision.layers * vision.hidden * vision.patches / vision.tiles
+    projector = 2 * vision.projector * (1 if training.vision == "frozen" else 3)
+    return TokenFlops(passes * per_token * 2 * vision.tower + projector, passes * per_token * attention)
 
 
 # --- Linear attention without a kernel --------------------------------------------------------------

@@ -38,7 +38,13 @@ from ftkit.planning.plan import (
 )
 from ftkit.planning.step_time import PADDING, predict_step_time
 from ftkit.planning.suggestions import suggest_changes, suggest_faster
-from ftkit.planning.training_checks import RunInputs, notes_on_forwards, notes_on_settings, why_undivided
+from ftkit.planning.training_checks import (
+    RunInputs,
+    notes_on_forwards,
+    notes_on_pictures,
+    notes_on_settings,
+    why_undivided,
+)
 from ftkit.planning.training_setup import GPUS, Setup, teacher_setup
 
 if TYPE_CHECKING:
@@ -94,7 +100,7 @@ def plan_run(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | Non
         ),
         memory=max(needed, key=lambda each: each.total),
         speed=None if setup.gpu is None else predict_step_time(setup, setup.gpu, padding, fill or 1.0),
-        num_parameters=count_model(shape).total,
+        num_parameters=count_model(shape).total + (shape.vision.total if shape.vision else 0),
         num_trained=method_counts(shape, chosen).trained,
         num_steps=num_steps,
         fill_ratio=fill,
@@ -104,6 +110,7 @@ def plan_run(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | Non
             *_notes_on_kernels(setup, trained_in, padding),
             *notes_on_forwards(run, setup, teacher),
             *_notes_on_data(run),
+            *notes_on_pictures(run, setup),
             *notes_on_settings(run),
             *_notes_on_model(run),
         ),
@@ -124,41 +131,6 @@ def plan_script(script: Script, code: tuple[CodePlan, ...], cluster: ClusterProf
     if problems:
         raise ConfigError([request.origins.locate(problem) for problem in problems])
     return ScriptPlan(**job, code=code, script=script)
-
-
-def accelerate_config(plan: RunPlan) -> dict[str, object]:
-    """Return the configuration with which accelerate shards a model like a plan of ftkit's trainer.
-
-    The model itself defines the layers to wrap (`_no_split_modules`): a wrong class name would silently match none.
-    With FSDP2, accelerate can offload everything or nothing. Batch, accumulation and clipping are the script's:
-    DeepSpeed gets `auto` for them, which the Trainer and accelerate fill in.
-    """
-    training = plan.recipe.training
-    precision = "no" if training.precision == "fp32" else "bf16"
-    config: dict[str, object] = {"compute_environment": "LOCAL_MACHINE", "mixed_precision": precision}
-    if plan.engine.name == "zero3":
-        return config | {
-            "distributed_type": "DEEPSPEED",
-            "deepspeed_config": {
-                "zero_stage": 3,
-                "zero3_init_flag": True,
-                "zero3_save_16bit_model": True,
-                "offload_optimizer_device": "none" if training.offload == "none" else "cpu",
-                "offload_param_device": "cpu" if training.offload == "all" else "none",
-            },
-        }
-    return config | {
-        "distributed_type": "FSDP",
-        "fsdp_config": {
-            "fsdp_version": 2,
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_reshard_after_forward": not plan.engine.keeps_weights,
-            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-            "fsdp_cpu_ram_efficient_loading": True,
-            "fsdp_activation_checkpointing": training.activation_checkpointing != "none",
-            "fsdp_offload_params": training.offload != "none",
-        },
-    }
 
 
 def plan_model(model: ModelSpec, config: Mapping[str, Any] | None, counts: ModelCounts | None = None) -> ModelPlan:
@@ -198,7 +170,7 @@ def plan_for_counts(plan: RunPlan, counts: ModelCounts) -> RunPlan:
         engine=replace(plan.engine, keeps_weights=setup.keeps_weights, defers_sync=setup.defers_sync),
         memory=Fit(setup).memory,
         host_memory=Fit(setup).host_memory,
-        num_parameters=counts.total,
+        num_parameters=counts.total + (shape.vision.total if shape.vision else 0),
         num_trained=method_counts(counted, training).trained,
     )
 
@@ -344,8 +316,6 @@ def _notes_on_data(run: RunInputs) -> Iterator[str]:
             f"the data fills {plural(num_packs, 'pack')}, fewer than the {batch:,} of a step: each step "
             "repeats documents, and few steps train; use a smaller training.global_batch_size or sequence_length"
         )
-    if model.multimodal is not None and run.recipe.data.pictures is None:
-        yield "the first rows can't be read here: set data.pictures=true if they have pictures, which are refused else"
     if (rows := model.vocab_size_of_weights) is not None:
         yield f"model.added_tokens: the embedding grows from {rows:,} to {run.shape.vocab_size:,} rows"
     elif model.new_tokens:

@@ -17,7 +17,7 @@ from ftkit.models.adapters import count_active_adapter_parameters
 from ftkit.models.families import family_of
 from ftkit.models.parameters import count_model
 from ftkit.planning.activations import Activations, layer_bytes
-from ftkit.planning.flops import delta_rule_seconds, document_flops, token_flops
+from ftkit.planning.flops import delta_rule_seconds, document_flops, token_flops, vision_flops
 
 if TYPE_CHECKING:
     from ftkit.config.training import TrainingPlan
@@ -135,6 +135,7 @@ def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound
     """Return how many seconds each resource is busy with a micro-batch; the longest is the bottleneck."""
     links, network = _collective_seconds(setup, gpu, is_last=is_last)
     gpu_seconds = _gpu_seconds(setup, gpu, setup.tokens) + _exchange_seconds(setup, gpu)
+    gpu_seconds += setup.tokens * vision_seconds(setup, gpu)
     gpu_seconds += _weights_bytes(setup, is_last=is_last) / gpu.memory_bandwidth
     if count_model(setup.shape).experts_per_token and setup.num_layer_shards > 1:
         gpu_seconds += EXPERT_GAP_SECONDS * setup.shape.num_hidden_layers
@@ -183,6 +184,13 @@ def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
     seconds /= gpu.peak_flops(training.compute_precision)
     seconds += moved / gpu.memory_bandwidth + delta_rule_seconds(setup, gpu)
     return tokens * seconds
+
+
+def vision_seconds(setup: Setup, gpu: Gpu) -> float:
+    """Return how long the vision part takes for one token of a picture; not measured."""
+    flops = vision_flops(setup.shape, setup.training)
+    work = flops.matrices / (MATRIX_EFFICIENCY * gpu.matmul_efficiency) + flops.attention / SDPA_EFFICIENCY
+    return work / gpu.peak_flops(setup.training.compute_precision)
 
 
 def _checkpointed_share(setup: Setup) -> float:

@@ -37,6 +37,7 @@ def plan_facts(plan: RunPlan) -> Facts:
         *_place(plan),
         ("data", _data(plan)),
         ("documents", _documents(plan)),
+        *_pictures(plan),
         *([("prompts", f"computed once for both sides of a pair: {saved:.0%} fewer tokens")] if saved else []),
         *([("sources", _shares(plan))] if len(plan.recipe.data.sources) > 1 else []),
         *_code(plan),
@@ -219,6 +220,7 @@ _PARTS = (
 _MOMENTS: dict[Moment, str] = {
     "teacher": "while the teacher computes",
     "loading": "while loading the weights",
+    "pictures": "while the vision tower computes",
     "loss": "while computing the loss",
     "backward": "in the backward pass",
     "optimizer": "in the optimizer step",
@@ -267,6 +269,20 @@ def _documents(plan: RunPlan) -> Cell:
     text = f"{found.num_fitting:,} of {total} fit {length} (the longest has {found.longest:,}); the others: "
     override = "; data.too_long or training.sequence_length changes that"
     return Styled(text + describe_too_long(found.too_long) + override, "yellow")
+
+
+def _pictures(plan: RunPlan) -> Facts:
+    vision, training = plan.recipe.model.architecture.vision, plan.recipe.training
+    if vision is None:
+        return []
+    rate = training.vision_learning_rate
+    own = "" if rate is None else f" at a learning rate of {rate:g}"
+    parts = f"tower {count(vision.tower)} and projector {count(vision.projector)} parameters"
+    sizes = "size not known"
+    if vision.tokens:
+        fitting = max(1, training.sequence_length // vision.tokens)
+        sizes = f"up to {vision.tokens:,} tokens of {vision.patches:,} patches each, at least {fitting:,} per pack"
+    return [("pictures", f"{sizes}; {vision.family}, {parts}, vision {training.vision}{own}")]
 
 
 def _shares(plan: RunPlan) -> str:

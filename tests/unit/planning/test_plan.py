@@ -4,15 +4,16 @@ import json
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ftkit import assets
+from ftkit.config.cluster import profile_of_gpu
 from ftkit.config.context import Context, list_images
-from ftkit.config.execution import FP8_MULTIPLE
+from ftkit.config.execution import FP8_MULTIPLE, GIB
 from ftkit.config.image import BaseImageSpec, ImageSpec
 from ftkit.config.image_reference import ImageFile, NamedImage, parse_reference
 from ftkit.config.load import load_cluster, load_image, load_recipe, read_cluster, read_recipe, shipped_config
@@ -24,6 +25,8 @@ from ftkit.errors import ConfigError, FtkitError
 from ftkit.models.adapters import ALL_PROJECTIONS
 from ftkit.models.architecture import ArchitecturePlan, Linear
 from ftkit.models.parameters import count_model
+from ftkit.models.vision import Vision, VisionPlan, read_vision
+from ftkit.planning.fit import Fit
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 from ftkit.planning.plan import (
     PREPARATION_VERSION,
@@ -34,6 +37,8 @@ from ftkit.planning.plan import (
     read_plan_to_use,
 )
 from ftkit.planning.planner import count_steps, fingerprint, plan_model, plan_run
+from ftkit.planning.step_time import predict_step_time
+from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
     from conftest import RunMaker
@@ -119,9 +124,12 @@ def test_prompts_are_shared_only_where_the_plan_knows_that_attention_can() -> No
     assert print_of(demo(*DPO, "training.attention=cudnn"), "") == print_of(demo(), "")
 
 
-def with_pictures(*overrides: str, multimodal: str | None = "gemma3") -> RunPlan:
+VISION = VisionPlan("gemma3")
+
+
+def with_pictures(*overrides: str, vision: VisionPlan | None = VISION) -> RunPlan:
     recipe = demo(*(() if any("data.pictures" in each for each in overrides) else ("data.pictures=true",)), *overrides)
-    model = plan_model(recipe.model, None).model_copy(update={"multimodal": multimodal})
+    model = plan_model(recipe.model, None).model_copy(update={"vision": vision})
     return plan(recipe, request=replace(REQUEST, model=model))
 
 
@@ -147,9 +155,40 @@ def test_what_can_not_be_combined_with_pictures_is_refused_by_the_plan(override:
     assert any(found in str(problem) for problem in caught.value.problems)
 
 
+def of_gemma3(method: str, vision: str, gpu: str = "h200") -> RunPlan:
+    """Return the plan of Gemma 3 4B on one GPU, with packs that hold 32 pictures."""
+    config = shipped_config("google/gemma-3-4b-pt")
+    assert config is not None
+    words = (f"training.vision={vision}", f"training.method={method}", "data.pictures=true", "training.attention=flex")
+    recipe = load_recipe(
+        "gemma3-1b-dolly-lora", HERE, ("model.weights=google/gemma-3-4b-pt", "model.architecture=gemma3-4b", *words)
+    )
+    model = plan_model(recipe.model, config)
+    found = read_vision(config, {})
+    assert found is not None
+    seen = replace(found, tower=417_000_000, projector=3_000_000)
+    shape = model.architecture.model_copy(update={"vision": seen})
+    model = model.model_copy(update={"vision": seen, "architecture": shape})
+    return plan(recipe, profile_of_gpu(gpu, 1), request=replace(REQUEST, model=model))
+
+
+def test_the_tower_takes_memory_and_time_by_what_of_it_is_trained() -> None:
+    frozen, projector, full = (of_gemma3("lora", vision) for vision in get_args(Vision))
+    text = replace(frozen.setup, shape=frozen.recipe.model.architecture.model_copy(update={"vision": None}))
+    assert frozen.num_parameters - count_model(text.shape).total == 420_000_000
+    assert [each.num_trained - frozen.num_trained for each in (projector, full)] == [3_000_000, 420_000_000]
+    # Frozen: the weights in bf16. Trained: weights, gradients and two states in fp32.
+    states = [Fit(each).memory for each in (text, frozen.setup, full.setup)]
+    assert states[1].parameters - states[0].parameters == pytest.approx(2 * 420e6 / GIB)
+    assert states[2].optimizer - states[1].optimizer == pytest.approx(8 * 420e6 / GIB)
+    assert states[2].total > states[1].total + 14 * 420e6 / GIB
+    seconds = [predict_step_time(each, GPUS["h200"]).step_seconds for each in (text, frozen.setup, full.setup)]
+    assert seconds[0] < seconds[1] < seconds[2]
+
+
 def test_pictures_need_a_multimodal_model_and_other_data() -> None:
     with pytest.raises(ConfigError, match="has no vision tower"):
-        with_pictures(multimodal=None)
+        with_pictures(vision=None)
     seen = with_pictures("training.vision=full", "training.vision_learning_rate=1e-5")
     assert seen.engine.name == "fsdp2"
     assert print_of(demo("data.pictures=true"), "") != print_of(demo(), "") == print_of(demo("data.pictures=false"), "")

@@ -26,8 +26,8 @@ from ftkit.launch.render import (
     render_side_job,
 )
 from ftkit.launch.side_jobs import serve_command
+from ftkit.launch.user_script import accelerate_config
 from ftkit.planning.plan import CodePlan, JobPlan, Script, ScriptPlan
-from ftkit.planning.planner import accelerate_config
 
 if TYPE_CHECKING:
     from job_scripts import PlanMaker
