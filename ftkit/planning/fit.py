@@ -220,12 +220,7 @@ class Tensors:
         norm_and_loss = (8 + 2 * self.width) * self.tokens * self.shape.hidden_size
         return [
             MemoryPlan("loading", parameters=loaded / GIB),
-            self._plan(
-                "pictures",
-                gradients=self.accumulated_gradients or 0,
-                activations=self.activations.of_pictures + self.activations.in_tower,
-                communication=self.around,
-            ),
+            *([self._in_tower()] if self.activations.of_pictures else []),
             self._plan(
                 "loss",
                 gradients=self.accumulated_gradients or 0,
@@ -241,6 +236,14 @@ class Tensors:
             self._in_backward(0),
             self._plan("optimizer", gradients=self.gradients, communication=self.reduced_last),
         ]
+
+    def _in_tower(self) -> MemoryPlan:
+        return self._plan(
+            "pictures",
+            gradients=self.accumulated_gradients or 0,
+            activations=self.activations.of_pictures + self.activations.in_tower,
+            communication=self.unsharded_weights(0),
+        )
 
     def _in_backward(self, layers: int) -> MemoryPlan:
         """Return the memory in the backward pass of a layer, while `layers` other layers wait for theirs."""
