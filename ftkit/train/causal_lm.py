@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,16 +15,21 @@ from ftkit.train import fused_loss
 from ftkit.train.fused_loss import LogitTransform, linear_cross_entropy, linear_log_probs
 from ftkit.train.model.adapted_linear import TokenKeys
 from ftkit.train.model.attention import packed_masks
-from ftkit.train.model.hf_model import accepted_inputs, find_decoder, has_recurrent_layers
+from ftkit.train.model.hf_model import accepted_inputs, find_body, has_recurrent_layers, sees_pictures, text_part_of
 from ftkit.train.model.lora import adapters_off
 from ftkit.train.model.routers import Routers
+from ftkit.train.model.vision import vision_parameters
 from ftkit.train.objectives import Pairs, Preferences, completion_sums
 from ftkit.train.private_apis.torch import mark_dynamic
+from ftkit.train.private_apis.transformers import masks_of_places, sees_whole_pictures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ftkit.config.objectives import DistillSpec
+
+
+PIXELS = "pixel_values"  # the input that has the pixels of pictures, in all classes of transformers
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,11 @@ class MicroBatch:
     teacher: torch.Tensor | None = None  # int32 [2, N, k + 1], as `fused_loss.Teacher.stored`
     token_keys: torch.Tensor | None = None  # int64 [B, T], random bits for dropout; * with tensor parallelism
     visible_until: torch.Tensor | None = None  # int32 [B, T], as `packing.visible_until`, if documents share prompts
+    pictures: dict[str, torch.Tensor] | None = None  # inputs of the model, joined; `pixel_values` are uint8
+    has_pictures: bool = True  # false if `pictures` is the sample, which no token stands for
+    pixel_bits: torch.Tensor | None = None  # int32 [2, ...], the bits of scale and offset of pixels
+    picture_tokens: torch.Tensor | None = None  # bool [B, T], where the model puts features of pictures
+    rope_positions: torch.Tensor | None = None  # int64 [3, B, T], of time, height and width, with M-RoPE
 
     def pinned(self) -> MicroBatch:
         """Return a copy in pinned memory, from which copies to a GPU don't block the host."""
@@ -62,7 +73,8 @@ class MicroBatch:
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         changed = {name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        return replace(self, **changed)  # type: ignore[arg-type]
+        pictures = self.pictures and {name: change(value) for name, value in self.pictures.items()}
+        return replace(self, pictures=pictures, **changed)  # type: ignore[arg-type]
 
 
 class SourceLosses:
@@ -120,22 +132,24 @@ class CausalLM(nn.Module):
         """
         super().__init__()
         self.hf_model = hf_model
-        self.logit_transform = LogitTransform.of(hf_model.config)
+        self.logit_transform = LogitTransform.of(text_part_of(hf_model.config))
         self.routers = routers or Routers()
-        decoder, projection = find_decoder(hf_model), hf_model.get_output_embeddings()
-        inside = {id(parameter) for part in (decoder, projection) for parameter in part.parameters()}
+        body, projection = find_body(hf_model), hf_model.get_output_embeddings()
+        inside = {id(parameter) for part in (body, projection) for parameter in part.parameters()}
         self.has_head_layers = any(id(parameter) not in inside for parameter in hf_model.parameters())
         has_bias = getattr(projection, "bias", None) is not None
         self._tokens = TokenKeys.of(hf_model)
         self._is_chunked = by_weight and not has_bias and not self.has_head_layers
         self.objective, self._distill = objective, distill
         self._autocast = autocast
+        looks_ahead = sees_pictures(hf_model) and sees_whole_pictures(type(hf_model), hf_model.config)
+        self._masks = masks_of_places if looks_ahead else nullcontext
 
     def forward(self, *, compute: Callable[..., Any] | None = None, **inputs: Any) -> Any:
         """Return `compute(self, **inputs)`, or `self.loss(**inputs)` without `compute`."""
         if (keys := getattr(inputs.get("batch"), "token_keys", None)) is not None:
             self._tokens.keys = keys
-        with self._autocast():
+        with self._autocast(), self._masks():
             return self.loss(**inputs) if compute is None else compute(self, **inputs)
 
     def loss(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
@@ -169,7 +183,7 @@ class CausalLM(nn.Module):
             states: torch.Tensor = self.hf_model(**model_inputs(self.hf_model, batch)).logits
         else:
             states = self.hidden_states(batch)
-        return states.flatten(0, 1).index_select(0, batch.label_index)
+        return states.flatten(0, 1).index_select(0, batch.label_index) + zero_of_vision(self.hf_model, batch)
 
     def _head(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, LogitTransform]:
         """Return what the logits of `label_states` are: `hidden @ weight.T`, or `hidden`, transformed."""
@@ -242,9 +256,9 @@ class CausalLM(nn.Module):
 
     def hidden_states(self, batch: MicroBatch) -> torch.Tensor:
         """Return the last hidden states, [B, T, H]. Within `forward` only."""
-        decoder = find_decoder(self.hf_model)
+        body = find_body(self.hf_model)
         self._begin_routing(batch)
-        hidden: torch.Tensor = decoder(**model_inputs(decoder, batch)).last_hidden_state
+        hidden: torch.Tensor = body(**model_inputs(body, batch)).last_hidden_state
         return hidden
 
     def _begin_routing(self, batch: MicroBatch) -> None:
@@ -263,14 +277,14 @@ def model_inputs(module: PreTrainedModel, batch: MicroBatch) -> dict[str, object
     kernels find the ends in the positions or in `cu_seqlens`; recurrent layers get all packs as one row, since their
     kernels need `cu_seqlens` of a single row.
     """
-    input_ids, positions = batch.input_ids, batch.position_ids
+    input_ids, positions, is_row = batch.input_ids, batch.position_ids, False
     inputs: dict[str, object] = {"use_cache": False}
-    if getattr(module.config, "output_router_logits", False):
+    if getattr(text_part_of(module.config), "output_router_logits", False):
         inputs["output_router_logits"] = False  # ftkit's own hooks read them
     if batch.attention_mask is not None:
         inputs["attention_mask"] = batch.attention_mask
     else:
-        if has_recurrent_layers(module.config):
+        if is_row := has_recurrent_layers(module.config):
             input_ids, positions = input_ids.view(1, -1), positions.view(1, -1)
             inputs["seq_idx"] = ((positions == 0).int().cumsum(1) - 1).int()
         mark_dynamic(batch.cu_seqlens, 0)  # one compiled graph for any number of documents
@@ -281,4 +295,52 @@ def model_inputs(module: PreTrainedModel, batch: MicroBatch) -> dict[str, object
             "max_length_q": batch.max_seqlen,
             "max_length_k": batch.max_seqlen,
         }
-    return accepted_inputs(module, inputs | {"input_ids": input_ids, "position_ids": positions})
+    inputs |= {"input_ids": input_ids, "position_ids": positions}
+    return accepted_inputs(module, inputs | picture_arguments(module, batch, is_row=is_row))
+
+
+def picture_arguments(module: PreTrainedModel, batch: MicroBatch, *, is_row: bool = False) -> dict[str, object]:
+    """Return the arguments of a multimodal model about pictures, and its positions with M-RoPE, [4, B, T].
+
+    `is_row` has all packs in one row.
+    """
+    if batch.picture_tokens is None:
+        return {}
+    accepted = inspect.signature(module.forward).parameters
+    shape = (1, -1) if is_row else batch.position_ids.shape
+    types = batch.picture_tokens.view(shape).long()
+    arguments: dict[str, object] = {name: types for name in ("token_type_ids", "mm_token_type_ids") if name in accepted}
+    if batch.rope_positions is not None:
+        arguments["position_ids"] = torch.cat(
+            [batch.position_ids.view(1, *shape), batch.rope_positions.view(3, *shape)]
+        )
+    return arguments | (_normalized(module, batch) if batch.has_pictures else {})
+
+
+def zero_of_vision(model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor | float:
+    """Return zero, computed from the projector's trained weights, and the sample's features; within `forward` only.
+
+    So the same weights have gradients on all ranks, of which some may have no pictures in a micro-batch, or none of
+    several tiles: ranks that reduce the gradients of others would wait forever.
+    """
+    if batch.pictures is None:
+        return 0.0
+    _, projector = vision_parameters(model)
+    used = [weight for weight in projector.values() if weight.requires_grad]
+    if not batch.has_pictures:
+        body = find_body(model)
+        owner = body if hasattr(body, "get_image_features") else model
+        accepted = inspect.signature(owner.get_image_features).parameters
+        inputs = {name: value for name, value in _normalized(model, batch).items() if name in accepted}
+        output = owner.get_image_features(**inputs, return_dict=True)
+        used += [output.last_hidden_state] if output.pooler_output is None else [*output.pooler_output]
+    return sum(each.sum().float() for each in used) * 0.0
+
+
+def _normalized(module: PreTrainedModel, batch: MicroBatch) -> dict[str, torch.Tensor]:
+    """Return the inputs of the vision encoder, whose pixels are normalized in fp32 and in the compute dtype."""
+    if batch.pictures is None or batch.pixel_bits is None:
+        raise TypeError("the batch has no pictures")
+    scale, offset = batch.pixel_bits.view(torch.float32)
+    pixels = batch.pictures[PIXELS].float().mul_(scale).add_(offset)
+    return batch.pictures | {PIXELS: pixels.to(module.get_input_embeddings().weight.dtype)}

@@ -13,12 +13,14 @@ from ftkit.train.memory.activation_checkpointing import activation_checkpointing
 from ftkit.train.model.expert_adapters import GroupedExperts
 from ftkit.train.model.hf_model import find_decoder_layers
 from ftkit.train.model.linears import QuantizedLinear
+from ftkit.train.model.vision import vision_layers
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     import torch
     from torch import nn
+    from transformers import PreTrainedModel
 
     from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
 
@@ -43,11 +45,12 @@ class ShardingStats:
     trainable_elements: int
     quantized_elements: int = 0
     offloaded_layers: int = 0  # decoder layers that save their activations in host memory
+    num_vision_layers: int = 0  # layers of vision encoders, each a unit
     is_unsharded: bool = False  # valid only on one process, whose even share is everything
 
 
 def collect_sharding_stats(
-    hf_model: nn.Module,
+    hf_model: PreTrainedModel,
     shard_of: Callable[[nn.Parameter], tuple[int, int, int]],
     num_units: int,
     num_sharded_layers: int,
@@ -65,6 +68,7 @@ def collect_sharding_stats(
     stored_for_quantized = sum(layout.num_stored for layout in layouts)
     return ShardingStats(
         num_layers=len(layers),
+        num_vision_layers=len(vision_layers(hf_model)),
         num_units=num_units,
         num_sharded_layers=num_sharded_layers,
         checkpointed_layers=Counter(activation_checkpointing_of(layer) for layer in layers),

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,8 +22,9 @@ from ftkit.models.architecture import MULTIMODAL, NO_CAUSAL_CLASS, UNKNOWN_FAMIL
 from ftkit.models.config_json import fill_config, text_part
 from ftkit.models.parameters import Experts, count_attention, read_experts
 from ftkit.train.model.expert_adapters import expert_matrices
-from ftkit.train.model.hf_model import find_decoder_layers, make_config, shape_fields
-from ftkit.train.model.linears import linear_sizes, linears_in_layers
+from ftkit.train.model.hf_model import find_decoder_layers, make_config, shape_fields, text_part_of
+from ftkit.train.model.linears import linear_sizes, linears_in_layers, owner_of_target
+from ftkit.train.model.vision import trained_vision, vision_parameters
 
 if TYPE_CHECKING:
     from ftkit.config.training import TrainingPlan
@@ -34,13 +35,14 @@ _OF_AN_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 
 
 def count_modules(model: PreTrainedModel, feed_forward: int) -> ModelCounts:
-    """Count the parameters of an unsharded model without adapters; those of experts also per token (the active ones).
+    """Count the parameters of an unsharded text model without adapters; those of experts also per token (the active).
 
     `feed_forward` is the width of its feed-forward layers without experts.
     """
-    layers, config = find_decoder_layers(model), _with_heads(fill_config(model.config.to_dict()))
+    layers, config = find_decoder_layers(model), _with_heads(fill_config(text_part_of(model.config).to_dict()))
     experts = read_experts(config)
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    in_vision = [weight.numel() for part in vision_parameters(model) for weight in part.values()]
     linears = Counter((name.rpartition(".")[2], *sizes) for name, _, sizes in linears_in_layers(model))
     used = feed_forward
     if experts is not None:
@@ -52,7 +54,7 @@ def count_modules(model: PreTrainedModel, feed_forward: int) -> ModelCounts:
         "model",
         layers=sum(sizes),
         largest_layer=max(sizes),
-        around=sum(parameter.numel() for parameter in model.parameters()) - sum(sizes),
+        around=sum(weight.numel() for weight in model.parameters()) - sum(sizes) - sum(in_vision),
         active=round(
             sum(_active(name, parameter, experts) for layer in layers for name, parameter in layer.named_parameters())
         ),
@@ -81,12 +83,14 @@ def _active(name: str, parameter: nn.Parameter, experts: Experts | None) -> floa
     return parameter.numel()
 
 
-def count_method(model: nn.Module, training: TrainingPlan) -> ParameterCounts:
+def count_method(model: PreTrainedModel, training: TrainingPlan) -> ParameterCounts:
     """Count the parameters of a model for a training method, before adapters are added and it is sharded."""
     base = sum(parameter.numel() for parameter in model.parameters())
-    lora = training.adapters
+    lora, vision = training.adapters, trained_vision(model, training.vision)
+    of_vision, frozen = (sum(each.numel() for each in part.values() if each.requires_grad) for part in vision)
     if lora is None:  # classes freeze some, such as the biases of AFMoE's routers
-        return ParameterCounts(base, sum(each.numel() for each in model.parameters() if each.requires_grad))
+        trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        return ParameterCounts(base, trained - frozen)
     targeted = find_targets(model, lora.targets)
     adapters = sum(adapter_size(lora, *sizes) for sizes in targeted)
     adapters += sum(each.count * expert_adapter_size(lora, each) for each in expert_matrices(model))
@@ -96,15 +100,19 @@ def count_method(model: nn.Module, training: TrainingPlan) -> ParameterCounts:
         if is_quantized(training.quantization, inputs, outputs)
     )
     matrices = [each for each in expert_matrices(model) if are_quantized(training.quantization, each)]
-    return ParameterCounts(base + adapters, adapters, quantized + sum(each.count * each.size for each in matrices))
+    return ParameterCounts(
+        base + adapters, adapters + of_vision, quantized + sum(each.count * each.size for each in matrices)
+    )
 
 
-def find_targets(model: nn.Module, targets: Iterable[str]) -> list[tuple[int, int]]:
+def find_targets(model: nn.Module, targets: Collection[str]) -> list[tuple[int, int]]:
     """Return the numbers of inputs and outputs of the linear layers that get an adapter."""
     found: dict[str, list[tuple[int, int]]] = {}
-    for name, module in model.named_modules():
-        if (sizes := linear_sizes(module)) is not None:
-            found.setdefault(name.rpartition(".")[2], []).append(sizes)
+    owners = {target: {*owner_of_target(model, target).modules()} for target in targets}
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        if (sizes := linear_sizes(module)) is not None and (name not in owners or module in owners[name]):
+            found.setdefault(name, []).append(sizes)
     of_experts = {name for each in expert_matrices(model) for name in (*each.parts, each.name)}
     missing = [target for target in targets if target not in found and target not in of_experts]
     if missing:

@@ -33,6 +33,7 @@ from ftkit.train.components.batches import BatchSchedule
 from ftkit.train.components.evaluate import Evaluator
 from ftkit.train.components.exporter import ExportedParts, export
 from ftkit.train.components.generation import Generation
+from ftkit.train.components.pictures import PictureFeed
 from ftkit.train.components.recorder import Recorder, open_trackers
 from ftkit.train.components.references import References, compute_references
 from ftkit.train.components.teacher import TeacherSplit, compute_distributions
@@ -158,22 +159,25 @@ class Trainer:
             config = TextConfig(make_config(shape, self.tokenizer))
         else:
             folder = fetch_weights(recipe.model, self.world)
-            config = read_config(folder, shape, recipe.model.vocab_size_of_weights)
+            sees = bool(recipe.data.pictures)
+            config = read_config(folder, shape, recipe.model.vocab_size_of_weights, pictures=sees)
         generation = Generation.of(self.tokenizer, folder)
         model = build_empty(config.text, self._attention(config.text))
         check_positions(model, shape)
         choose_token_mixers(model, self.world)
         counts = count_modules(model, shape.intermediate_size)
         plan = plan_for_counts(self.plan, counts)
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
         if plan.num_parameters != self.plan.num_parameters:
             log.info(
                 "the model has %s parameters (the plan's estimate was %s): predicted peak %.1f GiB, layers %s",
-                f"{plan.num_parameters:,}",
+                f"{num_parameters:,}",
                 f"{self.plan.num_parameters:,}",
                 plan.memory.total,
                 "stay unsharded" if plan.engine.keeps_weights else "are resharded after the forward pass",
             )
-        expected = method_counts(shape, training) if shape.is_measured else count_method(model, training)
+        is_counted = shape.is_measured and not recipe.data.pictures
+        expected = method_counts(shape, training) if is_counted else count_method(model, training)
         prepare_method(model, training, self.world.device)
 
         def initialize(sharded: nn.Module) -> None:
@@ -188,7 +192,7 @@ class Trainer:
             self.trace.begin("creating the optimizer")
 
         engine = make_engine(plan.engine, model, training, self.world, initialize)
-        return engine, ExportedParts(recipe, config, self.tokenizer, generation, folder), expected, counts.total
+        return engine, ExportedParts(recipe, config, self.tokenizer, generation, folder), expected, num_parameters
 
     def _attention(self, config: PretrainedConfig) -> str:
         """Return transformers' name of the attention function; register one if several ranks divide a pack."""
@@ -211,17 +215,20 @@ class Trainer:
         """Run the checks before step 1; return whether documents are trained in packs, and the stored reference."""
         self._stage("verifying sharding and document isolation")
         recipe, training = self.plan.recipe, self.plan.recipe.training
+        pictures = PictureFeed.of(engine.model.hf_model, self.data.read_manifest().pictures)
         checks = verification.verify_sharding(engine.sharding_stats(), training, expected, self.plan.engine.name)
         checks |= verification.verify_targets(store.num_targets)
         probe, reason = verification.choose_packing(
             engine, self.world, recipe.data.packing, recipe.model.architecture.vocab_size, training,
-            shares_prompts=store.shares_prompts,
+            shares_prompts=store.shares_prompts, pictures=pictures,
         )  # fmt: skip
         if reason is not None:
             log.info("documents are padded instead of packed, which is slower: %s", reason)
         checks |= {"documents are": "packed" if reason is None else "padded rows"}
         checks |= verification.verify_causality(probe) | verification.verify_logits(probe)
         checks |= verification.verify_isolation(probe, shares_scales=training.precision == "fp8")
+        if pictures is not None and store.has_pictures:
+            checks |= verification.verify_pictures(engine, self.world, store, pictures, training)
         references = None
         if training.stores_reference:
             self._stage("computing the log-probabilities of the reference")
@@ -229,7 +236,7 @@ class Trainer:
         if training.completions_per_sample or teacher:
             batches = BatchSchedule.outside(
                 training, store, self.world, is_packed=reason is None, reference=references and references.train,
-                teacher=teacher[0].read if teacher else None,
+                teacher=teacher[0].read if teacher else None, pictures=pictures,
             )  # fmt: skip
             first = range(min(len(store), training.micro_batch_size))  # on each rank
             batch = next(replace(batches, rank=0, size=1).in_turn(first)).on(self.world.device)
@@ -264,6 +271,7 @@ class Trainer:
             completions_per_sample=plan.recipe.training.completions_per_sample,
             reference=references and references.train,
             teacher=teacher[0].read if teacher else None,
+            pictures=PictureFeed.of(engine.model.hf_model, manifest.pictures),
             context=world.context,
             state=state,
         )

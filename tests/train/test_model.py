@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, BertConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, PretrainedConfig
 
 from ftkit.config.execution import ParameterCounts, method_counts
 from ftkit.config.training import ActivationCheckpointing, TrainingPlan
@@ -489,7 +489,7 @@ def test_a_missing_projection_is_reported_with_those_that_exist(
 
 def test_a_model_without_decoder_layers_is_rejected() -> None:
     model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]))
-    model.config = type("Config", (), {"num_hidden_layers": 3})()  # type: ignore[assignment]
+    model.config = PretrainedConfig(num_hidden_layers=3)  # type: ignore[assignment]
     with pytest.raises(TrainingError, match=r"\b3 .*1 x Linear"):
         find_decoder_layers(model)
 

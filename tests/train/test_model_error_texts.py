@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ftkit.config.training import TrainingPlan
 from ftkit.errors import FtkitError
@@ -60,7 +60,7 @@ def failures(folder: Path, world: World) -> Iterator[tuple[str, Callable[[], obj
         (folder / name / "config.json").write_text(json.dumps(fields))
         yield name, partial(read_config, folder / name, shape())
     flat = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]))
-    flat.config = type("Config", (), {"num_hidden_layers": 3})  # type: ignore[assignment]
+    flat.config = PretrainedConfig(num_hidden_layers=3)  # type: ignore[assignment]
     yield "no decoder layers", partial(find_decoder_layers, flat)
     gpt = tiny("gpt2", n_layer=1, n_embd=8, n_head=1, vocab_size=9)
     yarn = RopeScalingSpec.model_validate({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8})

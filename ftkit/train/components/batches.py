@@ -28,6 +28,7 @@ from ftkit.data.prepared_data import PackStore
 from ftkit.planning.plan import BatchPlan
 from ftkit.runs.checkpoints import TrainState
 from ftkit.train.causal_lm import MicroBatch
+from ftkit.train.components.pictures import PictureFeed
 from ftkit.train.model.adapted_linear import token_keys
 from ftkit.train.world import ContextGroup
 
@@ -96,6 +97,7 @@ class BatchSchedule:
     is_mismatched: bool = False  # each prompt has the completion of another (`mismatch_completions`)
     reference: NDArray[np.float32] | None = None  # as in `References`
     teacher: Callable[[Sequence[int]], NDArray[np.int32]] | None = None  # reads `MicroBatch.teacher` of packs
+    pictures: PictureFeed | None = None  # of a model that sees them
     context: ContextGroup = ALONE
     state: TrainState = START  # of the checkpoint that the run resumes from
 
@@ -174,6 +176,8 @@ class BatchSchedule:
                 batch = with_shared_prompts(batch, read)
             if self.teacher is not None:
                 batch = replace(batch, teacher=torch.from_numpy(self.teacher(chosen)))
+            if self.pictures is not None:
+                batch = self.pictures.add(batch, read, self.store.pictures(chosen))
             micro_batches.append(batch)
         return micro_batches
 

@@ -21,6 +21,7 @@ from ftkit.runs.records import EvaluationRecord, Sample, SourceLoss
 from ftkit.train.causal_lm import CausalLM, SourceLosses
 from ftkit.train.components.batches import BatchSchedule
 from ftkit.train.components.generation import Generation
+from ftkit.train.components.pictures import PictureFeed
 from ftkit.train.components.references import References, reference_point
 from ftkit.train.components.teacher import TeacherSplit
 from ftkit.train.model.attention import generation_attention
@@ -79,6 +80,7 @@ class Evaluator:
         batches = BatchSchedule.outside(
             training, store, self.world, is_packed=self.is_packed, is_mixed=bool(names),
             reference=self.references and self.references.validation, teacher=self.teacher and self.teacher.read,
+            pictures=PictureFeed.of(model.hf_model, self.data.read_manifest().pictures),
         )  # fmt: skip
         total, bits = torch.zeros((), device=device), None
         source_losses = SourceLosses(len(names), device, len(training.metric_names))

@@ -13,6 +13,7 @@ from torch.optim.adamw import adamw
 
 from ftkit.train.gpu_kernels import can_update, can_update_8bit, update_adamw, update_adamw8bit
 from ftkit.train.model.local_shard import local_tensor
+from ftkit.train.model.vision import trained_vision
 from ftkit.train.private_apis.deepspeed import zero3_partition
 from ftkit.train.private_apis.libraries import import_bitsandbytes
 from ftkit.train.private_apis.torch import add_to_all
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim.optimizer import ParamsT
+    from transformers import PreTrainedModel
 
     from ftkit.config.training import TrainingPlan
 
@@ -30,22 +32,30 @@ if TYPE_CHECKING:
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # names of a parameter's states in torch's AdamW
 
 
-def parameter_groups(model: nn.Module, training: TrainingPlan) -> list[Group]:
-    """Return the trained parameters, by mesh as fused updates require; only matrices get weight decay."""
-    groups: dict[tuple[float, DeviceMesh | None], list[nn.Parameter]] = {}
+def parameter_groups(model: PreTrainedModel, training: TrainingPlan) -> list[Group]:
+    """Return the trained parameters, by mesh as fused updates require; only matrices get weight decay.
+
+    The learning rate of a group is that of the schedule times its `factor`.
+    """
+    groups: dict[tuple[float, float, DeviceMesh | None], list[nn.Parameter]] = {}
+    trained, _ = trained_vision(model, training.vision)
+    vision = {id(parameter) for parameter in trained.values()}
+    own_factor = (training.vision_learning_rate or training.learning_rate) / training.learning_rate
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
         partition = zero3_partition(parameter)
         is_matrix = len(parameter.shape if partition is None else partition.shape) >= 2  # noqa: PLR2004
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((training.weight_decay if is_matrix else 0.0, mesh), []).append(parameter)
-    return [{"params": parameters, "weight_decay": decay} for (decay, _), parameters in groups.items()] or [
-        {"params": []}  # of a teacher
-    ]
+        key = (training.weight_decay if is_matrix else 0.0, own_factor if id(parameter) in vision else 1.0, mesh)
+        groups.setdefault(key, []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": decay, "factor": factor}
+        for (decay, factor, _), parameters in groups.items()
+    ] or [{"params": [], "factor": 1.0}]  # of a teacher
 
 
-def make_optimizer(model: nn.Module, training: TrainingPlan) -> FusedAdamW:
+def make_optimizer(model: PreTrainedModel, training: TrainingPlan) -> FusedAdamW:
     """Create the optimizer that the recipe names, for engine fsdp2; each step sets the learning rate."""
     kinds: dict[str, type[FusedAdamW]] = {"adamw": FusedAdamW, "adamw8bit": AdamW8bit}
     kind = HostStateAdamW if training.offload == "optimizer" else kinds[training.optimizer]

@@ -35,6 +35,7 @@ from ftkit.train.model.local_shard import gradient_norm, local_tensor, with_ordi
 from ftkit.train.model.lora import saved_parameters
 from ftkit.train.model.pretrained import materialize
 from ftkit.train.model.routers import Routers
+from ftkit.train.model.vision import vision_layers
 from ftkit.train.objectives import Preferences
 from ftkit.train.private_apis.torch import (
     FSDP2_ON_CPUS,
@@ -183,7 +184,7 @@ class Fsdp2Engine:
     def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:
         norm = gradient_norm(self._shards)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["factor"]
         divide_gradients(self.optimizer, ((norm + _NORM_EPSILON) / max_norm).clamp(min=1.0))
         skip_step(self.optimizer, 1.0 - norm.isfinite().float())
         self.optimizer.step()
@@ -290,7 +291,7 @@ def _prepare_layers(hf_model: PreTrainedModel, training: TrainingPlan, world: Wo
 
 
 def _shard(model: CausalLM, training: TrainingPlan, world: World, *, reshard_after_forward: bool) -> None:
-    """Apply FSDP2: each decoder layer is a unit, and the rest is one more.
+    """Apply FSDP2: each decoder layer is a unit, each layer of a vision encoder too, and the rest is one more.
 
     Layers are all-gathered for their forward, and again for their backward if they are resharded in between. Embedding
     and output projection stay unsharded between forward and backward.
@@ -308,7 +309,8 @@ def _shard(model: CausalLM, training: TrainingPlan, world: World, *, reshard_aft
         offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     layers = find_decoder_layers(model.hf_model)
     reshards = world.num_layer_shards > 1 and reshard_after_forward
-    for layer in layers:
+    vision = vision_layers(model.hf_model)
+    for layer in (*vision, *layers):
         fully_shard(
             layer, mesh=world.layer_mesh, reshard_after_forward=reshards, mp_policy=precision, offload_policy=offload
         )
@@ -317,5 +319,5 @@ def _shard(model: CausalLM, training: TrainingPlan, world: World, *, reshard_aft
         root.set_force_sum_reduction_for_comms(True)
         root.set_gradient_divide_factor(world.num_layer_ranks)
     if collectives is not None:
-        for module in (*layers, model):
+        for module in (*vision, *layers, model):
             set_collectives(cast("FSDPModule", module), collectives.all_gather, collectives.reduce_scatter)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers.modeling_outputs import BaseModelOutput
 
+    from ftkit.train.components.pictures import PictureFeed
     from ftkit.train.engine import Engine
     from ftkit.train.world import World
 
@@ -43,7 +44,7 @@ class ProbeResult:
     expected_logits: torch.Tensor  # [M, V], that ftkit computes the loss from
 
 
-def run_probe(
+def run_probe(  # noqa: PLR0913 - of each training
     engine: Engine,
     world: World,
     vocab_size: int,
@@ -51,17 +52,18 @@ def run_probe(
     sequence_length: int,
     *,
     layout: Literal["packs", "pairs", "rows"] = "packs",
+    pictures: PictureFeed | None = None,
 ) -> ProbeResult:
     """Run a model on two micro-batches as in training: same shapes, same kernels, compiled, with gradients.
 
     Packs are filled with documents of uneven lengths, longer and shorter than most windows; padded rows have half the
-    length of a pack. In packs of pairs, what is kept shares prompts in the second micro-batch alone, so states show
-    whether that changes them. Weights don't change.
+    length of a pack. They have no tokens of `pictures`. In packs of pairs, what is kept shares prompts in the second
+    micro-batch alone, so states show whether that changes them. Weights don't change.
     """
     plain = (_padded_layout if layout == "rows" else _packed_layout)(micro_batch_size, sequence_length)
     layouts = [_pairs_layout(plain, is_shared=flag) if layout == "pairs" else plain for flag in (False, True)]
     first, second = (
-        _probe_batch(each, vocab_size, seed, world, shares_prompts=layout == "pairs")
+        _probe_batch(each, vocab_size, seed, world, pictures, shares_prompts=layout == "pairs")
         for seed, each in enumerate(layouts, start=1)
     )
     part = world.context.part(plain.is_kept.shape[1])
@@ -225,14 +227,16 @@ def _padded_layout(micro_batch_size: int, length: int) -> _Layout:
 
 
 def _probe_batch(
-    layout: _Layout, vocab_size: int, seed: int, world: World, *, shares_prompts: bool = False
+    layout: _Layout, vocab_size: int, seed: int, world: World, pictures: PictureFeed | None, *, shares_prompts: bool
 ) -> MicroBatch:
     """Return random documents; their kept tokens are the same with every seed."""
-    tokens = np.random.default_rng(seed).integers(0, vocab_size, layout.is_kept.shape)
-    tokens[layout.is_kept] = np.random.default_rng(0).integers(0, vocab_size, int(layout.is_kept.sum()))
+    known = np.setdiff1d(np.arange(vocab_size), pictures.inputs.token_ids if pictures else ())
+    tokens = np.random.default_rng(seed).choice(known, layout.is_kept.shape)
+    tokens[layout.is_kept] = np.random.default_rng(0).choice(known, int(layout.is_kept.sum()))
     values = np.stack([tokens, np.full_like(tokens, IGNORED), layout.positions], axis=1).astype(np.int32)
     if layout.lengths is None:
         batch = to_micro_batch(values, world.device, context=world.context)
+        batch = batch if pictures is None else pictures.add(batch, values).on(world.device)
         return with_shared_prompts(batch, values) if shares_prompts else batch
     offsets = np.arange(len(values)) * values.shape[2]
     return to_padded_micro_batch(PaddedRows(values, layout.lengths, offsets), world.device)

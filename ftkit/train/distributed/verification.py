@@ -15,7 +15,8 @@ import torch
 from torch.nn import functional
 
 from ftkit.errors import TrainingError, one_line
-from ftkit.train.causal_lm import SourceLosses
+from ftkit.train.causal_lm import PIXELS, CausalLM, SourceLosses
+from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.probe import ProbeResult, run_probe
 from ftkit.train.model.hf_model import accepted_inputs, find_decoder
 
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
     from ftkit.config.execution import ParameterCounts
     from ftkit.config.recipe import RecipePlan
     from ftkit.config.training import EngineName, TrainingPlan
+    from ftkit.data.prepared_data import PackStore
     from ftkit.runs.records import Checks
-    from ftkit.train.causal_lm import CausalLM, MicroBatch
+    from ftkit.train.causal_lm import MicroBatch
+    from ftkit.train.components.pictures import PictureFeed
     from ftkit.train.engine import Engine, ShardingStats
     from ftkit.train.world import World
 
@@ -39,6 +42,8 @@ LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 """Largest relative difference of the first loss of pairs from its constant."""
 KL_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 """Largest mean divergence of a model from its stored distributions, in nats per token."""
+PIXEL_TOLERANCE = {"fp32": 1e-3, "bf16": 0.1}
+"""Largest change of the loss of a token, in nats, by the pixels of another document's picture."""
 LOGITS_TOLERANCE = 2e-2  # of a token's logits, relative to their norm: what rounding in bf16 explains
 
 
@@ -48,9 +53,11 @@ def verify_sharding(
     """Verify that the model is sharded, and its layers are checkpointed and offloaded, as planned, on this rank."""
     modes = Counter(training.checkpointing_of_layers(stats.num_layers, engine))
     offloaded = sum(training.offloaded_of_layers(stats.num_layers, engine))
-    units, layers = (0, 0) if stats.is_unsharded else (stats.num_layers + 1, stats.num_layers)
+    units, layers = (
+        (stats.num_layers + stats.num_vision_layers + 1, stats.num_layers) if not stats.is_unsharded else (0, 0)
+    )
     comparisons = {
-        "units": (stats.num_units, units, "decoder layers + 1 for the rest"),
+        "units": (stats.num_units, units, "layers + 1 for the rest"),
         "sharded layers": (stats.num_sharded_layers, layers, "decoder layers"),
         **{
             f"layers with checkpointing '{mode}'": (stats.checkpointed_layers.get(mode, 0), modes[mode], "as planned")
@@ -130,11 +137,45 @@ def verify_isolation(probe: ProbeResult, *, shares_scales: bool = False) -> Chec
     return {"documents isolated": f"{difference}gradient {leak:.0g}"}
 
 
+def verify_pictures(
+    engine: Engine, world: World, store: PackStore, pictures: PictureFeed, training: TrainingPlan
+) -> Checks:
+    """Verify that a document's loss depends on its own picture and not on those of its neighbors. Collective.
+
+    In the first pack with pictures, those of one document are inverted. Of two documents with pictures in the pack, it
+    is the second: its features would be put at the tokens of the first, if the model mixed them up.
+    """
+    chosen = next(pack for pack in range(len(store)) if store.pictures([pack]))
+    numbers = [chosen] * training.micro_batch_size
+    packs, own = store.read(numbers), store.pictures(numbers)
+    changed = [*own]
+    index = min(1, len(own) - 1)
+    changed[index] = own[index] | {PIXELS: 255 - own[index][PIXELS]}
+    batch = to_micro_batch(packs, torch.device("cpu"))
+    losses = []
+    with engine.inference() as model:
+        for each in (own, changed):
+            log_probs = model(compute=CausalLM.log_probs, batch=pictures.add(batch, packs, each).on(world.device))
+            losses.append(log_probs.float().cpu())  # host sync: before step 1
+    is_own, is_behind = (mask[batch.label_index] for mask in pictures.affected(packs, index))
+    difference = (losses[0] - losses[1]).abs()
+    leak, effect = (float(difference[kept].max()) if kept.any() else 0.0 for kept in (~is_own, is_behind))
+    tolerance = math.inf if training.precision == "fp8" else PIXEL_TOLERANCE[training.compute_precision]
+    if not leak <= tolerance or (is_behind.any() and not effect > leak):
+        raise TrainingError(
+            f"with other pixels, the loss of their own document changes by {effect:.1e}, and that of other documents "
+            f"by {leak:.1e}; rounding explains {tolerance:.0e}",
+            meaning="this model puts pictures into other documents of a pack, or does not see them",
+            fix="try another training.attention, choose another model, or set data.pictures=false to train on text",
+        )
+    return {"pixels of other documents": f"difference {leak:.0g}", "pixels of the own": f"difference {effect:.0g}"}
+
+
 def _leak(probe: ProbeResult, to: torch.Tensor) -> float:
     return _largest_ratio(probe.gradient_norms[to], probe.kept_norm)
 
 
-def choose_packing(
+def choose_packing(  # noqa: PLR0913 - what decides it
     engine: Engine,
     world: World,
     wanted: Packing,
@@ -142,6 +183,7 @@ def choose_packing(
     training: TrainingPlan,
     *,
     shares_prompts: bool = False,
+    pictures: PictureFeed | None = None,
 ) -> tuple[ProbeResult, str | None]:
     """Choose packs if the model isolates packed documents, else padded rows; return why, and the probe. Collective."""
     sizes = training.micro_batch_size, training.sequence_length
@@ -152,7 +194,8 @@ def choose_packing(
             reason = f"{type(decoder).__name__} does not accept the positions of packed documents"
         else:
             try:
-                packed = run_probe(engine, world, vocab_size, *sizes, layout="pairs" if shares_prompts else "packs")
+                layout: Literal["pairs", "packs"] = "pairs" if shares_prompts else "packs"
+                packed = run_probe(engine, world, vocab_size, *sizes, layout=layout, pictures=pictures)
                 verify_isolation(packed, shares_scales=training.precision == "fp8")
             except TrainingError as error:
                 reason = error.what
@@ -167,6 +210,11 @@ def choose_packing(
             meaning="rows of one document each would separate pairs, and what is stored of packs",
             fix=("set data.share_prompts=false, " if shares_prompts else "")
             + "choose another model, or try another training.attention",
+        )
+    if pictures is not None:
+        raise TrainingError(
+            f"pictures need packs, but this model is trained on padded rows: {reason}",
+            fix="set data.pictures=false to train on text, try another training.attention, or choose another model",
         )
     if world.context.size > 1:
         key = "tensor_parallel" if world.tensor_parallel > 1 else "context_parallel"

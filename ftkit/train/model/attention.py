@@ -11,17 +11,26 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AttentionInterface,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from ftkit.config.recipe import SHARING_KERNELS
 from ftkit.errors import PrerequisiteError, TrainingError, one_line
+from ftkit.train.model.hf_model import text_part_of
 from ftkit.train.model.varlen_attention import VARLEN, varlen_attention
 from ftkit.train.private_apis.transformers import (
     CONVERTS_WEIGHTS,
     attention_backends,
     attention_implementation,
+    attention_implementations,
     mask_documents_always,
+    sees_whole_pictures,
 )
 
 if TYPE_CHECKING:
@@ -54,7 +63,7 @@ def choose_kernel(
     those that take any mask support documents that share prompts (`shares_prompts`).
     """
     if shares_prompts:
-        _check_shared_prompts(config, training.attention)
+        _check_shared_prompts(text_part_of(config), training.attention)
     if training.attention == "auto":
         kernels: tuple[Kernel, ...] = ("flash4", "cudnn", "flex", "sdpa") if world.device.type == "cuda" else ("sdpa",)
         kernels = tuple(kernel for kernel in kernels if kernel in SHARING_KERNELS or not shares_prompts)
@@ -65,7 +74,7 @@ def choose_kernel(
                 return kernel, reason
             reason = f"not {kernel}: {failure}"
         if shares_prompts:
-            _check_shared_prompts(config, "eager")
+            _check_shared_prompts(text_part_of(config), "eager")
         return "eager", reason
     if failure := _failure(training.attention, training, config, world):
         raise PrerequisiteError(
@@ -93,11 +102,16 @@ def _check_shared_prompts(config: PretrainedConfig, kernel: str) -> None:
 
 def _failure(kernel: Kernel, training: TrainingPlan, config: PretrainedConfig, world: World) -> str | None:
     """Return why a kernel can't train a model here; None if it can."""
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    text = text_part_of(config)
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING if text is config else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    kind = classes.get(type(config), None)
     backend = "custom" if kernel in VARLEN else kernel
     if kernel != "eager" and kind is not None and backend not in attention_backends(kind):
         return "the model's class in transformers does not have it"
-    if kernel in {*VARLEN, "sdpa"} and (special := _changed_scores(config)) is not None:
+    special = _changed_scores(text)
+    if kernel in VARLEN and text is not config and sees_whole_pictures(kind, config):
+        special = "has tokens of a picture attend to later ones, which takes a mask"
+    if kernel in {*VARLEN, "sdpa"} and special is not None:
         return f"the model {special}"
     if kernel == "flex" and training.sequence_length < FLEX_MINIMUM:
         return f"flex attention needs packs of {FLEX_MINIMUM} tokens, not {training.sequence_length}"
@@ -105,7 +119,7 @@ def _failure(kernel: Kernel, training: TrainingPlan, config: PretrainedConfig, w
         return None
     if training.compute_precision != "bf16":
         return f"it does not compute in {training.compute_precision}"
-    failures = world.gather_objects(_varlen_failure(kernel, config, world.device))
+    failures = world.gather_objects(_varlen_failure(kernel, text, world.device))
     return next((failure for failure in failures if failure is not None), None)
 
 
@@ -267,9 +281,9 @@ def _shared_mask(visible_until: torch.Tensor, attention: str) -> torch.Tensor | 
 @contextmanager
 def generation_attention(model: PreTrainedModel) -> Iterator[None]:
     """Switch to a kernel for generation: kernels for packs don't support a cache, a mask or varying shapes."""
-    chosen = attention_implementation(model.config)
+    chosen = attention_implementations(model.config)
     # If a model changes its attention scores, transformers would silently omit that with SDPA.
-    model.set_attn_implementation(register_kernel("eager" if _changed_scores(model.config) else "sdpa"))
+    model.set_attn_implementation(register_kernel("eager" if _changed_scores(text_part_of(model.config)) else "sdpa"))
     try:
         with torch.compiler.set_stance("force_eager"):
             yield

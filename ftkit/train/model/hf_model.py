@@ -72,14 +72,30 @@ def _windows(shape: ArchitectureSpec) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class TextConfig:
-    """The configuration of a text model, and of the multimodal model that it is part of, if any."""
+    """The configuration of the trained model, and of the multimodal model that it is the text model of, if any.
+
+    A model that sees pictures is trained as a whole: `text` is then the multimodal model's.
+    """
 
     text: PretrainedConfig
     wrapper: PretrainedConfig | None = None
 
 
-def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | None = None) -> TextConfig:
-    """Read the configuration of the weights; for a multimodal model, that of its text model.
+def text_part_of(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of a multimodal model's text model; that of a text model is its own."""
+    text: PretrainedConfig = config.get_text_config(decoder=True)
+    return text
+
+
+def sees_pictures(model: PreTrainedModel) -> bool:
+    """Return whether a model was built as a whole, with its vision tower."""
+    return auto_class_of(model.config) is not AutoModelForCausalLM
+
+
+def read_config(
+    folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | None = None, *, pictures: bool = False
+) -> TextConfig:
+    """Read the configuration of the weights; for a multimodal model, that of its text model unless it sees `pictures`.
 
     `stored_vocab_size` is the number of rows of the embedding in the files, if added tokens need more.
     """
@@ -98,7 +114,7 @@ def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | 
             meaning="the file was edited manually, or belongs to another version of the architecture",
             fix="correct the file, or copy or download it again",
         ) from error
-    config = stored.get_text_config(decoder=True)
+    config = text_part_of(stored)
     raw = read_model_config(folder)
     config.tie_word_embeddings = text_part(raw).get("tie_word_embeddings", config.tie_word_embeddings)
     if problem := why_not_dequantizable(stored.to_dict()):
@@ -119,7 +135,7 @@ def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | 
     _scale_positions(config, shape)
     if stored_vocab_size is not None:
         config.vocab_size = shape.vocab_size
-    return TextConfig(config, None if config is stored else stored)
+    return TextConfig(stored) if pictures or config is stored else TextConfig(config, stored)
 
 
 def shape_fields(config: PretrainedConfig) -> dict[str, object]:
@@ -158,10 +174,17 @@ def check_positions(model: nn.Module, shape: ArchitectureSpec) -> None:
 
 
 def build_empty(config: PretrainedConfig, attention: str) -> PreTrainedModel:
-    """Build a model with its parameters on the meta device; its buffers are real."""
+    """Build a model with its parameters on the meta device; its buffers are real.
+
+    `attention` is the text model's. The other parts of a multimodal model, such as its vision tower, have SDPA.
+    """
+    text = text_part_of(config)
+    kernels = {name: attention if getattr(config, name) is text else "sdpa" for name in config.sub_configs}
     try:
         with init_empty_weights(include_buffers=False):
-            built = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+            built = auto_class_of(config).from_config(
+                config, dtype=torch.float32, attn_implementation={"": attention, **kernels}
+            )
     except Exception as error:  # classes raise different errors on invalid values
         raise TrainingError(
             f"transformers {transformers.__version__} can't build a '{config.model_type}' with attention "
@@ -179,11 +202,13 @@ def build_empty(config: PretrainedConfig, attention: str) -> PreTrainedModel:
         )
     _avoid_grouped_mm_of_odd_sizes(built)
     # With a cache, transformers ignores where packed documents end: they would attend to each other.
-    built.config.use_cache = False
-    # Some published configurations ask for tuples, or for what each layer computes.
-    built.config.return_dict = True
-    built.config.output_hidden_states = built.config.output_attentions = False
-    return built.train()
+    for each in (built.config, text):
+        each.use_cache = False
+        # Some published configurations ask for tuples, or for what each layer computes.
+        each.return_dict = True
+        each.output_hidden_states = each.output_attentions = False
+    model: PreTrainedModel = built.train()
+    return model
 
 
 def load_pretrained(folder: Path, dtype: torch.dtype | None = None, **options: object) -> PreTrainedModel:
@@ -203,7 +228,7 @@ def auto_class_of(config: PretrainedConfig) -> Any:
     Adapters have the names of that class. `AutoModelForCausalLM` has no class for most multimodal models, such as LLaVA
     and Mistral 3, and for others, such as Qwen 3.5, one with the names of the text model.
     """
-    is_multimodal = config.get_text_config(decoder=True) is not config
+    is_multimodal = text_part_of(config) is not config
     has_class = is_multimodal and type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return transformers.AutoModelForImageTextToText if has_class else AutoModelForCausalLM
 
@@ -229,7 +254,7 @@ def accepted_inputs(module: nn.Module, inputs: dict[str, object]) -> dict[str, o
 
 def has_recurrent_layers(config: PretrainedConfig) -> bool:
     """Return whether some layers are recurrent, in addition to or instead of attention."""
-    kinds = getattr(config, "layer_types", None) or ()
+    kinds = getattr(text_part_of(config), "layer_types", None) or ()
     return any("attention" not in kind or "linear" in kind for kind in kinds)
 
 
@@ -239,23 +264,37 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     For some models, `get_decoder` returns the model itself: in transformers 4, and for Llama 4's text model, whose
     `base_model_prefix` is that of another class. For ModernBERT's decoder it returns the output projection.
     """
-    decoder = model.get_decoder()
-    if decoder is model or decoder is model.get_output_embeddings():
+    decoder, projection = model.get_decoder(), model.get_output_embeddings()
+    if decoder is model or decoder is projection:
         decoder = model.base_model
+    elif any(part is projection for part in decoder.modules()):  # of Llama 4 it is a text model with a projection
+        return find_decoder(decoder)
     if decoder is model:
         layers = find_decoder_layers(model)
         decoder = next((child for child in model.children() if any(part is layers for part in child.modules())), model)
     return decoder
 
 
-def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
+def find_body(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the outermost module under the output projection: of a multimodal model, it has the vision tower too."""
+    decoder, projection = find_decoder(model), model.get_output_embeddings()
+    if not sees_pictures(model):
+        return decoder
+    parts = {child: [*child.modules()] for child in model.children()}
+    has_decoder = (child for child, inner in parts.items() if decoder in inner and projection not in inner)
+    return next(has_decoder, decoder)
+
+
+def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Return the decoder layers.
 
     They are found by structure, never by class name, so that a renamed class can't leave a model in one FSDP unit.
     Layers may have several classes, as in models that mix attention with other layers.
     """
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    expected = getattr(model.config, "num_hidden_layers", None)
+    text = text_part_of(model.config)
+    searched = model if text is model.config else model.get_decoder()  # a vision tower may have as many layers
+    lists = [module for module in searched.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    expected = getattr(text, "num_hidden_layers", None)
     matching = [layers for layers in lists if len(layers) == expected]
     if not matching:  # layers that count as two each, as LongCat's do: each has two layers of attention
         nested = {id(part) for layers in lists for part in layers.modules() if part is not layers}

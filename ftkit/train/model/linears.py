@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ftkit.config.execution import NF4_BLOCK, NF4_NESTED_BLOCK, is_quantized, nf4_parts, quantized_bytes
 from ftkit.config.training import Quantization
-from ftkit.train.model.hf_model import find_decoder_layers
+from ftkit.train.model.hf_model import find_decoder, find_decoder_layers, sees_pictures
 from ftkit.train.private_apis.libraries import import_bitsandbytes
 
 if TYPE_CHECKING:
@@ -50,6 +51,18 @@ def linears_in_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[
         for name, module in layer.named_modules():
             if (sizes := linear_sizes(module)) is not None:
                 yield name, module, sizes
+
+
+def owner_of_target(model: nn.Module, target: str) -> nn.Module:
+    """Return the part of a model in which layers named `target` are adapted.
+
+    That is a multimodal model's text model, if it has any: the vision tower may have layers of the same names.
+    """
+    if not isinstance(model, PreTrainedModel) or not sees_pictures(model):
+        return model
+    decoder: nn.Module = find_decoder(model)
+    has_target = any(name.rpartition(".")[2] == target for name, _ in decoder.named_modules())
+    return decoder if has_target else model
 
 
 def transposed_weights(model: nn.Module) -> frozenset[str]:

@@ -33,10 +33,12 @@ from ftkit.train.model.linears import (
     QuantizedLinear,
     WeightLayout,
     linears_in_layers,
+    owner_of_target,
     quantize_linears,
     transposed_weights,
 )
 from ftkit.train.model.local_shard import local_shard
+from ftkit.train.model.vision import trained_vision
 from ftkit.train.model.weight_conversion import LazyTensors, name_for_peft
 from ftkit.train.private_apis.libraries import adapts_experts, import_peft
 from ftkit.train.world import DTYPES
@@ -80,6 +82,7 @@ def prepare_method(model: PreTrainedModel, training: TrainingPlan, device: torch
     if lora is None:
         if training.precision == "fp8":
             convert_linears(find_decoder_layers(model))
+        train_vision(model, training)
         return
     precision = DTYPES[training.compute_precision]
     freeze(model, precision)
@@ -94,6 +97,18 @@ def prepare_method(model: PreTrainedModel, training: TrainingPlan, device: torch
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.float()  # peft created it in the dtype of the layer
+    train_vision(model, training)
+
+
+def train_vision(model: PreTrainedModel, training: TrainingPlan) -> None:
+    """Train the vision encoder's and the projector's weights, or not, as `training.vision` says."""
+    trained, frozen = trained_vision(model, training.vision)
+    for parameter in frozen.values():
+        parameter.requires_grad_(False)  # noqa: FBT003
+    for parameter in trained.values():
+        parameter.requires_grad_()
+        if training.adapters is not None:
+            parameter.data = parameter.data.float()  # cast where it is used, like adapters
 
 
 def freeze(model: PreTrainedModel, precision: torch.dtype) -> None:
@@ -140,14 +155,17 @@ def _inject(model: PreTrainedModel, lora: LoraSpec, tokens: TokenKeys, effect: t
     is_empty = next(model.parameters()).is_meta
     only_of_experts = of_experts - {name.rpartition(".")[2] for name, _ in model.named_modules()}
     if of_linears := tuple(target for target in lora.targets if target not in only_of_experts):
-        config = peft_config(lora.model_copy(update={"targets": of_linears}))
         with warnings.catch_warnings():
             # peft corrects its own setting for each layer, and warns of it.
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
             # Not wrapped in a PeftModel: parameters keep the names that they have in the family. Given the layers
             # alone, peft does not know the family, whose experts it would adapt.
-            owner = find_decoder_layers(model) if of_experts else model
-            peft.inject_adapter_in_model(config, owner, ADAPTER, low_cpu_mem_usage=is_empty)
+            owners = {target: owner_of_target(model, target) for target in of_linears}
+            for owner in {id(each): each for each in owners.values()}.values():
+                chosen = tuple(target for target, each in owners.items() if each is owner)
+                config = peft_config(lora.model_copy(update={"targets": chosen}))
+                part = find_decoder_layers(model) if of_experts else owner
+                peft.inject_adapter_in_model(config, part, ADAPTER, low_cpu_mem_usage=is_empty)
     for name, module in list(model.named_modules()):
         if isinstance(module, peft.tuners.lora.Linear):
             model.set_submodule(name, AdaptedLinear(module, lora, effect, tokens.dropout_of(name)))
@@ -196,6 +214,8 @@ def merge_adapters(
         return result
 
     def read(name: str) -> torch.Tensor:
+        if name in adapters:  # of the vision encoder or the projector
+            return adapters[name].to(dtype)
         weight, module, is_turned = base[name], name.removesuffix("weight"), name in transposed
         if (down := adapters.get(f"{module}lora_A.{ADAPTER}.weight")) is not None and module != name:
             up, magnitude = adapters[f"{module}lora_B.{ADAPTER}.weight"], adapters.get(module + DORA_MAGNITUDE)
@@ -232,7 +252,7 @@ def with_adapters(base: Mapping[str, torch.Tensor], adapters: Mapping[str, torch
     """Return the weights of a model with adapters, by its names: peft adds a level to the names of base weights."""
     return LazyTensors(
         (*base, *adapters),
-        lambda name: adapters[name] if is_adapter(name) else base[name.replace(".base_layer.", ".")],
+        lambda name: adapters[name] if name in adapters else base[name.replace(".base_layer.", ".")],
     )
 
 

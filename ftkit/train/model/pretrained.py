@@ -26,7 +26,7 @@ from ftkit.models.folder import check_folder
 from ftkit.models.weight_files import WEIGHTS_FILE, WEIGHTS_INDEX, read_index, text_name
 from ftkit.paths import is_path
 from ftkit.train.model.expert_adapters import GroupedExperts
-from ftkit.train.model.hf_model import find_decoder_layers
+from ftkit.train.model.hf_model import find_decoder_layers, text_part_of
 from ftkit.train.model.linears import QuantizedLinear, WeightLayout, is_transposed
 from ftkit.train.model.local_shard import LocalShard, local_shard, rows_per_read
 from ftkit.train.model.lora import DORA_MAGNITUDE, is_adapter
@@ -148,8 +148,8 @@ def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
 def load_weights(model: PreTrainedModel, folder: Path, stored_vocab_size: int | None = None) -> None:
     """Load a sharded model's parameters, except adapters, and the buffers in the files.
 
-    Of a multimodal model's files, only the text model is read. If the files have fewer rows of tokens than the model,
-    `stored_vocab_size`, the others are initialized with the mean.
+    Of a multimodal model's files, only the text model is read, unless the model is built as a whole. If the files have
+    fewer rows of tokens than the model, `stored_vocab_size`, the others are initialized with the mean.
     """
     targets, buffers = load_targets(model), dict(model.named_buffers())
     places = _places(folder)
@@ -190,7 +190,10 @@ def _in_layers(model: PreTrainedModel, stored: Iterable[str]) -> list[str]:
     return [
         name
         for name in stored
-        if text_name(name).startswith(prefix) and not any(re.search(pattern, text_name(name)) for pattern in ignored)
+        if any(
+            own.startswith(prefix) and not any(re.search(pattern, own) for pattern in ignored)
+            for own in (name, text_name(name))
+        )
     ]
 
 
@@ -233,7 +236,7 @@ def _growth(model: PreTrainedModel, num_stored: int | None) -> Callable[[str, Te
 
     def grow(name: str, source: TensorSource) -> TensorSource:
         grows = num_stored is not None and name in names and source.get_shape()[0] == num_stored
-        return _GrownTensor(source, model.config.vocab_size) if grows else source
+        return _GrownTensor(source, text_part_of(model.config).vocab_size) if grows else source
 
     return grow
 

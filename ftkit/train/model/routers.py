@@ -27,7 +27,7 @@ from torch import nn
 from ftkit.errors import TrainingError
 from ftkit.models.parameters import read_experts
 from ftkit.runs.records import RouterStats
-from ftkit.train.model.hf_model import find_decoder, find_decoder_layers
+from ftkit.train.model.hf_model import find_decoder, find_decoder_layers, text_part_of
 from ftkit.train.model.lora import is_adapter
 from ftkit.train.private_apis.transformers import router_classes
 
@@ -75,7 +75,7 @@ class Routers:
     @classmethod
     def of(cls, hf_model: PreTrainedModel, training: TrainingSpec, world: World) -> Routers:
         """Find the routers of a transformers model, before an engine partitions its parameters."""
-        config = hf_model.config
+        config = text_part_of(hf_model.config)
         experts = read_experts(config.to_dict())
         routers = [] if experts is None else _find_routers(hf_model, experts.num)
         has_loss = bool(routers) and hasattr(config, "router_aux_loss_coef")

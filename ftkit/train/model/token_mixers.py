@@ -32,6 +32,7 @@ import torch
 
 from ftkit.errors import one_line
 from ftkit.train.model.attention import KERNEL_TOLERANCE, largest_difference
+from ftkit.train.model.hf_model import text_part_of
 from ftkit.train.model.packed_mixers import chunk_gated_delta_rule, convolve_documents
 from ftkit.train.private_apis.transformers import KernelFunction, kernel_functions
 
@@ -225,7 +226,7 @@ def _delta_rule_inputs(
     name: str, model: PreTrainedModel, lengths: tuple[int, ...], device: torch.device
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Return inputs with the model's heads: training reuses the kernels that are compiled for them."""
-    config, length = model.config, sum(lengths)
+    config, length = text_part_of(model.config), sum(lengths)
     key_width, value_width = (getattr(config, f"linear_{of}_head_dim", None) or 64 for of in ("key", "value"))
     heads = getattr(config, "linear_num_value_heads", None) or 2
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -81,13 +81,15 @@ def map_tensors(
     pieces: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     conversions = WeightConversions.of(model)
     for one in sorted(names, key=_natural_sort_key):
-        name, pattern = text_name(one), None
+        name, pattern = one if one in known else text_name(one), None
         if name not in known and name.removesuffix(_MXFP4_BLOCKS) in known:
             scales = one.removesuffix(_MXFP4_BLOCKS) + _MXFP4_SCALES
             found[name.removesuffix(_MXFP4_BLOCKS)] = MappedTensor(one, Mxfp4Tensor(read(one), read(scales)))
             continue
-        if name not in known:
-            name, pattern = conversions.rename(name)
+        if name not in known:  # a multimodal model's class renames what its files have
+            name, pattern = next(
+                (found for found in map(conversions.rename, (one, name)) if found[0] in known), conversions.rename(name)
+            )
         if name not in known and (full := f"{model.base_model_prefix}.{name}") in known:
             name = full  # files of the model without its output projection, as of GPT-2 and BLOOM on the hub
         if name in known and pattern is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -74,6 +76,13 @@ def attention_implementation(config: PretrainedConfig) -> str:
     return name
 
 
+def attention_implementations(config: PretrainedConfig) -> dict[str, str]:
+    """Return the implementation of a model, and of each part of a multimodal one, for `set_attn_implementation`."""
+    parts = {name: getattr(config, name) for name in config.sub_configs}
+    own = {name: attention_implementation(part) for name, part in parts.items() if part is not None}
+    return {"": attention_implementation(config), **own}
+
+
 def mask_documents_always() -> None:
     """Have masks of packs tell documents apart, also in a pack of a single one.
 
@@ -87,6 +96,40 @@ def _find_documents(position_ids: torch.Tensor) -> torch.Tensor:
     """Return the number of each token's document in its row, int64 [B, T]: positions that don't follow begin one."""
     begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
     return begins.cumsum(-1)
+
+
+@contextmanager
+def masks_of_places() -> Iterator[None]:
+    """Have masks of packs look at places in the pack instead of positions in a document.
+
+    The distance of two tokens of a document is the same either way. Masks in which a picture's tokens attend to each
+    other list the pictures by place, but transformers 5.23 looks positions up in them.
+    """
+    remap = masking_utils.remap_positions_for_packed_sequence
+    masking_utils.remap_positions_for_packed_sequence = lambda mask, _: mask
+    try:
+        yield
+    finally:
+        masking_utils.remap_positions_for_packed_sequence = remap
+
+
+def sees_whole_pictures(model_class: type[nn.Module], config: PretrainedConfig) -> bool:
+    """Return whether the tokens of a picture attend to each other, also to later ones, in a multimodal class.
+
+    The class says so by the masks that it creates for generation, here of two tokens of a picture between others.
+    """
+    create = getattr(model_class, "create_masks_for_generate", None)
+    if create is None:
+        return False
+    config = copy.deepcopy(config)
+    config._attn_implementation = "eager"  # noqa: SLF001
+    types = torch.tensor([[0, 1, 1, 0]])
+    masks = create(
+        config=config, inputs_embeds=torch.zeros(1, 4, 1), attention_mask=None, past_key_values=None,
+        position_ids=torch.arange(4)[None], token_type_ids=types, mm_token_type_ids=types,
+    )  # fmt: skip
+    each = [mask for mask in (masks.values() if isinstance(masks, dict) else [masks]) if mask is not None]
+    return any(bool(mask[0, 0, 1, 2] == 0) for mask in each)
 
 
 def attention_backends(model_class: type[nn.Module]) -> set[str]:

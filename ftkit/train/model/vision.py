@@ -1,0 +1,73 @@
+"""The parts of a multimodal model that see pictures: vision encoders, and the projector into its text model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ftkit.train.model.hf_model import find_decoder, sees_pictures
+
+if TYPE_CHECKING:
+    from ftkit.models.vision import Vision
+
+
+def vision_encoders(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """Return a multimodal model's vision encoders: its outermost models that neither are nor have its text model."""
+    return [*_encoders_in(model, find_decoder(model))]
+
+
+def _encoders_in(module: nn.Module, decoder: nn.Module) -> Iterator[PreTrainedModel]:
+    for child in module.children():
+        if child is decoder:
+            continue
+        if isinstance(child, PreTrainedModel) and all(part is not decoder for part in child.modules()):
+            yield child
+        else:
+            yield from _encoders_in(child, decoder)
+
+
+def vision_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers of a model's vision encoders: the modules with parameters in their outermost lists."""
+    if not sees_pictures(model):
+        return []
+    lists = [part for each in vision_encoders(model) for part in each.modules() if isinstance(part, nn.ModuleList)]
+    inner = {id(part) for each in lists for part in each.modules() if part is not each}
+    return [layer for each in lists if id(each) not in inner for layer in each if any(True for _ in layer.parameters())]
+
+
+def vision_parameters(model: PreTrainedModel) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """Return the parameters of the vision encoders, and those of the projector: all others outside of the text model.
+
+    Some encoders, such as Qwen's, have the projector behind their layers.
+    """
+    if not sees_pictures(model):
+        return {}, {}
+    encoders = vision_encoders(model)
+    text = _ids(find_decoder(model), model.get_input_embeddings(), model.get_output_embeddings())
+    tower = _ids(*encoders)
+    named = {name: each for name, each in model.named_parameters() if id(each) not in text}
+    if tower >= {id(each) for each in named.values()}:
+        tower -= _ids(*(child for each in encoders for child in _behind_layers(each)))
+    encoder = {name: each for name, each in named.items() if id(each) in tower}
+    return encoder, {name: each for name, each in named.items() if name not in encoder}
+
+
+def trained_vision(model: PreTrainedModel, vision: Vision) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """Return the weights that see pictures, without adapters: those that `training.vision` trains, and the others."""
+    encoder, projector = vision_parameters(model)
+    each = {name: weight for name, weight in (encoder | projector).items() if ".lora_" not in name}
+    trained = {name for part in {"frozen": (), "projector": (projector,), "full": (each,)}[vision] for name in part}
+    return {name: each[name] for name in each.keys() & trained}, {name: each[name] for name in each.keys() - trained}
+
+
+def _behind_layers(encoder: nn.Module) -> list[nn.Module]:
+    children = [*encoder.children()]
+    first = next((index for index, child in enumerate(children) if isinstance(child, nn.ModuleList)), len(children))
+    return children[first + 1 :]
+
+
+def _ids(*modules: nn.Module) -> set[int]:
+    return {id(parameter) for module in modules for parameter in module.parameters()}
