@@ -147,7 +147,7 @@ def _encode(model: ModelInput, rows: list[Row], data: DataSpec | None) -> list[_
     if form is None:
         return _encode_prompts(model, rows, data)
     data = data or DataSpec.model_validate({"source": "./rows.jsonl"})
-    unused = {name for row in rows for name in unused_columns(row.columns, form)}
+    unused = {name for row in rows for name in unused_columns(row.columns, data, form)}
     train_on = data.train_on if data.train_on in ("assistant", "last", "completion") else "assistant"
     data = data.model_copy(update={"ignore_columns": (*data.ignore_columns, *sorted(unused)), "train_on": train_on})
     encoder = RowEncoder.of(model.tokenizer, data, form, model.vocab_size)

@@ -12,12 +12,16 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 from ftkit.config.data import CALL_ROLES, ROLES, Role, normalized_role
 from ftkit.errors import DataError, closest
 
+PICTURE: Final = "\ufdd1"
+"""Mark of a picture in a turn's content: a Unicode noncharacter, which texts don't contain."""
 JsonObject = Mapping[str, Any]
+TemplateTurn = dict[str, Any]
+"""A turn as chat templates expect it."""
 _MAX_SHOWN = 80
 _MAX_SHOWN_ROLES = 8
 _SHORT_ID = 9
@@ -42,6 +46,8 @@ class Message:
         name: name of the speaker, or of the tool that returned this result.
         tool_call_id: the call whose result this is.
         trained: whether the turn counts in the loss, if the data says so.
+        pictures: the source of each `PICTURE` in the content: a path, a `data:` URI or bytes; None if it is in a column
+            of its own.
     """
 
     role: Role
@@ -51,6 +57,7 @@ class Message:
     name: str | None = None
     tool_call_id: str | None = None
     trained: bool | None = None
+    pictures: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +110,25 @@ def trained_turns(conversation: Conversation, train_on: str | list[Role]) -> lis
     return trained
 
 
+def for_template(message: Message, *, in_parts: bool) -> TemplateTurn:
+    """Return a turn as templates expect it, without keys that have no value, since some templates test for keys."""
+    pieces = filter(None, re.split(f"({PICTURE})", message.content)) if message.pictures else [message.content]
+    parts = [{"type": "image"} if each == PICTURE else {"type": "text", "text": each} for each in pieces if each]
+    turn: TemplateTurn = {"role": message.role, "content": parts if in_parts or message.pictures else message.content}
+    if message.reasoning is not None:
+        turn |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), message.reasoning)
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            | ({"id": call.id} if call.id else {})
+            for call in message.tool_calls
+        ]
+    for key, value in (("name", message.name), ("tool_call_id", message.tool_call_id)):
+        if value is not None:
+            turn[key] = value
+    return turn
+
+
 def with_short_ids(conversation: Conversation) -> Conversation:
     """Give all tool calls ids of nine letters or digits, and the results the ids of their calls, in order."""
     numbers = count()
@@ -126,6 +152,9 @@ def _short_id(text: str) -> str:
 
 _TEXT_PARTS = frozenset(("text", "input_text", "output_text"))
 """Types of a content's text parts: OpenAI's chat API, and the requests and results of its Responses API."""
+PICTURE_PARTS = frozenset(("image", "image_url", "input_image"))
+PICTURE_KEYS = ("image", "image_url", "url", "bytes", "base64", "path")
+"""Keys with the source of a picture, in parts of a content and in objects such as Parquet's `{bytes, path}`."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _TRAINED = ("weight", "train")
 _KEYS = {
@@ -195,7 +224,8 @@ def _openai_turn(turn: JsonObject) -> Message:
     calls = [_read_call(call) for call in _as_list(turn.get("tool_calls"), "tool_calls")]
     if turn.get("function_call"):
         calls.append(_read_call(turn["function_call"]))
-    return _message(role, turn, _content(turn.get("content"), role, is_optional=bool(calls)), calls)
+    content, pictures = _content(turn.get("content"), role, is_optional=bool(calls))
+    return replace(_message(role, turn, content, calls), pictures=pictures)
 
 
 def _sharegpt_turn(turn: JsonObject) -> Message:
@@ -208,10 +238,11 @@ def _sharegpt_turn(turn: JsonObject) -> Message:
             raise _bad("a function call is empty", value)
         return _message("assistant", turn, "", calls)
     role = _role(name)
-    content = _content(value, role, is_optional=False)
+    content, pictures = _content(value, role, is_optional=False)
     wrapped = _WRAPPED_RESULT.fullmatch(content) if role == "tool" else None
     # A template with tools writes this wrapper itself; several results in one wrapper stay unchanged.
-    return _message(role, turn, wrapped[1] if wrapped and "<tool_response>" not in wrapped[1] else content, [])
+    content = wrapped[1] if wrapped and "<tool_response>" not in wrapped[1] else content
+    return replace(_message(role, turn, content, []), pictures=pictures)
 
 
 def _message(role: Role, turn: JsonObject, content: str, calls: list[ToolCall]) -> Message:
@@ -260,22 +291,36 @@ def _role(value: object) -> Role:
     )
 
 
-def _content(value: object, role: str, *, is_optional: bool) -> str:
-    """Return a turn's text; text parts are joined."""
+def _content(value: object, role: str, *, is_optional: bool) -> tuple[str, tuple[object, ...]]:
+    """Return a turn's text, and the sources of the pictures in it; parts are joined."""
     if isinstance(value, str):
-        return value
+        return value, ()
     if value is None and is_optional:
-        return ""
+        return "", ()
     parts = value if isinstance(value, list) and value else [None]
     dicts = [part if isinstance(part, dict) else {"type": type(part).__name__} for part in parts]
-    kinds = sorted({str(part.get("type", "text")) for part in dicts} - _TEXT_PARTS)
-    if not kinds and all(isinstance(part.get("text"), str) for part in dicts):
-        return "".join(part["text"] for part in dicts)
+    kinds = sorted({str(part.get("type", "text")) for part in dicts} - _TEXT_PARTS - PICTURE_PARTS)
+    pictures = [part for part in dicts if part.get("type") in PICTURE_PARTS]
+    texts = [PICTURE if part.get("type") in PICTURE_PARTS else part.get("text") for part in dicts]
+    if not kinds and all(isinstance(text, str) for text in texts):
+        return "".join(map(str, texts)), tuple(map(picture_source, pictures))
     raise DataError(
         f"the content of a turn of {role} is not text: {_shown(value)}",
-        meaning=f"only text can be trained on, no parts of type {', '.join(kinds)}" if kinds else "",
+        meaning=f"only text and pictures can be trained on, no parts of type {', '.join(kinds)}" if kinds else "",
         fix="remove this example, or correct data.format.style",
     )
+
+
+def picture_source(value: object) -> object:
+    """Return the source of a picture that is given as such, in a part of a content, or as `{bytes, path}`."""
+    if not isinstance(value, dict):
+        return value
+    if unknown := [
+        key for key in value if key not in (*PICTURE_KEYS, "type", "text", "index", "detail") and value[key]
+    ]:
+        raise _bad(f"a picture has unknown keys: {', '.join(map(str, unknown))}", value)
+    key = next((key for key in PICTURE_KEYS if value.get(key)), "")
+    return f"data:;base64,{value[key]}" if key == "base64" else picture_source(value.get(key))
 
 
 def _as_list(value: object, key: str) -> list[object]:

@@ -16,17 +16,18 @@ from tokenizers import Tokenizer
 
 from ftkit.config.data import DataSpec, Format, PreferencesFormat, TextFormat, label_of
 from ftkit.data.conversations import Conversation, PlainText
-from ftkit.data.labels import any_of
+from ftkit.data.labels import Rendering, any_of
 from ftkit.data.limits import run_in_fork, try_rows
 from ftkit.data.packing import IGNORED, Document
+from ftkit.data.pictures import PictureProcessor
 from ftkit.data.preferences import EqualSidesError, Preferences
-from ftkit.data.rendering import ChatRenderer, Rendering, special_tokens_of
+from ftkit.data.rendering import ChatRenderer
 from ftkit.data.row_formats import read_example, read_label
 from ftkit.data.rows import Row, errors_at
+from ftkit.data.tokenizers import check_tokens, special_tokens_of
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
 
@@ -58,6 +59,7 @@ class RowEncoder:
         adds_space: whether the tokenizer adds a space before a text, as older SentencePiece tokenizers do.
         begin: the token that begins a document of plain text, if the tokenizer adds one.
         special_tokens: special tokens that stay text if plain text contains them.
+        pictures: the model's processor of pictures; None if it sees none.
     """
 
     tokenizer: Any
@@ -69,6 +71,7 @@ class RowEncoder:
     words: WordCache
     begin: str
     special_tokens: frozenset[str]
+    pictures: PictureProcessor | None = None
 
     @classmethod
     def of(
@@ -78,9 +81,11 @@ class RowEncoder:
         form: Format,
         vocab_size: int,
         end_tokens: Collection[int] = (),
+        pictures: PictureProcessor | None = None,
     ) -> RowEncoder:
         """Make an encoder for rows of a format."""
-        renderer = None if form.kind == "text" else ChatRenderer.of(tokenizer, data.template_options, end_tokens)
+        options, token = data.template_options, pictures.token if pictures else ""
+        renderer = None if form.kind == "text" else ChatRenderer.of(tokenizer, options, end_tokens, token)
         if renderer is not None and data.train_on != "all" and not renderer.end_tokens:
             raise DataError(
                 "the chat template writes no special token after an assistant turn",
@@ -99,6 +104,7 @@ class RowEncoder:
             words=WordCache.of(backend),
             begin=tokenizer.bos_token if has_begin else "",
             special_tokens=frozenset() if is_parsed else special_tokens_of(tokenizer),
+            pictures=pictures,
         )  # fmt: skip
 
     def encode(self, rows: Sequence[Row]) -> list[list[Document] | DataError]:
@@ -110,6 +116,8 @@ class RowEncoder:
             found = run_in_fork(self.renderer, try_rows, self._renderings, rows)
         else:
             found = try_rows(self._renderings, rows)
+        if self.pictures:
+            found = list(map(self.pictures.expand_row, rows, found))
         documents = iter(self._tokenize([each for part in found if isinstance(part, list) for each in part]))
         result: list[list[Document] | DataError] = []
         for row, part in zip(rows, found, strict=True):
@@ -138,7 +146,7 @@ class RowEncoder:
                 raise DataError("there is nothing to train on", fix="correct data.format, or skip these examples")
         if isinstance(self.format, PreferencesFormat):
             for chosen, rejected in zip(documents[::2], documents[1::2], strict=True):
-                if np.array_equal(chosen.tokens, rejected.tokens):
+                if np.array_equal(chosen.tokens, rejected.tokens) and chosen.pictures == rejected.pictures:
                     fix = "correct or remove this example, or set data.contradictions=drop"
                     raise EqualSidesError("both sides have the same tokens", fix=fix)
 
@@ -191,22 +199,30 @@ class RowEncoder:
         """Tokenize texts in pieces cut at the ends of trained turns, so that a prompt has the tokens of inference."""
         pieces: list[str] = []
         trained: list[list[bool]] = []
+        records: list[bytes] = []
+
+        def is_in(spans: Iterable[tuple[int, int]], begin: int, end: int) -> bool:
+            return any(first <= begin and end <= last for first, last in spans)
+
         for rendering in renderings:
             text, spans = rendering.text, rendering.spans
-            bounds = sorted({0, len(text), *rendering.cuts, *(place for span in spans for place in span)})
-            parts = [(begin, end) for begin, end in pairwise(bounds)]
+            hidden = [span for span in rendering.untrained if is_in(spans, *span)]
+            bounds = sorted({0, len(text), *rendering.cuts, *chain.from_iterable((*spans, *hidden))})
+            parts = list(pairwise(bounds))
             pieces += [text[begin:end] for begin, end in parts]
-            trained.append([any(first <= begin and end <= last for first, last in spans) for begin, end in parts])
+            trained.append([is_in(spans, *part) and not is_in(hidden, *part) for part in parts])
+            records.append(rendering.record)
         is_first = [number == 0 for flags in trained for number in range(len(flags))]
         ids = iter(self._tokenize_pieces(pieces, is_first))
-        return [self._document([(next(ids), flag) for flag in flags]) for flags in trained]
+        documents = zip(trained, records, strict=True)
+        return [self._document([(next(ids), flag) for flag in flags], record) for flags, record in documents]
 
-    def _document(self, parts: Sequence[tuple[list[int], bool]]) -> Document:
+    def _document(self, parts: Sequence[tuple[list[int], bool]], record: bytes) -> Document:
         tokens = np.array([token for ids, _ in parts for token in ids], dtype=np.int32)
         counts = np.repeat([flag for _, flag in parts], [len(ids) for ids, _ in parts])
         labels = np.full(len(tokens), IGNORED, dtype=np.int32)
         labels[:-1] = np.where(counts[1:], tokens[1:], IGNORED)
-        return Document(tokens, labels, is_text=self.renderer is None)
+        return Document(tokens, labels, is_text=self.renderer is None, pictures=record)
 
     def _tokenize_pieces(self, pieces: list[str], is_first: list[bool]) -> list[list[int]]:
         if not self.adds_space:
@@ -220,18 +236,6 @@ class RowEncoder:
             encoding.ids if first or other.ids[: len(newline)] != newline else other.ids[len(newline) :]
             for encoding, other, first in zip(plain, behind, is_first, strict=True)
         ]
-
-
-def check_tokens(tokenizer: PreTrainedTokenizerBase, tokens: NDArray[np.integer[Any]], vocab_size: int) -> None:
-    """Check that tokens have a row in the model's embedding table."""
-    largest = int(tokens.max(initial=0))
-    if largest >= vocab_size:
-        raise DataError(
-            f"token {largest:,} ({tokenizer.convert_ids_to_tokens(largest)!r}) is beyond the model's vocabulary of "
-            f"{vocab_size:,}",
-            meaning="the tokenizer belongs to another model, or has added tokens that the weights lack",
-            fix="use the model's tokenizer: model.tokenizer.source=model; or correct model.architecture.vocab_size",
-        )
 
 
 _MAX_WORDS: Final = 1 << 17

@@ -206,6 +206,26 @@ def _starts_of(text: str, end: int, value: str) -> Iterator[int]:
                 yield end - len(written)
 
 
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """A rendered text with its trained spans.
+
+    Attributes:
+        spans: start and end of the trained turns in the text, in order, with the end-of-turn token.
+        cuts: positions inside special tokens that the data contains as text; no token may cross them.
+        pictures: positions of the tokens of pictures, each with the picture's source.
+        untrained: start and end of what pictures are expanded to.
+        record: the arrays of the pictures, for `Document.pictures`.
+    """
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+    cuts: tuple[int, ...] = ()
+    pictures: tuple[tuple[int, object], ...] = ()
+    untrained: tuple[tuple[int, int], ...] = ()
+    record: bytes = b""
+
+
 class Completions:
     """Finds the completions of assistant turns, up to `stops`, and remembers the frames of their shapes."""
 

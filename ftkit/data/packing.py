@@ -48,13 +48,13 @@ class Document:
 def shorten(document: Document, length: int, too_long: str, end_of_turn: int | None) -> list[Document]:
     """Apply `data.too_long` to a document; one that fits is returned unchanged.
 
-    `drop` and `error` return none. `truncate` cuts after the last trained turn that fits (none if the first does not),
-    or a text anywhere; `split` is for text only. Turns of documents that are trained on all tokens end with
-    `end_of_turn`.
+    `drop` and `error` return none. `truncate` cuts after the last trained turn that fits (none if the first does not,
+    or if the document has pictures), or a text anywhere; `split` is for text only. Turns of documents that are trained
+    on all tokens end with `end_of_turn`.
     """
     if len(document.tokens) <= length:
         return [document]
-    if too_long in ("drop", "error"):
+    if too_long in ("drop", "error") or document.pictures:
         return []
     if document.is_text:
         starts = range(0, len(document.tokens) - 1, length) if too_long == "split" else (0,)

@@ -1,19 +1,53 @@
-"""Pictures as a model's inputs: the arrays of a document's pictures, stored as one record."""
+"""Pictures as a model's inputs: read, decoded, resized by the model's own processor, and stored as records."""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hashlib
+import io
 import json
-from collections.abc import Mapping
+import re
+import warnings
+import zlib
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
 
-PICTURE: Final = "\ufdd1"
-"""Mark of a picture in a turn's content: a Unicode noncharacter, which texts don't contain."""
+from ftkit.data.conversations import PICTURE_KEYS, PICTURE_PARTS
+from ftkit.data.imports import import_transformers
+from ftkit.data.labels import Rendering, any_of
+from ftkit.data.preferences import PICTURE_COLUMNS
+from ftkit.data.rows import Columns, Row, errors_at
+from ftkit.errors import DataError, one_line, plural
+from ftkit.paths import is_address
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ftkit.models.architecture import ModelSpec
+
 Arrays = dict[str, NDArray[Any]]
 """Inputs of a model by their names, such as `pixel_values` (uint8) and `image_grid_thw`."""
+MAX_PIXELS: Final = 100_000_000
+"""Of a picture: 300 MB in memory. Cameras have fewer."""
+MAX_BYTES: Final = 256 << 20
+"""Of a picture's file."""
+_MAX_SCANS: Final = 100
+"""Of a progressive JPEG, each of which takes as long as a small picture: encoders write about ten."""
+_FORMATS: Final = frozenset(("JPEG", "MPO", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000"))
+"""Formats of pictures. Pillow's others include programs (EPS) and files of other kinds."""
+_COMPRESSED: Final = b"\x78\x9c"
+"""The beginning of zlib's data; of a record, it would be a header of 40 kB."""
 _ALIGNMENT: Final = 8
 """Bytes: of all arrays in a record, and of records in a file."""
 
@@ -26,7 +60,7 @@ class PictureInputs:
         joined_at: the axis of each input at which those of documents are concatenated; other axes are padded with 0.
         scale: of `pixels = uint8 * scale + offset`, for each channel along `channel_axis` of the pixels.
         token_ids: tokens at which the model puts features of pictures.
-        sample: base64 of the record of one small blank picture.
+        sample: base64 of the compressed record of one small black picture.
         processor: the class of the processor.
         digest: SHA-256 of its configuration, and of the versions of the libraries that resize.
     """
@@ -40,6 +74,24 @@ class PictureInputs:
     processor: str
     digest: str
 
+    def verify(self, pixels: NDArray[np.uint8], expected: NDArray[np.floating]) -> None:
+        """Check that stored pixels are the processor's own, except for those that it added after normalizing.
+
+        Raises DataError: they differ by more than 1e-5.
+        """
+        shape = (-1, *[1] * (-1 - self.channel_axis))
+        scale, offset = (np.array(each, np.float32).reshape(shape) for each in (self.scale, self.offset))
+        difference = np.abs(pixels * scale + offset - expected)
+        largest = (
+            difference[(pixels != 0) | (expected != 0)].max(initial=0) if pixels.shape == expected.shape else np.inf
+        )
+        if not largest <= _TOLERANCE:
+            raise DataError(
+                f"pictures of {self.processor} can't be stored in 8 bits: pixels differ by {largest:.1g}",
+                meaning="it changes pixels in other ways than by one scale and offset for each channel",
+                fix="choose another model, or train on text: data.pictures=false",
+            )
+
 
 def to_record(arrays: Mapping[str, NDArray[Any]]) -> bytes:
     """Return arrays as one record, which describes itself: each array's name, type and shape, and its values."""
@@ -50,8 +102,8 @@ def to_record(arrays: Mapping[str, NDArray[Any]]) -> bytes:
 
 
 def from_record(record: bytes | memoryview) -> Arrays:
-    """Return the arrays of a record: read-only views of it."""
-    view = memoryview(record)
+    """Return the arrays of a record, which zlib may have compressed: read-only views of it."""
+    view = memoryview(zlib.decompress(record) if record[:2] == _COMPRESSED else record)
     end = _ALIGNMENT + int.from_bytes(view[:_ALIGNMENT], "little")
     arrays: Arrays = {}
     for name, dtype, shape in json.loads(bytes(view[_ALIGNMENT:end])):
@@ -60,3 +112,289 @@ def from_record(record: bytes | memoryview) -> Arrays:
         arrays[name] = np.frombuffer(view[begin:end], dtype).reshape(shape)
         arrays[name].flags.writeable = False
     return arrays
+
+
+def open_picture(source: object, folder: str) -> Image.Image:
+    """Decode a picture as RGB: upright, on white if it is transparent, of an animation the first frame.
+
+    `source` is bytes, a `data:` URI, or a path relative to `folder`.
+
+    Raises DataError: it can't be read, is no picture, or larger than `MAX_BYTES` or `MAX_PIXELS`.
+    """
+    content, name = _read(source, folder)
+    Image.init()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of sizes and damaged metadata
+            with Image.open(io.BytesIO(content), formats=sorted(_FORMATS & Image.OPEN.keys())) as image:
+                if image.width * image.height > MAX_PIXELS:
+                    raise _bad(name, f"{image.width:,} x {image.height:,} pixels, more than {MAX_PIXELS:,}")
+                if image.format in ("JPEG", "MPO") and content.count(b"\xff\xda") > _MAX_SCANS:
+                    raise _bad(name, f"a JPEG of more than {_MAX_SCANS} scans")
+                image.load()
+                return _to_rgb(ImageOps.exif_transpose(image), name)
+    except UnidentifiedImageError:
+        is_svg = b"<svg" in content[:1024]
+        reason = "an SVG, which is a drawing without pixels" if is_svg else "in no known format" if content else "empty"
+        raise _bad(name, reason) from None
+    except Image.DecompressionBombError:
+        raise _bad(name, f"more than {MAX_PIXELS:,} pixels") from None
+    except (OSError, ValueError, SyntaxError, EOFError, OverflowError, LookupError, TypeError, MemoryError) as error:
+        raise _bad(name, f"damaged or truncated: {one_line(error)}") from error
+
+
+def _read(source: object, folder: str) -> tuple[bytes, str]:
+    """Return the bytes of a picture, and what errors call it."""
+    if isinstance(source, bytes):
+        return source, f"of {plural(len(source), 'byte')}"
+    if not isinstance(source, str) or not source:
+        raise _bad(str(source)[:80], "neither a path nor bytes")
+    if source.startswith("data:"):
+        try:
+            content = base64.b64decode(source.partition(",")[2], validate=True)
+        except binascii.Error as error:
+            raise _bad(f"'{source[:40]}…'", f"not valid base64: {error}") from error
+        return content, f"'{source[:40]}…'"
+    if is_address(source) or is_address(folder):
+        raise _bad(
+            f"'{source}'", "not on this machine", "download the pictures, or write them as bytes into Parquet files"
+        )
+    path = Path(folder, source.removeprefix("file://"))
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise _bad(f"'{path}'", f"more than {MAX_BYTES >> 20} MiB")
+        return path.read_bytes(), f"'{path}'"
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte
+        raise _bad(
+            f"'{path}'", one_line(getattr(error, "strerror", None) or error),
+            "correct the path, which is relative to the folder of the data file, or remove this example",
+        ) from error  # fmt: skip
+
+
+def _bad(name: str, reason: str, fix: str = "correct or remove this example") -> DataError:
+    return DataError(f"the picture {name} can't be used: {reason}", fix=fix)
+
+
+def _to_rgb(image: Image.Image, name: str) -> Image.Image:
+    if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow clips to 8, or has as 32
+        values = np.asarray(image)
+        image = Image.fromarray((values >> 8 if values.max(initial=0) > 255 else values).astype(np.uint8))  # noqa: PLR2004
+    if image.mode == "F":
+        raise _bad(name, "its pixels are floating-point numbers of unknown range")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image)
+    return image.convert("RGB")
+
+
+def portable(columns: Columns, folder: str) -> Columns:
+    """Return a row as JSON can hold it in another folder: paths of pictures are absolute, bytes are `data:` URIs."""
+    return {name: _portable(value, folder, is_source=name in PICTURE_COLUMNS) for name, value in columns.items()}
+
+
+def _portable(value: object, folder: str, *, is_source: bool) -> object:
+    if isinstance(value, bytes):
+        return f"data:;base64,{base64.b64encode(value).decode()}"
+    if isinstance(value, list):
+        return [_portable(each, folder, is_source=is_source) for each in value]
+    if isinstance(value, dict):
+        is_part = is_source or value.get("type") in PICTURE_PARTS
+        return {key: _portable(each, folder, is_source=is_part and key in PICTURE_KEYS) for key, each in value.items()}
+    if is_source and isinstance(value, str) and not value.startswith("data:") and not is_address(value):
+        return str(Path(folder, value).absolute())
+    return value
+
+
+@dataclass
+class PictureProcessor:
+    """A model's own processor, which resizes pictures and writes the tokens of each.
+
+    Attributes:
+        token: what chat templates write for a picture.
+        inputs: what its arrays are to the model.
+        core: finds the special tokens in what it writes for a picture.
+    """
+
+    processor: Any
+    token: str
+    inputs: PictureInputs
+    core: re.Pattern[str]
+    _is_proven: bool = False
+
+    @classmethod
+    def of(cls, model: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> PictureProcessor:
+        """Load the processor of a model, and find by small pictures what its arrays are.
+
+        Raises DataError: the model has none, it needs another package, or it works in a way that is not known here.
+        """
+        source = model.tokenizer.source if model.weights == "random" else model.weights
+        revision = None if model.weights == "random" else model.revision
+        transformers = import_transformers()
+        try:
+            processor, config = (
+                kind.from_pretrained(source, revision=revision, trust_remote_code=False)
+                for kind in (transformers.AutoProcessor, transformers.AutoConfig)
+            )
+        except Exception as error:  # it imports classes by the names in files
+            raise DataError(
+                f"can't load the processor of '{source}': {one_line(error)}",
+                meaning="its files are missing or broken, or its class needs another package, such as torchvision",
+                fix="copy preprocessor_config.json and processor_config.json too, or install the package; or train on "
+                "text: data.pictures=false",
+            ) from error
+        token = getattr(processor, "image_token", None)
+        ids = [getattr(each, name, None) for each in (config, processor) for name in _TOKEN_IDS]
+        token_ids = tuple(each for each in ids if isinstance(each, int))[:1]
+        if not token or not token_ids or not hasattr(processor, "replace_image_token"):
+            raise DataError(
+                f"the processor of '{source}' is {type(processor).__name__}, which writes no tokens of pictures",
+                meaning=f"the model sees none, or transformers {transformers.__version__} is too old for this",
+                fix="choose a multimodal model or a newer transformers, or train on text: data.pictures=false",
+            )
+        inputs, expansion = _probe(processor, token, token_ids)
+        own, other = (
+            each(expansion, add_special_tokens=False)["input_ids"] for each in (tokenizer, processor.tokenizer)
+        )
+        if own != other:
+            raise DataError(
+                f"the tokenizer of '{source}' has other tokens of pictures than its processor",
+                fix="set model.tokenizer.source=model, or correct the files of the processor",
+            )
+        special = frozenset(str(each) for each in tokenizer.added_tokens_decoder.values())
+        return cls(processor, token, inputs, any_of(special))
+
+    def process(self, pictures: Sequence[Image.Image]) -> tuple[list[str], Arrays]:
+        """Return what stands for each picture in the text, and the arrays of all of them.
+
+        Raises DataError: the processor refuses the pictures, or its own result is another for the first of a process.
+        """
+        try:
+            expansions, arrays = _call(self.processor, self.token, [pictures], is_raw=True)
+            expected = None if self._is_proven else _call(self.processor, self.token, [pictures])[1]["pixel_values"]
+        except DataError:
+            raise
+        except Exception as error:  # a processor may raise anything, such as for extreme shapes
+            shapes = ", ".join(f"{each.width:,} x {each.height:,}" for each in pictures)
+            raise _bad(f"of {shapes} pixels", one_line(error)) from error
+        if any(name.endswith("mask") and not array.all() for name, array in arrays.items()):
+            raise DataError(
+                "the processor pads the pictures of a row to the size of the largest",
+                meaning="it does so after normalizing, which does not fit into 8 bits",
+                fix="give rows with pictures of one shape, or with one picture",
+            )
+        if expected is not None:
+            self.inputs.verify(arrays["pixel_values"], expected)
+            self._is_proven = True
+        return expansions, arrays
+
+    def expand_row(self, row: Row, renderings: list[Rendering] | DataError) -> list[Rendering] | DataError:
+        """Return a row's renderings with its pictures, or the error of one."""
+        if isinstance(renderings, DataError):
+            return renderings
+        sources = max((each.pictures for each in renderings), key=len)  # those of the others are the first of these
+        try:
+            with errors_at(row):
+                opened = [open_picture(source, row.folder) for _, source in sources]
+                return [self._expand(each, opened[: len(each.pictures)]) for each in renderings]
+        except DataError as error:
+            return error
+
+    def _expand(self, rendering: Rendering, pictures: Sequence[Image.Image]) -> Rendering:
+        """Return a rendering with what the processor writes for each picture in place of its token.
+
+        The special tokens that it writes first and last for a picture bound what is not trained: all tokenizers split
+        there anyway.
+        """
+        if not pictures:
+            return rendering
+        expansions, arrays = self.process(pictures)
+        places = [place for place, _ in rendering.pictures]
+        shifts = list(accumulate((len(each) - len(self.token) for each in expansions), initial=0))
+
+        def moved(place: int) -> int:
+            return place + shifts[bisect_left(places, place)]
+
+        bounds = [0, *chain.from_iterable((place, place + len(self.token)) for place in places), len(rendering.text)]
+        kept = [rendering.text[begin:end] for begin, end in zip(bounds[::2], bounds[1::2], strict=True)]
+        found = [list(self.core.finditer(each)) for each in expansions]
+        return Rendering(
+            "".join(chain.from_iterable(zip(kept, (*expansions, ""), strict=True))),
+            tuple((moved(begin), moved(end)) for begin, end in rendering.spans),
+            tuple(map(moved, rendering.cuts)),
+            rendering.pictures,
+            tuple(
+                (moved(at) + each[0].start(), moved(at) + each[-1].end())
+                for at, each in zip(places, found, strict=True)
+            ),
+            to_record(arrays),
+        )
+
+
+_TOKEN_IDS: Final = ("image_token_id", "image_token_index")
+_TEXT_INPUTS: Final = ("text_replacement_offsets", "token_type_ids", "mm_token_type_ids")
+_PROBE_SIZE: Final = 64
+"""Pixels of a side of the pictures that show what a processor does."""
+_TOLERANCE: Final = 1e-5
+
+
+def _call(
+    processor: Any, token: str, samples: Sequence[Sequence[Image.Image]], *, is_raw: bool = False
+) -> tuple[list[str], Arrays]:
+    """Return what stands for each picture of the first sample, and the arrays; raw pixels are uint8."""
+    result = processor(
+        images=[list(pictures) for pictures in samples],
+        text=[token * len(pictures) for pictures in samples],
+        return_text_replacement_offsets=True,
+        return_tensors="np",
+        **({"do_rescale": False, "do_normalize": False} if is_raw else {}),
+    )
+    skipped = {*_TEXT_INPUTS, *processor.tokenizer.model_input_names}
+    arrays = {name: np.asarray(value) for name, value in result.items() if name not in skipped}
+    arrays |= {name: value.astype(bool) for name, value in arrays.items() if name.endswith("mask")}
+    pixels = arrays["pixel_values"]
+    if is_raw and pixels.dtype != np.uint8:
+        arrays["pixel_values"] = pixels.astype(np.uint8)
+        if not np.array_equal(pixels, arrays["pixel_values"]):
+            raise _unknown(processor, "resized pixels are not whole numbers from 0 to 255")
+    return [each["replacement"] for each in result["text_replacement_offsets"][0]], arrays
+
+
+def _probe(processor: Any, token: str, token_ids: tuple[int, ...]) -> tuple[PictureInputs, str]:
+    """Return what a processor's arrays are, and what it writes for a picture, by a black and a white one."""
+    black, white = (Image.new("RGB", (_PROBE_SIZE, _PROBE_SIZE), color) for color in ("black", "white"))
+    (expansion, *_), one = _call(processor, token, [[black]], is_raw=True)
+    together, apart = (_call(processor, token, each, is_raw=True)[1] for each in ([[black] * 2], [[black]] * 2))
+    low, high = (_call(processor, token, [[each]])[1]["pixel_values"] for each in (black, white))
+    joined_at = {}
+    for name, array in one.items():
+        shapes = (each[name].shape for each in (together, apart))
+        axes = (axis for shape in shapes for axis, size in enumerate(array.shape) if shape[axis] == 2 * size)
+        if array.dtype == object or (axis := next(axes, None)) is None:
+            raise _unknown(processor, f"its input {name} has no axis of pictures")
+        joined_at[name] = axis
+    channels = -3 if low.ndim > 3 and low.shape[-3] == 3 else -1  # noqa: PLR2004 - channels before height and width
+    offset, last = (np.moveaxis(each, channels, -1).reshape(-1, each.shape[channels])[0] for each in (low, high))
+    scale = (last.astype(np.float64) - offset) / 255
+    settings = [processor.to_json_string(), processor.image_processor.to_json_string(), *_versions()]
+    inputs = PictureInputs(
+        joined_at, tuple(scale.tolist()), tuple(offset.tolist()), channels, token_ids,
+        sample=base64.b64encode(zlib.compress(to_record(one))).decode(),
+        processor=type(processor).__name__,
+        digest=hashlib.sha256("\n".join(settings).encode()).hexdigest(),
+    )  # fmt: skip
+    inputs.verify(one["pixel_values"], low)
+    return inputs, expansion
+
+
+def _versions() -> Iterator[str]:
+    for package in ("pillow", "numpy", "torchvision", "transformers"):
+        with suppress(PackageNotFoundError):
+            yield f"{package} {version(package)}"
+
+
+def _unknown(processor: Any, reason: str) -> DataError:
+    return DataError(
+        f"pictures can't be prepared with {type(processor).__name__}: {reason}",
+        fix="choose another model, or train on text: data.pictures=false",
+    )

@@ -1,4 +1,4 @@
-"""Read pairs: a chosen and a rejected completion of a prompt, as texts or as turns."""
+"""Read pairs: a chosen and a rejected completion of a prompt, as texts or as turns; place the pictures of examples."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from ftkit.data.conversations import (
+    PICTURE,
     Conversation,
     Message,
     PlainText,
     blank_turn,
     check_calls,
     is_turn,
+    picture_source,
     read_tools,
     read_turns,
     turns_in,
 )
-from ftkit.errors import DataError
+from ftkit.errors import DataError, plural
 
 if TYPE_CHECKING:
-    from ftkit.config.data import PreferencesFormat
+    from ftkit.config.data import DataSpec, PreferencesFormat
     from ftkit.data.rows import Columns
 
+PICTURE_COLUMNS = ("images", "image")
+_PICTURE_MARK = re.compile(r"\n<image>\Z|<image>\n?")
+"""LLaVA's and ShareGPT's mark in a text, with the line break that keeps it apart: templates write their own."""
 _SPEAKERS = re.compile(r"(?:\r?\n){2}(Human|Assistant):")
 """Turns in a text, as in HH-RLHF (Bai et al. 2022)."""
 Turns = tuple[Message, ...]
@@ -60,6 +65,70 @@ def conversations_of(example: Example) -> tuple[Conversation, ...]:
             return (example,)
         case _:
             return ()
+
+
+def with_pictures(example: Example, columns: Columns, data: DataSpec) -> Example:
+    """Return an example with the pictures of the row's column `images` or `image` in their places.
+
+    Raises DataError: it has pictures, and the recipe's model sees none.
+    """
+    if not data.pictures:
+        turns = (turn for each in conversations_of(example) for turn in enumerate(each.messages, start=1))
+        for number in (number for number, message in turns if message.pictures):
+            raise DataError(
+                f"turn {number}: a picture, and data.pictures is not true",
+                meaning="the model sees no pictures then, only text",
+                fix="choose a multimodal model and set data.pictures=true, or remove this example",
+            )
+        return example
+    found = [name for name in PICTURE_COLUMNS if name not in data.ignore_columns and columns.get(name)]
+    if len(found) > 1:
+        raise DataError("there are pictures in both 'images' and 'image'", fix="data.ignore_columns=[image]")
+    column = found[0] if found else PICTURE_COLUMNS[0]
+    sources = [picture_source(each) for each in turns_in(columns.get(column)) or [columns.get(column)] if each]
+    match example:
+        case Preferences(chosen, rejected):
+            sides = (_place_pictures(side, sources, column) for side in rejected)
+            return Preferences(_place_pictures(chosen, sources, column), tuple(sides))
+        case Conversation():
+            return _place_pictures(example, sources, column)
+        case _ if sources:
+            raise DataError(
+                f"column '{column}' has pictures, and the row is a text without turns",
+                fix=f"give data.format prompts and completions, or leave them out: data.ignore_columns=[{column}]",
+            )
+    return example
+
+
+def _place_pictures(conversation: Conversation, sources: Sequence[object], column: str) -> Conversation:
+    """Give turns the pictures of a row's column, in their order.
+
+    They belong to parts without a source, or to marks `<image>` in texts; without either, they stand before the text of
+    the first turn of the user.
+    """
+    messages = list(conversation.messages)
+    if not any(each.pictures for each in messages):
+        marked = [_PICTURE_MARK.subn(PICTURE, each.content) for each in messages]
+        if not sum(num for _, num in marked):
+            first = next((place for place, each in enumerate(messages) if each.role == "user"), 0)
+            marked[first] = PICTURE * len(sources) + messages[first].content, len(sources)
+        messages = [
+            replace(each, content=content, pictures=(None,) * num)
+            for each, (content, num) in zip(messages, marked, strict=True)
+        ]
+    num_open = sum(source is None for each in messages for source in each.pictures)
+    if num_open != len(sources):
+        raise DataError(
+            f"{plural(num_open, 'mark')} or parts of pictures without a source, and {plural(len(sources), 'picture')} "
+            f"in column '{column}'",
+            fix="correct or remove this example",
+        )
+    left = iter(sources)
+    filled = (
+        replace(each, pictures=tuple(next(left) if source is None else source for source in each.pictures))
+        for each in messages
+    )
+    return replace(conversation, messages=tuple(filled))
 
 
 def read_preferences(columns: Columns, form: PreferencesFormat, ignored: Collection[str]) -> Preferences:

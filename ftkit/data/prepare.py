@@ -12,6 +12,7 @@ from ftkit.config.data_sources import GeneratedSource
 from ftkit.data.conversations import PlainText
 from ftkit.data.encoding import MAX_CHARACTERS, RowEncoder
 from ftkit.data.packing import DocumentBatch, Packer, count_row_tokens
+from ftkit.data.pictures import PictureProcessor
 from ftkit.data.preferences import conversations_of
 from ftkit.data.prepared_data import DataManifest, PackWriter, PreparedData, new_prepared_data
 from ftkit.data.row_formats import DETECTION_ROWS, check_format, describe_roles, read_example, resolve_format
@@ -86,6 +87,7 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], n
         train.finish()
         validation.finish()
     _check_totals(totals, recipe, train.writer.num_packs, report)
+    pictures = encoder.encoders[0].pictures
     return DataManifest(
         fingerprint=plan.fingerprint,
         sequence_length=length,
@@ -104,6 +106,7 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], n
         sources=tuple(totals.sources),
         preparation_version=PREPARATION_VERSION,
         digests={"documents": f"{train.sum_of_digests:064x}"},
+        pictures=pictures.inputs if pictures else None,
     )
 
 
@@ -184,7 +187,10 @@ def open_encoder(recipe: RecipePlan, report: Callable[[str], None]) -> BatchEnco
     vocab_size = recipe.model.architecture.vocab_size
     check_size(tokenizer, recipe.model, vocab_size, report)
     ends = find_model_end_tokens(recipe.model)
-    encoders = {source: RowEncoder.of(tokenizer, data, form, vocab_size, ends) for source, form in formats.items()}
+    pictures = PictureProcessor.of(recipe.model, tokenizer) if data.pictures else None
+    encoders = {
+        source: RowEncoder.of(tokenizer, data, form, vocab_size, ends, pictures) for source, form in formats.items()
+    }
     renderer = next((encoder.renderer for encoder in encoders.values() if encoder.renderer), None)  # all have the same
     if renderer is None:
         return BatchEncoder(recipe, encoders, None)

@@ -10,8 +10,18 @@ from datetime import UTC, datetime
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from ftkit.data.conversations import Conversation, JsonObject, Message, ToolCall, trained_turns, with_short_ids
-from ftkit.data.labels import Completions, any_of
+from ftkit.data.conversations import (
+    PICTURE,
+    Conversation,
+    JsonObject,
+    Message,
+    TemplateTurn,
+    ToolCall,
+    for_template,
+    trained_turns,
+    with_short_ids,
+)
+from ftkit.data.labels import Completions, Rendering, any_of
 from ftkit.data.limits import MAX_TEXT, LimitReachedError, Template, run_limited
 from ftkit.data.private_apis import compile_chat_template
 from ftkit.data.template_probes import (
@@ -25,7 +35,8 @@ from ftkit.data.template_probes import (
     find_turn_ends,
     shapes,
 )
-from ftkit.errors import DataError
+from ftkit.data.tokenizers import special_tokens_of
+from ftkit.errors import DataError, plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,23 +50,6 @@ _MAX_SHOWN_ROLES = 8
 _CUT = "\ufdd0"
 """Mark inside a special token in the text of the data: a Unicode noncharacter, which texts don't contain."""
 
-_Turn = dict[str, Any]
-"""A turn as chat templates expect it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rendering:
-    """A rendered text with its trained spans.
-
-    Attributes:
-        spans: start and end of the trained turns in the text, in order, with the end-of-turn token.
-        cuts: positions inside special tokens that the data contains as text; no token may cross them.
-    """
-
-    text: str
-    spans: tuple[tuple[int, int], ...]
-    cuts: tuple[int, ...] = ()
-
 
 @dataclass(frozen=True)
 class ChatRenderer(Template):
@@ -67,6 +61,7 @@ class ChatRenderer(Template):
         stops: tokens at which generation stops, by the tokenizer and the model's generation configuration.
         needs_short_ids: whether it requires tool call ids of nine letters or digits.
         needs_parts: whether it writes contents only if they are lists of parts, as some multimodal models' do.
+        picture_token: what it writes for a picture, which the model's processor expands; empty if it sees none.
         dropped: fields of turns that it silently omits.
         answer_end: how it ends answers; `call_end`, turns with tool calls.
     """
@@ -78,6 +73,7 @@ class ChatRenderer(Template):
     stops: frozenset[str] = frozenset()
     needs_short_ids: bool = False
     needs_parts: bool = False
+    picture_token: str = ""
     dropped: frozenset[str] = frozenset()
     answer_end: TurnEnd = field(default_factory=TurnEnd)
     call_end: TurnEnd = field(default_factory=TurnEnd)
@@ -88,7 +84,11 @@ class ChatRenderer(Template):
 
     @classmethod
     def of(
-        cls, tokenizer: PreTrainedTokenizerBase, options: JsonObject, end_tokens: Collection[int] = ()
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        options: JsonObject,
+        end_tokens: Collection[int] = (),
+        picture_token: str = "",
     ) -> ChatRenderer:
         """Inspect a tokenizer's template: find which fields of turns it omits, and how it ends turns.
 
@@ -100,8 +100,9 @@ class ChatRenderer(Template):
         renderer = cls(
             name_of_template(tokenizer), template + tool_template, template, tool_template,
             variables={**tokenizer.special_tokens_map, **options},
-            special_tokens=special_tokens_of(tokenizer),
+            special_tokens=special_tokens_of(tokenizer) | {picture_token} - {""},
             stops=frozenset(stops),
+            picture_token=picture_token,
         )  # fmt: skip
         return run_limited(renderer, renderer.inspected)
 
@@ -116,6 +117,8 @@ class ChatRenderer(Template):
             renderer = replace(renderer, needs_short_ids=True)
         answer_end, call_end = find_turn_ends(renderer)
         dropped = frozenset(find_dropped(renderer))
+        if self.picture_token:
+            renderer.render(Conversation((Message("user", f"{PICTURE}hi", pictures=("",)), Message("assistant", "ok"))))
         return replace(renderer, dropped=dropped, answer_end=answer_end, call_end=call_end)
 
     @property
@@ -139,7 +142,7 @@ class ChatRenderer(Template):
         except DataError:
             return None
 
-    def _turns_of(self, conversation: Conversation) -> list[_Turn]:
+    def _turns_of(self, conversation: Conversation) -> list[TemplateTurn]:
         return [for_template(message, in_parts=self.needs_parts) for message in conversation.messages]
 
     def to_end_of_turn(self, text: str, last: Message) -> str:
@@ -165,7 +168,20 @@ class ChatRenderer(Template):
             text = self._render(turns, conversation.tools, open_turn=False)
             found = [Rendering(text, ((0, len(text)),))]
         else:
-            found = self._grouped(conversation, turns, trained_turns(conversation, data.train_on))
+            trained = trained_turns(conversation, data.train_on)
+            messages = [(each + 1, conversation.messages[each]) for each in trained]
+            for turn in (turn for turn, message in messages if message.role == "assistant" and message.pictures):
+                what = f"turn {turn}: a trained turn of the assistant has a picture"
+                raise DataError(what, meaning="the model writes only text", fix="correct or remove this example")
+            found = self._grouped(conversation, turns, trained)
+        if sources := [source for message in conversation.messages for source in message.pictures]:
+            pattern = re.compile(re.escape(self.picture_token))
+            found = [
+                replace(
+                    each, pictures=tuple(zip((m.start() for m in pattern.finditer(each.text)), sources, strict=False))
+                )
+                for each in found
+            ]
         return [_without_cuts(rendering) for rendering in found] if has_cuts else found
 
     def find_unproven(self) -> dict[str, DataError]:
@@ -221,7 +237,7 @@ class ChatRenderer(Template):
         )
         return replace(conversation, messages=messages, tools=tuple(_cut(list(conversation.tools), pattern))), True
 
-    def _render(self, turns: Sequence[_Turn], tools: Sequence[JsonObject], *, open_turn: bool) -> str:
+    def _render(self, turns: Sequence[TemplateTurn], tools: Sequence[JsonObject], *, open_turn: bool) -> str:
         variables = {
             **self.variables,
             "messages": turns,
@@ -239,9 +255,21 @@ class ChatRenderer(Template):
             raise explain_failure(error, ", ".join(roles) or "(none)") from error
         if len(text) > MAX_TEXT:
             raise LimitReachedError(f"writes {len(text):,} characters")
+        contents = (turn["content"] for turn in turns if isinstance(turn["content"], list))
+        num_pictures = sum(part["type"] == "image" for content in contents for part in content)
+        num_tokens = text.count(self.picture_token) if self.picture_token else 0
+        if num_tokens != num_pictures:
+            raise DataError(
+                f"the chat template writes {plural(num_tokens, 'token')} {self.picture_token!r} for "
+                f"{plural(num_pictures, 'picture')}",
+                meaning="it is not the template of this multimodal model, or the model is one of text",
+                fix="set data.chat_template=model, or choose a model whose template writes pictures",
+            )
         return text
 
-    def _grouped(self, conversation: Conversation, turns: list[_Turn], trained: Sequence[int]) -> list[Rendering]:
+    def _grouped(
+        self, conversation: Conversation, turns: list[TemplateTurn], trained: Sequence[int]
+    ) -> list[Rendering]:
         """Return the fewest texts, each ending with a trained turn, in which all trained turns look as in inference."""
         in_windows = self._in_windows(conversation, turns, trained) if len(turns) > _WINDOW else None
         if in_windows is not None:
@@ -255,7 +283,9 @@ class ChatRenderer(Template):
             found.append(Rendering(text, spans))
         return found
 
-    def _in_windows(self, conversation: Conversation, turns: list[_Turn], trained: Sequence[int]) -> Rendering | None:
+    def _in_windows(
+        self, conversation: Conversation, turns: list[TemplateTurn], trained: Sequence[int]
+    ) -> Rendering | None:
         """Render a long conversation in time linear in its turns.
 
         The context of a turn is then the leading system turns and the turns just before it. The concatenation of the
@@ -285,7 +315,9 @@ class ChatRenderer(Template):
             is_same = text[: spans[-1][0]] == self._render(turns[:last], tools, open_turn=True)
         return Rendering(text, tuple(spans)) if is_same else None
 
-    def _through(self, conversation: Conversation, turns: Sequence[_Turn], chosen: Sequence[int]) -> tuple[str, int]:
+    def _through(
+        self, conversation: Conversation, turns: Sequence[TemplateTurn], chosen: Sequence[int]
+    ) -> tuple[str, int]:
         """Return the text of chosen turns up to the end of the last, and the start of the last in it.
 
         The text before an assistant turn is the prompt of inference.
@@ -320,7 +352,7 @@ def name_of_template(tokenizer: PreTrainedTokenizerBase) -> str:
     return f"the chat template of '{source}'" if (source := tokenizer.name_or_path) else "the chat template"
 
 
-def _context(turns: list[_Turn], end: int) -> list[int]:
+def _context(turns: list[TemplateTurn], end: int) -> list[int]:
     """Return the turns before `end`: all, or the leading system turns and the last turns from a user turn on."""
     if end <= _WINDOW:
         return list(range(end))
@@ -330,24 +362,6 @@ def _context(turns: list[_Turn], end: int) -> list[int]:
     return [*system, *range(first_user, end)]
 
 
-def for_template(message: Message, *, in_parts: bool) -> _Turn:
-    """Return a turn as templates expect it, without keys that have no value, since some templates test for keys."""
-    parts = [{"type": "text", "text": message.content}] if message.content else []
-    turn: _Turn = {"role": message.role, "content": parts if in_parts else message.content}
-    if message.reasoning is not None:
-        turn |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), message.reasoning)
-    if message.tool_calls:
-        turn["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            | ({"id": call.id} if call.id else {})
-            for call in message.tool_calls
-        ]
-    for key, value in (("name", message.name), ("tool_call_id", message.tool_call_id)):
-        if value is not None:
-            turn[key] = value
-    return turn
-
-
 def _without_cuts(rendering: Rendering) -> Rendering:
     """Remove the cut marks from the text, and return their positions."""
     places = [found.start() for found in re.finditer(_CUT, rendering.text)]
@@ -355,14 +369,8 @@ def _without_cuts(rendering: Rendering) -> Rendering:
         (begin - bisect_left(places, begin), end - bisect_left(places, end)) for begin, end in rendering.spans
     )
     cuts = tuple(place - number for number, place in enumerate(places))
-    return Rendering(rendering.text.replace(_CUT, ""), spans, cuts)
-
-
-def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """Return a tokenizer's special tokens. Those in the data, as in a user's question, stay text."""
-    added = tokenizer.added_tokens_decoder.values()
-    special = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
-    return frozenset(token for token in special if len(token) > 1)
+    pictures = tuple((place - bisect_left(places, place), source) for place, source in rendering.pictures)
+    return Rendering(rendering.text.replace(_CUT, ""), spans, cuts, pictures)
 
 
 def _texts_of(conversation: Conversation) -> Iterator[str]:

@@ -38,7 +38,7 @@ from ftkit.data.conversations import (
     read_turns,
     turns_in,
 )
-from ftkit.data.preferences import Example, read_preferences
+from ftkit.data.preferences import PICTURE_COLUMNS, Example, read_preferences, with_pictures
 from ftkit.data.tasks import read_pair
 from ftkit.errors import DataError, closest, one_line
 
@@ -199,15 +199,19 @@ def _detect_by_columns(columns: set[str]) -> Format | None:
     return TextFormat() if "text" in columns else None
 
 
-def unused_columns(row: Columns, form: Format) -> list[str]:
+def unused_columns(row: Columns, data: DataSpec, form: Format) -> list[str]:
     """Return the columns with a value that the format does not use, in the row's order."""
-    known = {*form.columns, *_REDUNDANT.get(type(form), ())}
+    known = {*form.columns, *_REDUNDANT.get(type(form), ()), *(PICTURE_COLUMNS if data.pictures else ())}
     return [name for name, value in row.items() if name not in known and value not in (None, "", [], {})]
 
 
-def read_example(columns: Columns, data: DataSpec, form: Format) -> Example:  # noqa: PLR0911 - one for each format
+def read_example(columns: Columns, data: DataSpec, form: Format) -> Example:
     """Turn a row of a resolved format into a conversation or a text."""
     _check_columns(columns, data, form)
+    return with_pictures(_read(columns, data, form), columns, data)
+
+
+def _read(columns: Columns, data: DataSpec, form: Format) -> Example:  # noqa: PLR0911 - one for each format
     match form:
         case MessagesFormat():
             return _read_conversation(columns, form, data.ignore_columns)
@@ -237,7 +241,7 @@ def unknown_columns(columns: Columns, data: DataSpec, form: Format) -> list[str]
     if isinstance(form, PromptCompletionFormat):
         chooses = not isinstance(data.format, AutoFormat) and form != PromptCompletionFormat()
     known = {*METADATA, *data.ignore_columns}
-    return [] if chooses else [name for name in unused_columns(columns, form) if name not in known]
+    return [] if chooses else [name for name in unused_columns(columns, data, form) if name not in known]
 
 
 def _check_columns(columns: Columns, data: DataSpec, form: Format) -> None:
@@ -245,7 +249,7 @@ def _check_columns(columns: Columns, data: DataSpec, form: Format) -> None:
     absent = missing or [name for name in form.columns if name not in columns]
     if not missing and not (unknown := unknown_columns(columns, data, form)):
         return
-    unused = unused_columns(columns, form)
+    unused = unused_columns(columns, data, form)
     similar = next((f"did you mean '{name}' by '{each}'? " for each in absent if (name := closest(each, unused))), "")
     if missing:
         is_nested = missing[0].partition(".")[0] in columns
@@ -260,7 +264,8 @@ def _check_columns(columns: Columns, data: DataSpec, form: Format) -> None:
     raise DataError(
         f"columns that the format does not know: {', '.join(unknown)}",
         meaning=f"the format is {describe_format(form)}; their values would be lost",
-        fix=f"{similar}leave them out: data.ignore_columns=[{', '.join(unknown)}]; or use them in data.format",
+        fix=f"{similar}leave them out: data.ignore_columns=[{', '.join(unknown)}]; or use them in data.format"
+        + "; for a multimodal model: data.pictures=true" * any(name in PICTURE_COLUMNS for name in unknown),
     )
 
 

@@ -9,7 +9,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ftkit.errors import DataError
@@ -30,10 +30,11 @@ _ENCODINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The columns of one example, and its place: `FILE:LINE`, or its number in a dataset."""
+    """The columns of one example, its place (`FILE:LINE`, or its number in a dataset), and the folder of its file."""
 
     columns: Columns
     where: str
+    folder: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,9 @@ class RawRow:
         if isinstance(self.content, DataError):
             raise self.content
         where = f"{self.file}{self.separator}{self.number}"
+        folder = self.file.rpartition("/")[0]
         if isinstance(self.content, dict):
-            return Row(self.content, where)
+            return Row(self.content, where, folder)
         content = self.content.removeprefix(codecs.BOM_UTF8) if self.number == 1 else self.content
         try:
             text = content.decode("utf-8")
@@ -62,7 +64,7 @@ class RawRow:
                 meaning=f"the file has another encoding, probably {likely}",
                 fix=f"convert it: iconv -f {likely} -t UTF-8 {shlex.quote(self.file)} > converted.jsonl",
             ) from error
-        return Row(self._parse_object(text, where), where) if text.strip() else None
+        return Row(self._parse_object(text, where), where, folder) if text.strip() else None
 
     def _parse_object(self, text: str, where: str) -> Columns:
         one_object = "each row is one JSON object; in JSON Lines, one per line"

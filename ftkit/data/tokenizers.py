@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from ftkit.data.encoding import check_tokens
 from ftkit.data.imports import import_transformers
 from ftkit.data.tokenizer_files import (
     PROCESSOR_TEMPLATE,
@@ -28,6 +27,7 @@ from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.paths import is_path
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
     from ftkit.models.architecture import ModelSpec
@@ -210,6 +210,25 @@ def check_size(
             f"the tokenizer has {len(tokenizer):,} tokens, model.architecture.vocab_size is {vocab_size:,}: "
             "examples with tokens beyond it are refused"
         )
+
+
+def check_tokens(tokenizer: PreTrainedTokenizerBase, tokens: NDArray[np.integer[Any]], vocab_size: int) -> None:
+    """Check that tokens have a row in the model's embedding table."""
+    largest = int(tokens.max(initial=0))
+    if largest >= vocab_size:
+        raise DataError(
+            f"token {largest:,} ({tokenizer.convert_ids_to_tokens(largest)!r}) is beyond the model's vocabulary of "
+            f"{vocab_size:,}",
+            meaning="the tokenizer belongs to another model, or has added tokens that the weights lack",
+            fix="use the model's tokenizer: model.tokenizer.source=model; or correct model.architecture.vocab_size",
+        )
+
+
+def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """Return a tokenizer's special tokens. Those in the data, as in a user's question, stay text."""
+    added = tokenizer.added_tokens_decoder.values()
+    special = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+    return frozenset(token for token in special if len(token) > 1)
 
 
 _SAMPLE = "Hello, world!  x_1 = 3.14159; Größe 25 °C — “naïve” 你好 🙂\n\tdef f(n):\n\t\treturn n  # 1,000\r\n"

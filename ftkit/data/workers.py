@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -19,6 +20,7 @@ from ftkit.config.recipe import RecipePlan, shares_prompts
 from ftkit.data.encoding import RowEncoder
 from ftkit.data.limits import begin_fork, explain_death
 from ftkit.data.packing import REJECTED, Document, DocumentBatch, share_prompts, shorten
+from ftkit.data.pictures import portable
 from ftkit.data.prepared_data import SourceStats
 from ftkit.data.row_formats import unused_columns
 from ftkit.data.rows import Row
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from ftkit.config.data import TooLong
 
 _BATCH_ROWS = 64
+_BATCH_PICTURES = 4
+"""Rows of a batch if they may have pictures, of megabytes each."""
 _BATCH_BYTES = 1 << 18
 _BATCHES_BEFORE_WORKERS = 4
 """With fewer batches, starting workers takes longer than the work."""
@@ -173,10 +177,11 @@ class BatchEncoder:
                 continue
             done.num_rows[source] += 1
             done.num_dropped += not result
-            done.unused.update(unused_columns(row.columns, self.encoders[source].format))
+            done.unused.update(unused_columns(row.columns, data, self.encoders[source].format))
             split = split or (split_of(row.columns, data.validation) if data.validation else "train")  # noqa: PLW2901
             if split == "validation":
-                done.validation_rows += json.dumps(row.columns, ensure_ascii=False, default=str) + "\n"
+                columns = portable(row.columns, row.folder) if data.pictures else row.columns
+                done.validation_rows += json.dumps(columns, ensure_ascii=False, default=str) + "\n"
                 done.validation_sources += f"{source}\n"
             shared = self.shared(result)
             sizes = [len(document.tokens) for document in shared]
@@ -265,7 +270,7 @@ def encode_rows(encoder: BatchEncoder, rows: Iterable[SelectedRow], num_workers:
 
 def _encode_rows(encoder: BatchEncoder, rows: Iterable[SelectedRow], num_workers: int) -> Iterator[EncodedBatch]:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are parallel already
-    batches = _batches(rows)
+    batches = _batches(rows, _BATCH_PICTURES if encoder.recipe.data.pictures else _BATCH_ROWS)
     first = list(islice(batches, _BATCHES_BEFORE_WORKERS))
     is_one = num_workers == 1 and not encoder.template  # one worker renders at less cost than a fork for each batch
     if is_one or len(first) < _BATCHES_BEFORE_WORKERS:
@@ -291,13 +296,13 @@ def _encode_rows(encoder: BatchEncoder, rows: Iterable[SelectedRow], num_workers
         workers.shutdown(wait=True, cancel_futures=True)
 
 
-def _batches(rows: Iterable[SelectedRow]) -> Iterator[list[SelectedRow]]:
+def _batches(rows: Iterable[SelectedRow], most: int) -> Iterator[list[SelectedRow]]:
     batch: list[SelectedRow] = []
     size = 0
     for row in rows:
         batch.append(row)
         size += len(row.row.content) if isinstance(row.row.content, bytes) else _BATCH_BYTES // _BATCH_ROWS
-        if size >= _BATCH_BYTES or len(batch) == _BATCH_ROWS:
+        if size >= _BATCH_BYTES or len(batch) == most:
             yield batch
             batch, size = [], 0
     if batch:
@@ -312,6 +317,8 @@ def _begin_worker(encoder: BatchEncoder, parent: int) -> None:
     global _encoder  # noqa: PLW0603 - the executor passes nothing else on to its tasks
     _encoder = encoder
     begin_fork(parent)
+    if torch := sys.modules.get("torch"):  # processors may use it, and a fork has none of the parent's threads
+        torch.set_num_threads(1)
 
 
 def _encode_in_worker(batch: list[SelectedRow]) -> EncodedBatch:

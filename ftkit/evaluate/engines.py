@@ -21,7 +21,7 @@ import torch
 
 from ftkit import process
 from ftkit.data.completion_metrics import Call, parse_value
-from ftkit.data.rendering import for_template
+from ftkit.data.conversations import for_template
 from ftkit.errors import TrainingError, one_line
 from ftkit.evaluate.export_formats import find_converter, find_program, run_converter, write_gguf
 from ftkit.models.config_json import text_part

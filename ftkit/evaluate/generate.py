@@ -14,9 +14,8 @@ import torch
 from transformers import GenerationConfig, TextStreamer
 
 from ftkit.data.cases import encode_prompts, encode_text, prompt_of, renderer_of
-from ftkit.data.conversations import Conversation, JsonObject, Message
+from ftkit.data.conversations import Conversation, JsonObject, Message, for_template
 from ftkit.data.readers import read_json_lines
-from ftkit.data.rendering import for_template
 from ftkit.data.rows import Row
 from ftkit.errors import DataError
 from ftkit.evaluate.loaded_model import GeneratingModel

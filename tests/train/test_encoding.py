@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from ftkit.config.data import DataSpec
 from ftkit.data import rendering
-from ftkit.data.encoding import RowEncoder, check_tokens, find_end_tokens
+from ftkit.data.encoding import RowEncoder, find_end_tokens
 from ftkit.data.packing import IGNORED, Document, shorten
 from ftkit.data.row_formats import resolve_format
 from ftkit.data.rows import Row
@@ -24,6 +24,7 @@ from ftkit.data.tokenizers import (
     _set_template,
     _with_padding,
     check_size,
+    check_tokens,
     learn_tokenizer,
     load_tokenizer,
 )

@@ -1,9 +1,179 @@
 from __future__ import annotations
 
+import base64
+import io
+import resource
+import struct
+import time
+import zlib
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 import pytest
+from PIL import Image
 
-from ftkit.data.pictures import from_record, to_record
+from ftkit.data.pictures import MAX_PIXELS, PictureInputs, from_record, open_picture, portable, to_record
+from ftkit.errors import DataError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RED, GREEN = (200, 10, 30), (20, 180, 60)
+
+
+def stored(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def halves(mode: str = "RGB", left: Any = RED, right: Any = GREEN) -> Image.Image:
+    """Return a picture of 8 x 4 pixels with two colors."""
+    image = Image.new(mode, (8, 4), left)
+    image.paste(right, (4, 0, 8, 4))
+    return image
+
+
+def colors(content: bytes) -> tuple[Any, Any]:
+    image = open_picture(content, "")
+    assert (image.mode, image.size) == ("RGB", (8, 4))
+    return image.getpixel((1, 1)), image.getpixel((6, 1))
+
+
+def upright(orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    turned = halves().transpose(Image.Transpose.ROTATE_90 if orientation == 6 else Image.Transpose.ROTATE_180)
+    return stored(turned, exif=exif)
+
+
+def deep(values: tuple[int, int]) -> bytes:
+    pixels = np.repeat([[*values]], 4, axis=1).repeat(4, axis=0).astype(np.uint16)
+    return stored(Image.fromarray(pixels))
+
+
+ANIMATION = stored(halves().quantize(), "GIF", save_all=True, append_images=[halves(left=GREEN).quantize()])
+WHITE, GREY, BLACK = (255, 255, 255), (128, 128, 128), (0, 0, 0)
+MODES = {
+    "rgb": (stored(halves()), RED, GREEN),
+    "turned by EXIF": (upright(6), RED, GREEN),
+    "upside down by EXIF": (upright(3), RED, GREEN),
+    "alpha": (stored(halves("RGBA", (*RED, 255), (*GREEN, 0))), RED, WHITE),
+    "half alpha": (stored(halves("RGBA", (*BLACK, 128), (*GREEN, 255))), (127, 127, 127), GREEN),
+    "grey with alpha": (stored(halves("LA", (128, 255), (0, 0))), GREY, WHITE),
+    "grey": (stored(halves("L", 128, 0)), GREY, BLACK),
+    "one bit": (stored(halves("1", 1, 0)), WHITE, BLACK),
+    "palette": (stored(halves().quantize()), RED, GREEN),
+    "transparent palette": (stored(halves().quantize(), transparency=0), None, None),
+    "16 bits": (deep((128 << 8, 255)), GREY, BLACK),
+    "CMYK": (stored(halves("CMYK", (0, 0, 0, 0), (0, 0, 0, 255)), "TIFF"), WHITE, BLACK),
+    "animation": (ANIMATION, RED, GREEN),
+    "webp": (stored(halves(), "WEBP", lossless=True), RED, GREEN),
+    "bmp": (stored(halves(), "BMP"), RED, GREEN),
+}
+
+
+@pytest.mark.parametrize("kind", MODES)
+def test_pictures_of_all_modes_are_rgb(kind: str) -> None:
+    content, left, right = MODES[kind]
+    found = colors(content)
+    if left is None:
+        assert WHITE in found
+    else:
+        assert found == (left, right)
+
+
+def bomb(width: int, height: int) -> bytes:
+    """Return a PNG with a header of this size and little else."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(bytes(1 << 16)))
+        + chunk(b"IEND", b"")
+    )
+
+
+BAD = {
+    "truncated": (stored(Image.effect_noise((64, 64), 50))[:-900], "damaged or truncated"),
+    "truncated JPEG": (stored(Image.effect_noise((64, 64), 50), "JPEG")[:-300], "damaged or truncated"),
+    "corrupt": (b"\x89PNG\r\n\x1a\n" + bytes(50), "no known format|damaged"),
+    "text": (b"not a picture", "no known format"),
+    "svg": (b'<svg xmlns="http://www.w3.org/2000/svg"/>', "SVG"),
+    "program": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no known format"),
+    "bomb": (bomb(60_000, 60_000), "more than 100,000,000|60,000 x 60,000"),
+    "large": (bomb(10_001, 10_000), "10,001 x 10,000 pixels, more than 100,000,000"),
+    "scans": (stored(halves(), "JPEG") + b"\xff\xda" * 200, "more than 100 scans"),
+    "floating point": (stored(Image.new("F", (8, 4), 0.5), "TIFF"), "floating-point"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_is_no_usable_picture_is_refused_without_decoding_it(kind: str) -> None:
+    content, message = BAD[kind]
+    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    with pytest.raises(DataError, match=message):
+        open_picture(content, "")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
+    assert time.process_time() - begin < 2
+
+
+def test_a_picture_of_the_largest_size_is_within_the_limit() -> None:
+    assert MAX_PIXELS < Image.MAX_IMAGE_PIXELS * 2  # which Pillow itself refuses
+
+
+def test_pictures_are_found_beside_the_data(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.png").write_bytes(stored(halves()))
+    (tmp_path / "empty.png").touch()
+    for source, folder in (("in/a.png", tmp_path), (str(tmp_path / "in/a.png"), ""), ("a.png", tmp_path / "in")):
+        assert open_picture(source, str(folder)).size == (8, 4)
+    uri = f"data:image/png;base64,{base64.b64encode(stored(halves())).decode()}"
+    assert open_picture(uri, "").size == (8, 4)
+    for source, message in (
+        ("empty.png", "empty"), ("absent.png", "No such file"), (".", "Is a directory"), ("a\0b", "null byte"),
+        ("data:;base64,@@", "not valid base64"), ("https://example.org/a.png", "not on this machine"),
+        ("s3://bucket/a.png", "not on this machine"), ("", "neither"), (3, "neither"), (None, "neither"),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=message):
+            open_picture(source, str(tmp_path))
+    with pytest.raises(DataError, match="not on this machine"):
+        open_picture("a.png", "s3://bucket/data")
+
+
+def test_a_row_in_another_folder_still_has_its_pictures() -> None:
+    uri = "data:;base64,eA=="
+    turns = [{"role": "user", "content": [{"type": "text", "text": "a.png"}, {"type": "image", "image": "a.png"}]}]
+    columns = {
+        "images": ["b.png", {"bytes": b"x", "path": "c.png"}, {"path": "d.png"}],
+        "image": uri,
+        "messages": turns,
+    }
+    assert portable(columns, "/data") == {
+        "images": ["/data/b.png", {"bytes": uri, "path": "/data/c.png"}, {"path": "/data/d.png"}],
+        "image": uri,
+        "messages": [{"role": "user", "content": [
+            {"type": "text", "text": "a.png"}, {"type": "image", "image": "/data/a.png"}]}],
+    }  # fmt: skip
+
+
+def test_pixels_that_a_processor_changes_in_other_ways_are_refused() -> None:
+    inputs = PictureInputs({"pixel_values": 0}, (0.1, 0.2, 0.3), (1, 2, 3), -3, (7,), "", "P", "")
+    pixels = np.arange(24, dtype=np.uint8).reshape(2, 3, 2, 2)
+    expected = pixels * np.array([0.1, 0.2, 0.3]).reshape(3, 1, 1) + np.array([1, 2, 3]).reshape(3, 1, 1)
+    inputs.verify(pixels, expected)
+    padded = expected.copy()
+    padded[0, 0, 0, 0] = 0  # of a pixel 0: padding
+    inputs.verify(pixels, padded)
+    padded[1, 0, 0, 0] += 1e-4
+    with pytest.raises(DataError, match=r"differ by 0\.0001"):
+        inputs.verify(pixels, padded)
+    with pytest.raises(DataError, match="differ by inf"):
+        inputs.verify(pixels[:1], expected)
 
 
 def test_a_record_has_the_arrays_of_all_types_and_shapes() -> None:
@@ -25,3 +195,6 @@ def test_a_record_has_the_arrays_of_all_types_and_shapes() -> None:
         found["scalar"][...] = 1
     aligned = from_record(memoryview(bytes(8) + record)[8:])
     assert all(array.ctypes.data % 8 == 0 for array in aligned.values())
+    assert {name: array.tolist() for name, array in from_record(zlib.compress(record)).items()} == {
+        name: array.tolist() for name, array in arrays.items()
+    }

@@ -17,7 +17,8 @@ from ftkit.config.data import (
     TextFormat,
     describe_format,
 )
-from ftkit.data.conversations import Conversation, Message, PlainText, ToolCall
+from ftkit.data.conversations import PICTURE, Conversation, Message, PlainText, ToolCall
+from ftkit.data.preferences import Example, Preferences
 from ftkit.data.row_formats import describe_roles, read_example, resolve_format, unused_columns
 from ftkit.data.rows import Row
 from ftkit.errors import DataError
@@ -27,7 +28,7 @@ def data(form: object = "auto", **fields: object) -> DataSpec:
     return DataSpec.model_validate({"source": {"kind": "files", "train": "/x"}, "format": form} | fields)
 
 
-def read(columns: dict[str, Any], form: object = "auto", **fields: object) -> Conversation | PlainText:
+def read(columns: dict[str, Any], form: object = "auto", **fields: object) -> Example:
     spec = data(form, **fields)
     return read_example(columns, spec, resolve_format(spec.format, [Row(columns, "f.jsonl:1")]))
 
@@ -212,7 +213,7 @@ def test_metadata_and_unselected_columns_are_skipped_and_can_be_shown() -> None:
     columns = {"context": "c", "question": "q", "sql": "s", "rating": 1, "id": 2}
     form = data(QUESTION).format
     assert turns_of(columns, QUESTION) == [("user", "c\nq"), ("assistant", "s")]
-    assert unused_columns(columns, form) == ["rating", "id"]
+    assert unused_columns(columns, DataSpec.model_validate({"source": "./x.jsonl"}), form) == ["rating", "id"]
 
 
 # --- Turns ---------------------------------------------------------------------------------------
@@ -279,8 +280,8 @@ def test_null_keys_are_ignored_because_tables_give_every_turn_all_keys() -> None
         ({"role": "robot", "content": "x"}, r"turn 2: a turn's role is 'robot'"),
         ({"role": "user"}, "turn 2: the content of a turn of user is not text: None"),
         (
-            {"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "t"}]},
-            r"turn 2: .*\n.*image_url",
+            {"role": "user", "content": [{"type": "input_audio"}, {"type": "text", "text": "t"}]},
+            r"turn 2: .*\n.*input_audio",
         ),
         ("x", "turn 2: .*: x"),
         (ANSWER | {"mood": "good"}, "turn 2: a turn has unknown keys: mood"),
@@ -288,7 +289,11 @@ def test_null_keys_are_ignored_because_tables_give_every_turn_all_keys() -> None
         ({"role": "assistant", "content": " \n"}, "turn 2: an assistant turn is blank"),
         (ANSWER | {"weight": 0.5}, "turn 2: a turn's weight is 0.5"),
         (ANSWER | {"weight": 0, "train": True}, "turn 2: a turn's weight is 0 and True"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": "u"}]}, "turn 2: the content .* is not text"),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, "turn 2: the content .* is not text"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": "u"}]},
+            "turn 2: a picture, and data.pictures",
+        ),
         (ASK | {"reasoning_content": "hm"}, "turn 2: a turn of user has reasoning or tool calls"),
         (ANSWER | {"reasoning_content": 3}, "turn 2: reasoning_content is not text"),
         (ANSWER | {"tool_calls": [{"function": {}}]}, "turn 2: a tool call has no name"),
@@ -521,3 +526,80 @@ def test_a_columns_name_without_braces_is_refused(texts: dict[str, str]) -> None
 
 def test_a_prompt_may_be_the_same_for_each_example() -> None:
     assert PromptCompletionFormat(prompt="Write a poem.", completion="{poem}").columns == ["poem"]
+
+
+def pictures_of(columns: dict[str, Any], **fields: object) -> list[tuple[str, tuple[object, ...]]]:
+    example = read(columns, pictures=True, **fields)
+    assert isinstance(example, Conversation)
+    return [(message.content.replace(PICTURE, "#"), message.pictures) for message in example.messages]
+
+
+PART = {"type": "image"}
+
+
+def human(text: str) -> list[dict[str, str]]:
+    return [{"from": "human", "value": text}, {"from": "gpt", "value": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("columns", "content", "pictures"),
+    [
+        ({"conversations": human("<image>\nq"), "image": "a.png"}, "#q", ("a.png",)),
+        ({"conversations": human("q\n<image>"), "image": "a.png"}, "q#", ("a.png",)),
+        ({"conversations": human("q <image> or <image>?"), "images": ["a", "b"]}, "q # or #?", ("a", "b")),
+        ({"conversations": human("q"), "images": '["a", "b"]'}, "##q", ("a", "b")),
+        ({"question": "q", "answer": "a", "image": {"bytes": b"x", "path": "p"}}, "#q", (b"x",)),
+        ({"question": "q", "answer": "a", "image": {"path": "p"}}, "#q", ("p",)),
+        ({"question": "q", "answer": "a", "image": None}, "q", ()),
+        ({"messages": [{"role": "user", "content": [PART, {"type": "text", "text": "<image>"}, PART]}, ANSWER],
+          "images": ["a", {"bytes": b"b"}]}, "#<image>#", ("a", b"b")),
+        ({"messages": [{"role": "user", "content": [
+            PART | {"image": "a"}, PART | {"url": "b"}, PART | {"path": "c"}, PART | {"base64": "ZA=="},
+            PART | {"bytes": b"e", "path": "f"}, PART | {"image": {"bytes": b"g"}},
+            {"type": "image_url", "image_url": "h"}, {"type": "image_url", "image_url": {"url": "i", "detail": "low"}},
+            {"type": "input_image", "image_url": "j"}]}, ANSWER]},
+         "#########", ("a", "b", "c", "data:;base64,ZA==", b"e", b"g", "h", "i", "j")),
+    ],
+)  # fmt: skip
+def test_pictures_stand_where_parts_and_marks_have_them(
+    columns: dict[str, Any], content: str, pictures: tuple[object, ...]
+) -> None:
+    assert pictures_of(columns) == [(content, pictures), ("a", ())]
+
+
+def test_pictures_of_both_sides_of_a_pair_are_those_of_the_row() -> None:
+    columns = {"prompt": "<image>\nq", "chosen": "a", "rejected": "b", "images": ["p"]}
+    example = read(columns, pictures=True)
+    assert isinstance(example, Preferences)
+    for side in (example.chosen, *example.rejected):
+        assert [message.pictures for message in side.messages] == [("p",), ()]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"conversations": human("<image> q"), "images": ["a", "b"]}, "1 mark .* and 2 pictures in column 'images'"),
+        ({"conversations": human("<image> q")}, "1 mark .* and 0 pictures"),
+        ({"messages": [{"role": "user", "content": [PART]}, ANSWER], "image": ["a", "b"]}, "1 mark .* 2 pictures"),
+        (
+            {"messages": [{"role": "user", "content": [PART | {"path": "c"}]}, ANSWER], "image": "a"},
+            "0 marks .* 1 pict",
+        ),
+        ({"messages": [{"role": "user", "content": [PART | {"min_pixels": 4}]}, ANSWER]}, "unknown keys: min_pixels"),
+        ({"messages": [ASK, ANSWER], "images": ["a"], "image": "b"}, "both 'images' and 'image'"),
+        ({"text": "t", "image": "a"}, "column 'image' has pictures, and the row is a text"),
+    ],
+)
+def test_pictures_that_have_no_place_are_refused(columns: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read(columns, pictures=True)
+
+
+def test_pictures_for_a_model_of_text_are_refused_with_the_key_that_turns_them_on() -> None:
+    for columns in (
+        {"messages": [{"role": "user", "content": [PART | {"path": "a"}]}, ANSWER]},
+        {"messages": [ASK, ANSWER], "images": ["a"]},
+    ):
+        with pytest.raises(DataError) as caught:
+            read(columns)
+        assert "data.pictures=true" in caught.value.fix
