@@ -88,7 +88,8 @@ def write_model(folder: Path, name: str, *, has_weights: bool = False) -> Any:
     text = type(default.text_config)(**_TEXT, eos_token_id=processor.tokenizer.eos_token_id)
     vision = type(default.vision_config)(**_VISION)
     key = "image_token_id" if "image_token_id" in default.to_dict() else "image_token_index"
-    config = kind(text_config=text.to_dict(), vision_config=vision.to_dict(), **{key: token})
+    fewer = {"gemma3": {"mm_tokens_per_image": 4}, "idefics3": {"scale_factor": 1}}.get(name, {})
+    config = kind(text_config=text.to_dict(), vision_config=vision.to_dict(), **{key: token}, **fewer)
     if has_weights:
         AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     config.save_pretrained(folder)

@@ -68,7 +68,8 @@ class TrainingSpec(ObjectiveSpec):
     """The adapters of methods lora and qlora. Default if null."""
     vision: Vision = "frozen"
     """Weights of a multimodal model that are trained in addition to those of `method`, on data with pictures: none, the
-    projector of picture features into the text model, or projector and vision tower."""
+    projector of picture features into the text model, or projector and vision tower. Their files have no place among
+    adapters: the export is then the merged model."""
     vision_learning_rate: PositiveFloat | None = None
     """Highest learning rate of the weights that `vision` trains. `learning_rate` if null."""
     context_parallel: PositiveInt = 1

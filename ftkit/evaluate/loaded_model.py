@@ -238,7 +238,8 @@ def config_of(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[Path |
     if folder is None:
         return None, TextConfig(make_config(model.architecture, tokenizer))
     check_folder(folder)
-    return folder, read_config(folder, model.architecture, model.vocab_size_of_weights)
+    sees = bool(plan.recipe.data.pictures)
+    return folder, read_config(folder, model.architecture, model.vocab_size_of_weights, pictures=sees)
 
 
 def tokenizer_of(source: TrainedStep) -> PreTrainedTokenizerBase:

@@ -22,7 +22,14 @@ from ftkit.files import DamagedFileError, read_json, read_json_if_valid
 from ftkit.models.folder import ADAPTER_CONFIG, EXPORT_RECORD
 from ftkit.models.weight_files import readable_tensors, tensors_of_model
 from ftkit.runs.certificate import Check
-from ftkit.train.components.export_record import ExportRecord, Logits, render, sample_logits, tokenizer_digests
+from ftkit.train.components.export_record import (
+    ExportRecord,
+    Logits,
+    picture_inputs,
+    render,
+    sample_logits,
+    tokenizer_digests,
+)
 from ftkit.train.memory.usage import available_bytes
 from ftkit.train.model.hf_model import load_pretrained
 from ftkit.train.private_apis.libraries import free_offloaded, import_peft, load_offloaded
@@ -48,9 +55,13 @@ def verify_export(folder: Path, report: Callable[[str], None]) -> list[Check]:
     checks = [_check_files(folder, record)]
     report("loading the tokenizer")
     checks += _check_tokenizer(folder, record)
+    picture = None
+    if record.picture is not None:
+        check, picture = _check_processor(folder, record.picture)
+        checks.append(check)
     try:
         with loaded(folder, record, report) as (model, is_streamed):
-            checks += _check_logits(model, record)
+            checks += _check_logits(model, record, picture)
             checks.append(_check_end(folder, model, record, is_streamed=is_streamed))
     except FtkitError:
         raise
@@ -167,8 +178,20 @@ def base_of(record: ExportRecord) -> Path:
         ) from error
 
 
-def _check_logits(model: PreTrainedModel, record: ExportRecord) -> list[Check]:
-    logits, trained = sample_logits(model, record), record.trained or []
+def _check_processor(folder: Path, expected: tuple[int, ...]) -> tuple[Check, dict[str, torch.Tensor] | None]:
+    """Make a picture's inputs with the exported processor; their pixels are compared by the logits."""
+    name = "processor of pictures"
+    try:
+        inputs = picture_inputs(folder)
+    except Exception as error:  # noqa: BLE001 - damaged files raise anything
+        return Check(name, f"{type(error).__name__}: {one_line(error)}", passed=False), None
+    found = tuple(inputs["input_ids"][0].tolist())
+    text = f"{plural(len(found), 'token')} for a picture and a question, in training {len(expected):,}"
+    return Check(name, text, passed=found == expected), inputs
+
+
+def _check_logits(model: PreTrainedModel, record: ExportRecord, picture: dict[str, torch.Tensor] | None) -> list[Check]:
+    logits, trained = sample_logits(model, record, picture), record.trained or []
     error = distance(logits, record.exported or trained)
     tolerance = TOLERANCE
     checks, effect = [], None
@@ -180,7 +203,7 @@ def _check_logits(model: PreTrainedModel, record: ExportRecord) -> list[Check]:
         checks.append(Check("logits and the base model's", text, passed=effect > 0 and from_base > error))
         if record.kind == "adapters":
             with model.disable_adapter():
-                base_error = distance(sample_logits(model, record), record.untrained)
+                base_error = distance(sample_logits(model, record, picture), record.untrained)
             text = f"logits differ by {base_error:.2g} from those of the base of training"
             checks.append(Check("base model", text, passed=base_error <= TOLERANCE))
     if record.exported is not None:
@@ -210,7 +233,7 @@ def _check_reply_end(logits: Logits, record: ExportRecord) -> list[Check]:
     """Compare the probability of the end token where a reply of the prompts ends, if one ends."""
     end = next(iter(record.end_tokens), None)
     trained = record.exported or record.trained or []
-    for prompt, rows, expected_rows in reversed(list(zip(record.prompts, logits, trained, strict=True))):
+    for prompt, rows, expected_rows in reversed(list(zip(record.prompts, logits, trained, strict=False))):
         places = [number for number, token in enumerate(prompt.tokens) if token == end]
         if end not in record.columns or not prompt.turns or prompt.asks or not places or not places[-1]:
             continue

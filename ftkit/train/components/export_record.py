@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import nn
+from transformers import AutoProcessor
 
 from ftkit.config.training import Precision
 from ftkit.data.limits import Template, run_limited
@@ -18,6 +20,8 @@ from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.model.hf_model import find_decoder_layers
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _CONVERSATIONS: tuple[tuple[tuple[str, str], ...], ...] = (
@@ -27,6 +31,9 @@ _CONVERSATIONS: tuple[tuple[tuple[str, str], ...], ...] = (
 )
 """Fixed prompts without training data, since an export may be published."""
 _PLAIN_TEXTS = ("The quick brown fox jumps over 13 lazy dogs.\n", "def add(a, b):\n    return a + b")
+_QUESTION = " What is in the picture?"
+_NUM_AFTER_PICTURE = 8
+"""Tokens at the end of the prompt with a picture whose logits are recorded: after the picture, which has many."""
 _NUM_COLUMNS = 256
 _SIGNIFICANT_DIGITS = 7
 ResultT = TypeVar("ResultT")
@@ -88,6 +95,7 @@ class ExportRecord:
     columns: tuple[int, ...]  # tokens of the vocabulary whose logits are recorded
     tokenizer: dict[str, str]
     version: Literal[1]  # of the record's fields and their meaning; a record with another version is refused
+    picture: tuple[int, ...] | None = None  # tokens of a prompt with a picture, whose logits are the last; None without
     merged: tuple[float, float, int] | None = None  # losses with training's 4-bit base, and unquantized; documents
     quantized: tuple[QuantizedFiles, ...] = ()  # those that were measured, and the unquantized ones
 
@@ -100,6 +108,15 @@ def make_prompts(tokenizer: PreTrainedTokenizerBase) -> tuple[Prompt, ...]:
         Prompt(turns, text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
         for turns, text in texts.items()
     )
+
+
+def picture_inputs(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the inputs of a model for a fixed picture and a question, by the processor in a folder."""
+    rows, columns, channels = np.indices((96, 64, 3))
+    picture = (rows * (channels + 1) + 3 * columns).astype(np.uint8)
+    processor = AutoProcessor.from_pretrained(folder)
+    text = f"{processor.image_token}{_QUESTION}"
+    return dict(processor(images=[[picture]], text=[text], return_tensors="pt"))
 
 
 def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
@@ -124,17 +141,27 @@ def sample_columns(vocab_size: int, end_tokens: Sequence[int]) -> tuple[int, ...
 
 
 @torch.no_grad()
-def sample_logits(model: PreTrainedModel, record: ExportRecord) -> Logits:
-    """Compute the logits of a record's prompts in one batch; return a sample that depends on the full vocabulary."""
+def sample_logits(
+    model: PreTrainedModel, record: ExportRecord, picture: Mapping[str, torch.Tensor] | None = None
+) -> Logits:
+    """Compute the logits of a record's prompts in one batch; return a sample that depends on the full vocabulary.
+
+    With the inputs of `picture_inputs`, those of the last tokens of that prompt follow.
+    """
     prompts = record.prompts
     longest = max(len(prompt.tokens) for prompt in prompts)
     rows = [[*prompt.tokens, *[0] * (longest - len(prompt.tokens))] for prompt in prompts]
-    logits: torch.Tensor = model(input_ids=torch.tensor(rows), use_cache=False).logits.float()
-    kept = torch.cat([logits[..., list(record.columns)], logits.logsumexp(-1, keepdim=True)], -1).tolist()
-    return [
-        [[float(f"{value:.{_SIGNIFICANT_DIGITS}g}") for value in values] for values in row[: len(prompt.tokens)]]
-        for row, prompt in zip(kept, prompts, strict=True)
-    ]
+    computed = [*model(input_ids=torch.tensor(rows), use_cache=False).logits]
+    lengths = [len(prompt.tokens) for prompt in prompts]
+    if picture is not None:
+        computed.append(model(**picture, use_cache=False).logits[0, -_NUM_AFTER_PICTURE:])
+        lengths.append(_NUM_AFTER_PICTURE)
+    return [_sample(row[:length].float(), record.columns) for row, length in zip(computed, lengths, strict=True)]
+
+
+def _sample(logits: torch.Tensor, columns: Sequence[int]) -> list[list[float]]:
+    kept = torch.cat([logits[:, list(columns)], logits.logsumexp(-1, keepdim=True)], -1)
+    return [[float(f"{value:.{_SIGNIFICANT_DIGITS}g}") for value in values] for values in kept.tolist()]
 
 
 @torch.no_grad()

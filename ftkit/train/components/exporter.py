@@ -25,14 +25,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ftkit.config.recipe import RecipePlan
 from ftkit.errors import TrainingError, one_line, plural
 from ftkit.files import atomic_folder, sync, write_json
-from ftkit.models.folder import ADAPTER_FILE, ADDED_TOKENS_FILE, EXPORT_RECORD, SENTENCEPIECE_FILE
+from ftkit.models.folder import ADAPTER_FILE, ADDED_TOKENS_FILE, EXPORT_RECORD, PROCESSOR_FILES, SENTENCEPIECE_FILE
 from ftkit.models.weight_files import LENGTH_BYTES, WEIGHTS_FILE, WEIGHTS_INDEX
 from ftkit.process import num_usable_cpus
 from ftkit.runs.checkpoints import SavedFile
 from ftkit.runs.model_card import append_table, read_license, write_card
 from ftkit.train.components import export_record
 from ftkit.train.components.batches import computed_ahead
-from ftkit.train.components.export_record import ExportRecord, Logits, ResultT, sample_logits, streamed
+from ftkit.train.components.export_record import ExportRecord, Logits, ResultT, picture_inputs, sample_logits, streamed
 from ftkit.train.components.generation import Generation, end_token_setting
 from ftkit.train.model.expert_adapters import transposed_experts
 from ftkit.train.model.hf_model import TextConfig, build_empty, config_for_export, find_decoder_layers, find_text
@@ -115,6 +115,7 @@ class Exporter:
         self._model = self._plain = model
         self._trained = trained
         self._lora = parts.recipe.training.adapters
+        self._trains_vision = parts.recipe.training.vision != "frozen"  # in files of adapters, there is no place for it
         if self._lora is not None:
             self._plain = cast("PreTrainedModel", build_empty(parts.config.text, "eager"))
         stored, folder = parts.recipe.model.vocab_size_of_weights, parts.pretrained
@@ -126,7 +127,7 @@ class Exporter:
         return ExportRecord(
             run=run,
             step=step,
-            kind="model" if self._lora is None or merges else "adapters",
+            kind="model" if self._lora is None or merges or self._trains_vision else "adapters",
             precision=precision,
             base=None if self._base is None else source.weights,
             revision=source.revision,
@@ -142,8 +143,12 @@ class Exporter:
         )
 
     def with_logits(self, record: ExportRecord) -> ExportRecord:
+        folder = self._parts.pretrained if self._parts.recipe.data.pictures else None
+        picture = None if folder is None else picture_inputs(folder)
+        tokens = None if picture is None else tuple(picture["input_ids"][0].tolist())
+
         def of(model: PreTrainedModel, weights: Tensors) -> Logits:
-            return streamed(model, weights, lambda filled: sample_logits(filled, record))
+            return streamed(model, weights, lambda filled: sample_logits(filled, record, picture))
 
         def of_trained(weights: Tensors) -> Logits:
             if self._lora is None:
@@ -157,7 +162,8 @@ class Exporter:
         elif dtype is not torch.float32:
             exported = of(self._plain, _all_rounded(self._full_weights(dtype), dtype))
         untrained = None if self._base is None else of(self._plain, self._base)
-        return replace(record, trained=of_trained(self._trained), exported=exported, untrained=untrained)
+        trained = of_trained(self._trained)
+        return replace(record, trained=trained, exported=exported, untrained=untrained, picture=tokens)
 
     def compare_bases(self, measure: Callable[[PreTrainedModel], ResultT]) -> tuple[ResultT, ResultT]:
         """Measure the model with adapters on the base of training, and on the unquantized one."""
@@ -176,6 +182,10 @@ class Exporter:
                 if added := parts.recipe.model.added_tokens:
                     tokens = {token: parts.tokenizer.convert_tokens_to_ids(token) for token in added}
                     write_json(folder / ADDED_TOKENS_FILE, tokens)
+        processor = parts.pretrained if parts.recipe.data.pictures else None
+        for file in (processor / name for name in PROCESSOR_FILES) if processor else ():
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
         parts.generation.save(folder)
         known = None if parts.pretrained is None else read_license(parts.pretrained)
         write_card(folder, layout, parts.recipe, record.step, record.kind, known)
@@ -243,7 +253,9 @@ class Exporter:
                 meaning="the recipe has no pretrained model (model.weights=random)",
                 fix="train adapters on a pretrained model, or all weights: training.method=full",
             )
-        return self._base
+        own = {name for name in self._trained if not is_adapter(name)}
+        base, trained = self._base, self._trained
+        return LazyTensors([*base, *own], lambda name: trained[name] if name in own else base[name]) if own else base
 
 
 def _all_rounded(tensors: Tensors, dtype: torch.dtype) -> Tensors:

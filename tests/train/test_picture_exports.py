@@ -1,0 +1,95 @@
+"""Exports of models that see pictures: transformers and peft compute the recorded logits of a prompt with a picture."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from tiny_processors import write_model
+
+from ftkit.config.context import Context
+from ftkit.config.load import load_recipe
+from ftkit.config.recipe import RecipePlan
+from ftkit.data.tokenizers import load_saved_tokenizer
+from ftkit.evaluate.verify_export import verify_export
+from ftkit.launch.model import resolve_model
+from ftkit.models.architecture import ModelSpec
+from ftkit.planning.choices import least_memory
+from ftkit.planning.layout import Workspace
+from ftkit.train.components import exporter
+from ftkit.train.components.exporter import ExportedParts, Exporter, build_export_model
+from ftkit.train.components.generation import Generation
+from ftkit.train.model.hf_model import build_empty, read_config
+from ftkit.train.model.pretrained import open_pretrained
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def write_export(root: Path, family: str, *words: str) -> Path:
+    """Write the export of a run that changed all weights that it trains, without training."""
+    folder, export, nothing = root / "model", root / "export", Context(root, root, {})
+    folder.mkdir()
+    export.mkdir()
+    torch.manual_seed(0)
+    write_model(folder, family, has_weights=True)
+    recipe = load_recipe("demo", nothing, ("data.pictures=true", *words))
+    model = resolve_model(ModelSpec(weights=str(folder)), {}, Workspace(root))
+    recipe_plan = RecipePlan.extend(recipe, model=model, training=least_memory(recipe.training))
+    config = read_config(folder, model.architecture, pictures=True)
+    tokenizer = load_saved_tokenizer(folder)
+    parts = ExportedParts(recipe_plan, config, tokenizer, Generation.of(tokenizer, folder), folder)
+    built: Any = build_export_model(parts)
+    base = open_pretrained(build_empty(config.text, "eager"), folder, None)
+    trained = {}
+    for name, parameter in built.named_parameters():
+        if "lora_" in name:
+            trained[name] = torch.randn(parameter.shape) * 0.2
+        elif recipe.training.method == "full" or (recipe.training.vision != "frozen" and "projector" in name):
+            trained[name] = base[name] * 1.3
+    writer = Exporter(parts, built, trained)
+    writer.write(writer.with_logits(writer.record("tiny", 1, "bf16", merges=False)), export, None)  # type: ignore[arg-type]
+    return export
+
+
+@pytest.fixture(autouse=True)
+def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "write_card", lambda *_: None)
+
+
+def failed(export: Path) -> list[str]:
+    return [check.name for check in verify_export(export, lambda _: None) if not check.passed]
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("gemma3", ("training.method=full",)),
+        ("llava", ("training.method=full",)),
+        ("idefics3", ("training.method=lora",)),
+        ("gemma3", ("training.method=lora", "training.vision=projector")),
+    ],
+)
+def test_an_export_computes_the_recorded_logits_of_a_picture(
+    family: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    export = write_export(tmp_path, family, *words)
+    has_adapters = (export / "adapter_config.json").is_file()
+    assert has_adapters == (words == ("training.method=lora",))  # files of adapters have no place for a projector
+    assert not failed(export)
+    record = json.loads((export / "ftkit-export.json").read_text())
+    assert len(record["trained"]) == len(record["prompts"]) + 1
+
+
+def test_an_export_whose_processor_differs_is_found(tmp_path: Path) -> None:
+    export = write_export(tmp_path, "gemma3", "training.method=full")
+    path = export / "processor_config.json"
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps({**stored, "image_processor": {**stored["image_processor"], "image_mean": [0.9] * 3}}))
+    assert failed(export) == ["logits and the trained model's"]
+    path.write_text(json.dumps({**stored, "image_seq_length": 2}))
+    assert failed(export)[0] == "processor of pictures"
+    path.unlink()
+    assert failed(export)[0] == "processor of pictures"
