@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ftkit.config.recipe import RecipePlan, RecipeSpec, check_access, check_packages
 from ftkit.data.preferences import conversations_of
@@ -43,12 +44,14 @@ from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile
-    from ftkit.config.data import DataSpec, Format
+    from ftkit.config.data import DataSpec
+    from ftkit.data.conversations import Conversation
     from ftkit.data.rendering import ChatRenderer
     from ftkit.models.architecture import ModelPlan
     from ftkit.planning.plan import JobPlan, ScriptPlan
 
 
+T = TypeVar("T")
 Check = Callable[[], Iterable[str]]  # it raises an error, or returns warnings about what can't be checked from here
 
 
@@ -167,17 +170,24 @@ def check_examples(recipe: RecipeSpec) -> list[str]:
         rows = peek_rows(recipe.data)  # of all files, the validation file included
     except UnreachableError as error:
         return [f"{error.what}: neither its rows nor whether they changed can be checked here; the job will read them"]
-    left = recipe.data.skip_bad
-    for row, form in with_formats(recipe.data, rows):
+    found = list(with_formats(recipe.data, rows))
+    for _, form in found:
         check_format(recipe.data, form, recipe.training.objective)
+    _check_rows(recipe.data, found, lambda row, form: read_example(row.columns, recipe.data, form))
+    return []
+
+
+def _check_rows(data: DataSpec, rows: Iterable[tuple[Row, T]], check: Callable[[Row, T], object]) -> None:
+    """Check rows with their formats or conversations; as many as `data.skip_bad` may be bad."""
+    left = data.skip_bad
+    for row, about in rows:
         try:
             with errors_at(row):
-                read_example(row.columns, recipe.data, form)
+                check(row, about)
         except DataError:
             left -= 1
             if left < 0:
                 raise
-    return []
 
 
 def _check_tokenizer(recipe: RecipePlan, folder: Path) -> list[str]:
@@ -220,40 +230,51 @@ def _check_teacher(recipe: RecipePlan, teacher: ModelPlan, environment: Mapping[
 
 
 def _check_labels(recipe: RecipePlan, folder: Path) -> None:
-    """Check that the chat template's trained parts can be shown to be the assistant's, for the first rows too."""
-    from ftkit.data import limits, rendering, tokenizers  # noqa: PLC0415 - transformers, which plain text does not need
+    """Check that the chat template's trained parts can be shown to be the assistant's, for the first rows too.
+
+    Pictures of these rows are opened.
+    """
+    from ftkit.data import limits, pictures, rendering, tokenizers  # noqa: PLC0415 - transformers, which plain text does not need
 
     if recipe.data.train_on == "all" or not (folder / TOKENIZER_FILE).is_file():
         return
-    configured = next((each for each in (folder, Path(recipe.model.weights)) if (each / CONFIG_FILE).is_file()), None)
+    configured, token = _folder_with_config(recipe, folder), ""
     try:
         tokenizer = tokenizers.load_listed_tokenizer(folder, recipe.model, recipe.data.chat_template)
         ends = read_end_tokens(configured) if configured else []
-    except Exception:  # noqa: BLE001 - damaged files raise anything; loading it with the model's class reports them
-        return
-    renderer = rendering.ChatRenderer.of(tokenizer, recipe.data.template_options, ends)
-    if not renderer.end_tokens and configured is None:
-        return  # where generation stops is known once the model is downloaded
-    rows = list(read_available(recipe.data))
-    limits.run_in_fork(renderer, _check_first_rows, recipe.data, renderer, rows)
+        if recipe.data.pictures:
+            model = recipe.model.model_copy(update={"weights": str(folder), "revision": None})
+            token = pictures.PictureProcessor.of(model, tokenizer).token
+    except Exception:  # noqa: BLE001 - damaged files raise anything, as do missing packages, which the job's image may have
+        return  # loading it with the model's class reports them
+    renderer = rendering.ChatRenderer.of(tokenizer, recipe.data.template_options, ends, token)
+    if renderer.end_tokens or configured is not None:  # else where generation stops is known after the download
+        examples = list(_readable(recipe.data))
+        limits.run_in_fork(renderer, _check_examples, recipe.data, renderer, examples)
+        _check_rows(recipe.data, examples, partial(_check_pictures, pictures.open_picture))
 
 
-def _check_first_rows(data: DataSpec, renderer: ChatRenderer, rows: Sequence[tuple[Row, Format]]) -> None:
+def _folder_with_config(recipe: RecipePlan, folder: Path) -> Path | None:
+    return next((each for each in (folder, Path(recipe.model.weights)) if (each / CONFIG_FILE).is_file()), None)
+
+
+def _readable(data: DataSpec) -> Iterator[tuple[Row, tuple[Conversation, ...]]]:
+    for row, form in read_available(data):
+        with suppress(DataError):  # the check of the rows reports it
+            yield row, conversations_of(read_example(row.columns, data, form))
+
+
+def _check_examples(
+    data: DataSpec, renderer: ChatRenderer, examples: Iterable[tuple[Row, tuple[Conversation, ...]]]
+) -> None:
     renderer.find_unproven()
-    left = data.skip_bad
-    for row, form in rows:
-        try:
-            example = read_example(row.columns, data, form)
-        except DataError:  # the check of the rows reports it
-            continue
-        try:
-            with errors_at(row):
-                for conversation in conversations_of(example):
-                    renderer.renderings(conversation, data)
-        except DataError:
-            left -= 1
-            if left < 0:
-                raise
+    _check_rows(data, examples, lambda _, found: [renderer.renderings(each, data) for each in found])
+
+
+def _check_pictures(opened: Callable[[object, str], object], row: Row, conversations: tuple[Conversation, ...]) -> None:
+    for turn in chain.from_iterable(each.messages for each in conversations):
+        for source in turn.pictures:
+            opened(source, row.folder)
 
 
 def check_memory(plan: RunPlan, main_gib: float) -> list[str]:
