@@ -129,10 +129,14 @@ def tiny_picture_config(name: str) -> PretrainedConfig:
 
 
 def tiny_picture_model(name: str, seed: int = 3) -> PreTrainedModel:
+    """Return a model whose weights are all random: Gemma 3's projector would begin with zeros, and see nothing."""
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForImageTextToText.from_config(
         tiny_picture_config(name), dtype=torch.float32, attn_implementation="sdpa"
     )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
     return model.train()
 
 

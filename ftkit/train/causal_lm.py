@@ -178,12 +178,13 @@ class CausalLM(nn.Module):
 
     def label_states(self, batch: MicroBatch) -> torch.Tensor:
         """Return the hidden states, or the logits, of the tokens whose next one is a label, [N, ...]."""
+        zero = zero_of_vision(self.hf_model, batch)  # first, as each rank calls vision encoder and decoder in this order
         if self.has_head_layers:
             self._begin_routing(batch)
             states: torch.Tensor = self.hf_model(**model_inputs(self.hf_model, batch)).logits
         else:
             states = self.hidden_states(batch)
-        return states.flatten(0, 1).index_select(0, batch.label_index) + zero_of_vision(self.hf_model, batch)
+        return states.flatten(0, 1).index_select(0, batch.label_index) + zero
 
     def _head(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, LogitTransform]:
         """Return what the logits of `label_states` are: `hidden @ weight.T`, or `hidden`, transformed."""

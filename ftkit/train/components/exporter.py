@@ -35,8 +35,15 @@ from ftkit.train.components.batches import computed_ahead
 from ftkit.train.components.export_record import ExportRecord, Logits, ResultT, picture_inputs, sample_logits, streamed
 from ftkit.train.components.generation import Generation, end_token_setting
 from ftkit.train.model.expert_adapters import transposed_experts
-from ftkit.train.model.hf_model import TextConfig, build_empty, config_for_export, find_decoder_layers, find_text
-from ftkit.train.model.linears import transposed_weights
+from ftkit.train.model.hf_model import (
+    TextConfig,
+    build_empty,
+    config_for_export,
+    find_decoder_layers,
+    find_text,
+    sees_pictures,
+)
+from ftkit.train.model.linears import owner_of_target, transposed_weights
 from ftkit.train.model.lora import (
     dequantized_base,
     is_adapter,
@@ -224,12 +231,18 @@ class Exporter:
             raise AssertionError("a run without adapters exports the full model")
         place = find_text(self._plain, self._parts.config.wrapper)
         names = peft_names(self._plain, filter(is_adapter, self._trained), place)
-        named = {stored: to_peft(name, self._trained[name]).to(dtype) for name, stored in names.items()}
+        whole = {name: f"base_model.model.{name}" for name in self._trained if not is_adapter(name)}
+        named = {stored: to_peft(name, self._trained[name]).to(dtype) for name, stored in (names | whole).items()}
         declared = {name: tensor.to("meta") for name, tensor in named.items()}
         files = write_weights(declared, named.items(), folder, ADAPTER_FILE, sys.maxsize)
         config = peft_config(self._lora, base=self._parts.recipe.model.weights, model=self._plain)
         if place is not None:
-            config.target_modules = place.targets(each for each in self._lora.targets if each in config.target_modules)
+            targets = [each for each in self._lora.targets if each in config.target_modules]
+            in_text = [each for each in targets if owner_of_target(self._plain, each) is not self._plain]
+            if not sees_pictures(self._plain):
+                in_text = targets
+            config.target_modules = place.targets(in_text, {*targets} - {*in_text})
+        config.modules_to_save = _outermost(name.rpartition(".")[0] for name in whole) or None
         config.save_pretrained(str(folder))
         return files
 
@@ -256,6 +269,12 @@ class Exporter:
         own = {name for name in self._trained if not is_adapter(name)}
         base, trained = self._base, self._trained
         return LazyTensors([*base, *own], lambda name: trained[name] if name in own else base[name]) if own else base
+
+
+def _outermost(modules: Iterable[str]) -> list[str]:
+    """Return the modules that are not part of another one."""
+    names = sorted({*modules})
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
 def _all_rounded(tensors: Tensors, dtype: torch.dtype) -> Tensors:

@@ -321,20 +321,24 @@ class TextPlace:
         """Return the multimodal class's name of a tensor or module of the text model."""
         return self.wrapped + name.removeprefix(self.own) if name.startswith(self.own) else name
 
-    def targets(self, projections: Iterable[str]) -> str:
-        """Return peft's pattern for the adapted modules: the vision tower may have modules of the same names."""
-        return rf"{re.escape(self.wrapped)}.*\.({'|'.join(map(re.escape, projections))})"
+    def targets(self, projections: Iterable[str], others: Iterable[str] = ()) -> str:
+        """Return peft's pattern for adapted modules: the vision tower may have some of the same names.
+
+        Only the tower has the `others`.
+        """
+        inner, outer = ("|".join(map(re.escape, names)) for names in (projections, others))
+        return rf"{re.escape(self.wrapped)}.*\.({inner})" + (rf"|.*\.({outer})" if outer else "")
 
 
 def find_text(model: PreTrainedModel, wrapper: PretrainedConfig | None) -> TextPlace | None:
     """Return where a text model is in the multimodal class that loads the weights, by the class of its decoder.
 
-    `wrapper` is the multimodal model's configuration; None if the model is not part of one.
+    `wrapper` is the multimodal model's configuration; None if the model is not part of one: it may be one itself.
     """
-    if wrapper is None:
-        return None
     decoder = find_decoder(model)
     own = next(name for name, module in model.named_modules() if module is decoder)
+    if wrapper is None:
+        return TextPlace(f"{own}.", f"{own}.") if sees_pictures(model) else None
     try:
         with torch.device("meta"):
             # It sets the attention of the configuration, whose text part is the model's own.

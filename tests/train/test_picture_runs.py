@@ -1,0 +1,167 @@
+"""Whole runs on pictures, with prepared data that has random ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from picture_families import FAMILIES, class_loss, make_documents, picture_inputs, tiny_picture_model
+from transformers import AutoModelForImageTextToText
+
+from ftkit.data.packing import IGNORED, Document, DocumentBatch
+from ftkit.data.pictures import to_record
+from ftkit.data.prepared_data import PackWriter, PreparedData
+from ftkit.launch.model import resolve_model
+from ftkit.models.architecture import ModelSpec
+from ftkit.planning.layout import Workspace
+from ftkit.runs.records import EvaluationRecord, VerificationRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from picture_families import PictureDocument
+
+NUM_VALIDATION = 3
+SETTINGS = (
+    "model.architecture.vocab_size=320", "model.tokenizer.vocab_size=300", "evaluation.generation=null",
+    "training.max_steps=6", "training.global_batch_size=4", "training.micro_batch_size=1",
+    "training.checkpoint_every_steps=3", "training.learning_rate=0.01",
+)  # fmt: skip
+
+
+def save_model(name: str, folder: Path) -> Path:
+    tiny_picture_model(name).save_pretrained(folder)
+    return folder
+
+
+def packs_of(name: str) -> list[list[PictureDocument]]:
+    """Return the documents of packs, every other of which has no picture."""
+    model = tiny_picture_model(name)
+    return [make_documents(model, name, seed, (0, 0) if seed % 2 else (1, 0, 1)) for seed in range(15)]
+
+
+def as_batch(documents: list[PictureDocument]) -> DocumentBatch:
+    return DocumentBatch.of(
+        [Document(each.tokens, each.labels, pictures=to_record(each.arrays) if each.arrays else b"") for each in documents]
+    )
+
+
+def write_packs(folder: Path, documents: list[list[PictureDocument]]) -> int:
+    shutil.rmtree(folder)
+    with PackWriter(folder) as writer:
+        for pack in documents:
+            writer.write(as_batch(pack), [len(pack)])
+    return writer.num_targets
+
+
+def make_picture_run(make_run: Callable[..., Any], run_name: str, name: str, weights: Path, *overrides: str, processes: int = 2, **vision: object) -> Any:
+    """Return a run on 12 packs, of which every other one has no picture, and 3 for validation."""
+    run = make_run(run_name, *SETTINGS, *overrides, processes=processes)
+    packs = packs_of(name)
+    text = PreparedData(run.plan.data_directory)
+    planned = run.plan.recipe
+    spec = ModelSpec(weights=str(weights), tokenizer=planned.model.tokenizer)
+    of_data = planned.data.model_copy(update={"pictures": True})
+    resolved = resolve_model(spec, {}, Workspace(weights))
+    recipe = planned.model_copy(update={"model": resolved, "data": of_data, "training": planned.training.model_copy(update=vision)})
+    run.plan = replace(run.plan, recipe=recipe, fingerprint=f"{run.plan.fingerprint}-{name}")
+    data = PreparedData(run.plan.data_directory)
+    if not data.is_complete:
+        shutil.copytree(text.root, data.root, ignore=shutil.ignore_patterns(text.manifest_path.name))
+        write_packs(data.train, packs[:-NUM_VALIDATION])
+        write_packs(data.validation, packs[-NUM_VALIDATION:])
+        data.write_manifest(replace(text.read_manifest(), fingerprint=run.plan.fingerprint, pictures=picture_inputs(name)))
+    return run
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("gemma3", tmp_path_factory.mktemp("gemma"))
+
+
+@pytest.fixture(scope="module")
+def trained(make_run: Callable[..., Any], gemma: Path) -> Any:
+    """A finished run on two processes: in each step, one of them has no picture. Tests copy it."""
+    settings: dict[str, Any] = {"vision": "full", "vision_learning_rate": 0.002}
+    run = make_picture_run(make_run, "pictures", "gemma3", gemma, "training.precision=fp32", **settings)
+    run.train()
+    return run
+
+
+def validation_loss(model: Any, name: str) -> float:
+    documents = [document for pack in packs_of(name)[-NUM_VALIDATION:] for document in pack]
+    num = sum(int((each.labels != IGNORED).sum()) for each in documents)
+    with torch.no_grad():
+        return sum(class_loss(model, name, each).item() for each in documents) / num
+
+
+def test_a_full_fine_tune_of_tower_and_text_is_exported_as_the_multimodal_class(trained: Any) -> None:
+    before, after = trained.records(EvaluationRecord)
+    assert validation_loss(tiny_picture_model("gemma3"), "gemma3") == pytest.approx(before.loss, rel=1e-5)
+    exported = AutoModelForImageTextToText.from_pretrained(trained.layout.export)
+    assert validation_loss(exported, "gemma3") == pytest.approx(after.loss, rel=1e-5)
+    initial = dict(tiny_picture_model("gemma3").named_parameters())
+    changed = {name for name, each in exported.named_parameters() if not torch.equal(each, initial[name])}
+    assert {name for name in initial if ".layers." in name} <= changed
+
+
+def test_the_checks_before_step_1_change_pixels(trained: Any) -> None:
+    checks = trained.records(VerificationRecord)[0].checks
+    assert checks["pixels of other documents"] == "difference 0"
+    assert checks["pixels of the own"] != "difference 0"
+
+
+def test_a_run_on_pictures_is_resumed_exactly(trained: Any) -> None:
+    resumed = trained.copy_to("pictures-resumed")
+    resumed.forget_after(3)
+    resumed.train()
+    straight = trained.losses()
+    assert resumed.losses() == {step: straight[step] for step in range(4, 7)}
+
+
+def test_one_process_computes_the_same_as_two(make_run: Callable[..., Any], gemma: Path, trained: Any) -> None:
+    settings: dict[str, Any] = {"vision": "full", "vision_learning_rate": 0.002}
+    alone = make_picture_run(make_run, "pictures-alone", "gemma3", gemma, "training.precision=fp32", **settings, processes=1)
+    alone.train()
+    for step, found in alone.losses().items():
+        assert found == pytest.approx(trained.losses()[step], rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("vision", ["frozen", "projector"])
+def test_adapters_are_loaded_by_peft_on_the_multimodal_class(
+    vision: str, make_run: Callable[..., Any], gemma: Path
+) -> None:
+    lora = ("training.method=lora", "training.lora={rank: 4}", "training.precision=fp32")
+    run = make_picture_run(make_run, f"pictures-lora-{vision}", "gemma3", gemma, *lora, vision=vision)
+    run.train()
+    before, after = run.records(EvaluationRecord)
+    base = AutoModelForImageTextToText.from_pretrained(gemma)
+    adapted = PeftModel.from_pretrained(base, str(run.layout.export)).eval()
+    assert after.loss != before.loss
+    assert not any("lora_" in name and "vision" in name for name, _ in adapted.named_parameters())
+    assert validation_loss(adapted.base_model.model, "gemma3") == pytest.approx(after.loss, rel=1e-5)
+
+
+def test_positions_of_three_axes_are_trained_as_the_class_computes_them(
+    make_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    run = make_picture_run(
+        make_run, "pictures-qwen", "qwen2_5_vl", save_model("qwen2_5_vl", tmp_path), "training.precision=fp32",
+        vision="projector",
+    )  # fmt: skip
+    run.train()
+    before, after = run.records(EvaluationRecord)
+    assert validation_loss(tiny_picture_model("qwen2_5_vl"), "qwen2_5_vl") == pytest.approx(before.loss, rel=1e-5)
+    exported = AutoModelForImageTextToText.from_pretrained(run.layout.export)
+    assert validation_loss(exported, "qwen2_5_vl") == pytest.approx(after.loss, rel=1e-5)
+    initial = dict(tiny_picture_model("qwen2_5_vl").named_parameters())
+    changed = {name for name, each in exported.named_parameters() if not torch.equal(each, initial[name])}
+    assert {name for name in changed if "visual" in name} == {name for name in initial if "visual.merger" in name}
