@@ -136,7 +136,7 @@ def tiny_picture_model(name: str, seed: int = 3) -> PreTrainedModel:
     )
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.02 * torch.randn_like(parameter)
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
     return model.train()
 
 

@@ -178,7 +178,7 @@ class CausalLM(nn.Module):
 
     def label_states(self, batch: MicroBatch) -> torch.Tensor:
         """Return the hidden states, or the logits, of the tokens whose next one is a label, [N, ...]."""
-        zero = zero_of_vision(self.hf_model, batch)  # first, as each rank calls vision encoder and decoder in this order
+        zero = zero_of_vision(self.hf_model, batch)  # first: each rank calls the vision encoder before the decoder
         if self.has_head_layers:
             self._begin_routing(batch)
             states: torch.Tensor = self.hf_model(**model_inputs(self.hf_model, batch)).logits
@@ -305,16 +305,17 @@ def picture_arguments(module: PreTrainedModel, batch: MicroBatch, *, is_row: boo
 
     `is_row` has all packs in one row.
     """
-    if batch.picture_tokens is None:
-        return {}
-    accepted = inspect.signature(module.forward).parameters
+    arguments: dict[str, object] = {}
     shape = (1, -1) if is_row else batch.position_ids.shape
+    if any(hasattr(each, "get_rope_index") for each in (module, module.base_model)) and batch.attention_mask is None:
+        own = batch.position_ids[None]  # of text, the positions of all axes are the same
+        axes = own.expand(3, -1, -1) if batch.rope_positions is None else batch.rope_positions
+        arguments["position_ids"] = torch.cat([own, axes]).view(4, *shape)
+    if batch.picture_tokens is None:
+        return arguments
+    accepted = inspect.signature(module.forward).parameters
     types = batch.picture_tokens.view(shape).long()
-    arguments: dict[str, object] = {name: types for name in ("token_type_ids", "mm_token_type_ids") if name in accepted}
-    if batch.rope_positions is not None:
-        arguments["position_ids"] = torch.cat(
-            [batch.position_ids.view(1, *shape), batch.rope_positions.view(3, *shape)]
-        )
+    arguments |= {name: types for name in ("token_type_ids", "mm_token_type_ids") if name in accepted}
     return arguments | (_normalized(module, batch) if batch.has_pictures else {})
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from pydantic import TypeAdapter
 from torch import nn
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from ftkit.config.execution import ParameterCounts, are_quantized, is_quantized
 from ftkit.errors import TrainingError
@@ -22,7 +22,14 @@ from ftkit.models.architecture import MULTIMODAL, NO_CAUSAL_CLASS, UNKNOWN_FAMIL
 from ftkit.models.config_json import fill_config, text_part
 from ftkit.models.parameters import Experts, count_attention, read_experts
 from ftkit.train.model.expert_adapters import expert_matrices
-from ftkit.train.model.hf_model import find_decoder_layers, make_config, shape_fields, text_part_of
+from ftkit.train.model.hf_model import (
+    auto_class_of,
+    find_decoder_layers,
+    has_causal_class,
+    make_config,
+    shape_fields,
+    text_part_of,
+)
 from ftkit.train.model.linears import linear_sizes, linears_in_layers, owner_of_target
 from ftkit.train.model.vision import trained_vision, vision_parameters
 
@@ -157,22 +164,24 @@ def print_counts(text: str) -> None:
     if family not in CONFIG_MAPPING:
         sys.exit(UNKNOWN_FAMILY)
     if raw:
-        config: Any = CONFIG_MAPPING[family].from_dict(_with_floats(raw)).get_text_config(decoder=True)
+        whole: Any = CONFIG_MAPPING[family].from_dict(_with_floats(raw))
+        config: Any = text_part_of(whole)
     else:
         no_tokens = SimpleNamespace(bos_token_id=None, eos_token_id=None, pad_token_id=None)
-        whole: Any = CONFIG_MAPPING[family]()
-        inner = whole.get_text_config(decoder=True)
-        if inner.model_type != whole.model_type:
+        default: Any = CONFIG_MAPPING[family]()
+        inner = text_part_of(default)
+        if inner.model_type != default.model_type:
             sys.stdout.write(inner.model_type)
-            sys.exit(MULTIMODAL if type(inner) in MODEL_FOR_CAUSAL_LM_MAPPING else NO_CAUSAL_CLASS)
-        config = make_config(ArchitectureSpec.model_validate(request["architecture"]), cast("Any", no_tokens))
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            sys.exit(MULTIMODAL if has_causal_class(inner) else NO_CAUSAL_CLASS)
+        config = whole = make_config(ArchitectureSpec.model_validate(request["architecture"]), cast("Any", no_tokens))
+    if not has_causal_class(config) and auto_class_of(whole) is AutoModelForCausalLM:
         sys.exit(NO_CAUSAL_CLASS)
     tied = text_part(request.get("config", {})).get("tie_word_embeddings")
     if tied is not None:
         config.tie_word_embeddings = tied
     with torch.device("meta"):  # accelerate's init_empty_weights allocates each for a moment: 30 GB for some experts
-        model = AutoModelForCausalLM.from_config(config)
+        built = config if has_causal_class(config) else whole
+        model = auto_class_of(built).from_config(built)
     model.tie_weights()
     saved = json.loads(config.to_json_string(use_diff=False))
     filled = fill_config({name: saved.get(own) for name, own in config.attribute_map.items()} | saved)

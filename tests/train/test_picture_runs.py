@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from picture_families import FAMILIES, class_loss, make_documents, picture_inputs, tiny_picture_model
+from picture_families import class_loss, make_documents, picture_inputs, tiny_picture_model
 from transformers import AutoModelForImageTextToText
 
 from ftkit.data.packing import IGNORED, Document, DocumentBatch
@@ -49,7 +47,10 @@ def packs_of(name: str) -> list[list[PictureDocument]]:
 
 def as_batch(documents: list[PictureDocument]) -> DocumentBatch:
     return DocumentBatch.of(
-        [Document(each.tokens, each.labels, pictures=to_record(each.arrays) if each.arrays else b"") for each in documents]
+        [
+            Document(each.tokens, each.labels, pictures=to_record(each.arrays) if each.arrays else b"")
+            for each in documents
+        ]
     )
 
 
@@ -61,7 +62,15 @@ def write_packs(folder: Path, documents: list[list[PictureDocument]]) -> int:
     return writer.num_targets
 
 
-def make_picture_run(make_run: Callable[..., Any], run_name: str, name: str, weights: Path, *overrides: str, processes: int = 2, **vision: object) -> Any:
+def make_picture_run(
+    make_run: Callable[..., Any],
+    run_name: str,
+    name: str,
+    weights: Path,
+    *overrides: str,
+    processes: int = 2,
+    **vision: object,
+) -> Any:
     """Return a run on 12 packs, of which every other one has no picture, and 3 for validation."""
     run = make_run(run_name, *SETTINGS, *overrides, processes=processes)
     packs = packs_of(name)
@@ -70,14 +79,18 @@ def make_picture_run(make_run: Callable[..., Any], run_name: str, name: str, wei
     spec = ModelSpec(weights=str(weights), tokenizer=planned.model.tokenizer)
     of_data = planned.data.model_copy(update={"pictures": True})
     resolved = resolve_model(spec, {}, Workspace(weights))
-    recipe = planned.model_copy(update={"model": resolved, "data": of_data, "training": planned.training.model_copy(update=vision)})
+    recipe = planned.model_copy(
+        update={"model": resolved, "data": of_data, "training": planned.training.model_copy(update=vision)}
+    )
     run.plan = replace(run.plan, recipe=recipe, fingerprint=f"{run.plan.fingerprint}-{name}")
     data = PreparedData(run.plan.data_directory)
     if not data.is_complete:
         shutil.copytree(text.root, data.root, ignore=shutil.ignore_patterns(text.manifest_path.name))
         write_packs(data.train, packs[:-NUM_VALIDATION])
         write_packs(data.validation, packs[-NUM_VALIDATION:])
-        data.write_manifest(replace(text.read_manifest(), fingerprint=run.plan.fingerprint, pictures=picture_inputs(name)))
+        data.write_manifest(
+            replace(text.read_manifest(), fingerprint=run.plan.fingerprint, pictures=picture_inputs(name))
+        )
     return run
 
 
@@ -128,7 +141,9 @@ def test_a_run_on_pictures_is_resumed_exactly(trained: Any) -> None:
 
 def test_one_process_computes_the_same_as_two(make_run: Callable[..., Any], gemma: Path, trained: Any) -> None:
     settings: dict[str, Any] = {"vision": "full", "vision_learning_rate": 0.002}
-    alone = make_picture_run(make_run, "pictures-alone", "gemma3", gemma, "training.precision=fp32", **settings, processes=1)
+    alone = make_picture_run(
+        make_run, "pictures-alone", "gemma3", gemma, "training.precision=fp32", **settings, processes=1
+    )
     alone.train()
     for step, found in alone.losses().items():
         assert found == pytest.approx(trained.losses()[step], rel=1e-3)

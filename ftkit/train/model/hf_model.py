@@ -87,6 +87,11 @@ def text_part_of(config: PretrainedConfig) -> PretrainedConfig:
     return text
 
 
+def has_causal_class(config: PretrainedConfig) -> bool:
+    """Return whether transformers has a class for a text model alone, as it has none for Qwen2.5-VL's."""
+    return type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+
+
 def sees_pictures(model: PreTrainedModel) -> bool:
     """Return whether a model was built as a whole, with its vision tower."""
     return auto_class_of(model.config) is not AutoModelForCausalLM
@@ -95,8 +100,9 @@ def sees_pictures(model: PreTrainedModel) -> bool:
 def read_config(
     folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | None = None, *, pictures: bool = False
 ) -> TextConfig:
-    """Read the configuration of the weights; for a multimodal model, that of its text model unless it sees `pictures`.
+    """Read the configuration of the weights; for a multimodal model, that of its text model if it has a class.
 
+    With `pictures`, and without such a class, it is that of the whole model.
     `stored_vocab_size` is the number of rows of the embedding in the files, if added tokens need more.
     """
     model_type, version = read_model_type(folder), transformers.__version__
@@ -116,7 +122,8 @@ def read_config(
         ) from error
     config = text_part_of(stored)
     raw = read_model_config(folder)
-    config.tie_word_embeddings = text_part(raw).get("tie_word_embeddings", config.tie_word_embeddings)
+    if (tied := text_part(raw).get("tie_word_embeddings")) is not None:
+        config.tie_word_embeddings = tied
     if problem := why_not_dequantizable(stored.to_dict()):
         raise TrainingError(
             f"{folder}: {problem}",
@@ -135,7 +142,8 @@ def read_config(
     _scale_positions(config, shape)
     if stored_vocab_size is not None:
         config.vocab_size = shape.vocab_size
-    return TextConfig(stored) if pictures or config is stored else TextConfig(config, stored)
+    is_whole = pictures or config is stored or not has_causal_class(config)
+    return TextConfig(stored) if is_whole else TextConfig(config, stored)
 
 
 def shape_fields(config: PretrainedConfig) -> dict[str, object]:
