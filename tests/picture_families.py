@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import inspect
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -166,7 +167,7 @@ def picture_inputs(name: str) -> PictureInputs:
     each = pixels["pixel_values"].shape[-1] // 3 if is_flat else 1
     scale, offset = (tuple(np.repeat(values, each).tolist()) for values in (SCALE, OFFSET))
     blank = {key: np.zeros_like(value) if key == "pixel_values" else value for key, value in pixels.items()}
-    sample = base64.b64encode(to_record(blank)).decode()
+    sample = base64.b64encode(zlib.compress(to_record(blank))).decode()
     return PictureInputs(family.joined_at, scale, offset, -1 if is_flat else -3, (IMAGE_TOKEN,), sample, name, "")
 
 

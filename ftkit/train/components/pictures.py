@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import inspect
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -81,7 +82,10 @@ class PictureFeed:
 
     @cached_property
     def _sample(self) -> Arrays:
-        return {name: array.copy() for name, array in from_record(base64.b64decode(self.inputs.sample)).items()}
+        return {
+            name: array.copy()
+            for name, array in from_record(zlib.decompress(base64.b64decode(self.inputs.sample))).items()
+        }
 
     @cached_property
     def _pixel_range(self) -> NDArray[np.float32]:
