@@ -231,18 +231,15 @@ class Exporter:
             raise AssertionError("a run without adapters exports the full model")
         place = find_text(self._plain, self._parts.config.wrapper)
         names = peft_names(self._plain, filter(is_adapter, self._trained), place)
-        whole = {name: f"base_model.model.{name}" for name in self._trained if not is_adapter(name)}
-        named = {stored: to_peft(name, self._trained[name]).to(dtype) for name, stored in (names | whole).items()}
+        named = {stored: to_peft(name, self._trained[name]).to(dtype) for name, stored in names.items()}
         declared = {name: tensor.to("meta") for name, tensor in named.items()}
         files = write_weights(declared, named.items(), folder, ADAPTER_FILE, sys.maxsize)
         config = peft_config(self._lora, base=self._parts.recipe.model.weights, model=self._plain)
         if place is not None:
             targets = [each for each in self._lora.targets if each in config.target_modules]
-            in_text = [each for each in targets if owner_of_target(self._plain, each) is not self._plain]
-            if not sees_pictures(self._plain):
-                in_text = targets
-            config.target_modules = place.targets(in_text, {*targets} - {*in_text})
-        config.modules_to_save = _outermost(name.rpartition(".")[0] for name in whole) or None
+            is_whole = sees_pictures(self._plain)
+            others = [each for each in targets if is_whole and owner_of_target(self._plain, each) is self._plain]
+            config.target_modules = place.targets([each for each in targets if each not in others], others)
         config.save_pretrained(str(folder))
         return files
 
@@ -269,12 +266,6 @@ class Exporter:
         own = {name for name in self._trained if not is_adapter(name)}
         base, trained = self._base, self._trained
         return LazyTensors([*base, *own], lambda name: trained[name] if name in own else base[name]) if own else base
-
-
-def _outermost(modules: Iterable[str]) -> list[str]:
-    """Return the modules that are not part of another one."""
-    names = sorted({*modules})
-    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
 def _all_rounded(tensors: Tensors, dtype: torch.dtype) -> Tensors:

@@ -214,8 +214,6 @@ def merge_adapters(
         return result
 
     def read(name: str) -> torch.Tensor:
-        if name in adapters:  # of the vision encoder or the projector
-            return adapters[name].to(dtype)
         weight, module, is_turned = base[name], name.removesuffix("weight"), name in transposed
         if (down := adapters.get(f"{module}lora_A.{ADAPTER}.weight")) is not None and module != name:
             up, magnitude = adapters[f"{module}lora_B.{ADAPTER}.weight"], adapters.get(module + DORA_MAGNITUDE)
@@ -252,7 +250,7 @@ def with_adapters(base: Mapping[str, torch.Tensor], adapters: Mapping[str, torch
     """Return the weights of a model with adapters, by its names: peft adds a level to the names of base weights."""
     return LazyTensors(
         (*base, *adapters),
-        lambda name: adapters[name] if name in adapters else base[name.replace(".base_layer.", ".")],
+        lambda name: adapters[name] if is_adapter(name) else base[name.replace(".base_layer.", ".")],
     )
 
 
