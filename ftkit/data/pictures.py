@@ -29,6 +29,7 @@ from ftkit.data.labels import Rendering, any_of
 from ftkit.data.preferences import PICTURE_COLUMNS
 from ftkit.data.rows import Columns, Row, errors_at
 from ftkit.errors import DataError, one_line, plural
+from ftkit.files import read_small
 from ftkit.paths import is_address
 
 if TYPE_CHECKING:
@@ -42,8 +43,7 @@ MAX_PIXELS: Final = 100_000_000
 """Of a picture: 300 MB in memory. Cameras have fewer."""
 MAX_BYTES: Final = 256 << 20
 """Of a picture's file."""
-_MAX_SCANS: Final = 100
-"""Of a progressive JPEG, each of which takes as long as a small picture: encoders write about ten."""
+_MAX_SCANS: Final = 100  # of a progressive JPEG, each of which passes over the picture: encoders write about ten
 _FORMATS: Final = frozenset(("JPEG", "MPO", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000"))
 """Formats of pictures. Pillow's others include programs (EPS) and files of other kinds."""
 _COMPRESSED: Final = b"\x78\x9c"
@@ -74,18 +74,19 @@ class PictureInputs:
     processor: str
     digest: str
 
-    def verify(self, pixels: NDArray[np.uint8], expected: NDArray[np.floating]) -> None:
+    def verify(self, pixels: NDArray[np.uint8], expected: NDArray[np.float32]) -> None:
         """Check that stored pixels are the processor's own, except for those that it added after normalizing.
 
-        Raises DataError: they differ by more than 1e-5.
+        Raises DataError: they differ by more than 1e-5, or by more than rounding where it gives bfloat16.
         """
         shape = (-1, *[1] * (-1 - self.channel_axis))
         scale, offset = (np.array(each, np.float32).reshape(shape) for each in (self.scale, self.offset))
-        difference = np.abs(pixels * scale + offset - expected)
-        largest = (
-            difference[(pixels != 0) | (expected != 0)].max(initial=0) if pixels.shape == expected.shape else np.inf
-        )
-        if not largest <= _TOLERANCE:
+        is_rounded = not (expected.astype(np.float32).view(np.uint32) & 0xFFFF).any()
+        largest = np.inf
+        if pixels.shape == expected.shape:
+            difference = np.abs(pixels * scale + offset - expected)
+            largest = difference[(pixels != 0) | (expected != 0)].max(initial=0)
+        if not largest <= (_ROUNDING if is_rounded else _TOLERANCE):
             raise DataError(
                 f"pictures of {self.processor} can't be stored in 8 bits: pixels differ by {largest:.1g}",
                 meaning="it changes pixels in other ways than by one scale and offset for each channel",
@@ -131,8 +132,9 @@ def open_picture(source: object, folder: str) -> Image.Image:
                     raise _bad(name, f"{image.width:,} x {image.height:,} pixels, more than {MAX_PIXELS:,}")
                 if image.format in ("JPEG", "MPO") and content.count(b"\xff\xda") > _MAX_SCANS:
                     raise _bad(name, f"a JPEG of more than {_MAX_SCANS} scans")
+                ImageOps.exif_transpose(image, in_place=True)
                 image.load()
-                return _to_rgb(ImageOps.exif_transpose(image), name)
+                return image if image.mode == "RGB" and not image.has_transparency_data else _to_rgb(image, name)
     except UnidentifiedImageError:
         is_svg = b"<svg" in content[:1024]
         reason = "an SVG, which is a drawing without pixels" if is_svg else "in no known format" if content else "empty"
@@ -156,14 +158,10 @@ def _read(source: object, folder: str) -> tuple[bytes, str]:
             raise _bad(f"'{source[:40]}…'", f"not valid base64: {error}") from error
         return content, f"'{source[:40]}…'"
     if is_address(source) or is_address(folder):
-        raise _bad(
-            f"'{source}'", "not on this machine", "download the pictures, or write them as bytes into Parquet files"
-        )
+        raise _bad(f"'{source}'", "not on this machine", "download pictures, or write them as bytes into Parquet files")
     path = Path(folder, source.removeprefix("file://"))
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise _bad(f"'{path}'", f"more than {MAX_BYTES >> 20} MiB")
-        return path.read_bytes(), f"'{path}'"
+        return read_small(path, MAX_BYTES), f"'{path}'"
     except (OSError, ValueError) as error:  # ValueError: a NUL byte
         raise _bad(
             f"'{path}'", one_line(getattr(error, "strerror", None) or error),
@@ -267,7 +265,7 @@ class PictureProcessor:
     def process(self, pictures: Sequence[Image.Image]) -> tuple[list[str], Arrays]:
         """Return what stands for each picture in the text, and the arrays of all of them.
 
-        Raises DataError: the processor refuses the pictures, or its own result is another for the first of a process.
+        Raises DataError: the processor refuses the pictures, or, for the first ones, its own result is another.
         """
         try:
             expansions, arrays = _call(self.processor, self.token, [pictures], is_raw=True)
@@ -275,8 +273,8 @@ class PictureProcessor:
         except DataError:
             raise
         except Exception as error:  # a processor may raise anything, such as for extreme shapes
-            shapes = ", ".join(f"{each.width:,} x {each.height:,}" for each in pictures)
-            raise _bad(f"of {shapes} pixels", one_line(error)) from error
+            sizes = " and ".join(f"{each.width:,} x {each.height:,}" for each in pictures)
+            raise _bad(f"of {sizes} pixels", one_line(error)) from error
         if any(name.endswith("mask") and not array.all() for name, array in arrays.items()):
             raise DataError(
                 "the processor pads the pictures of a row to the size of the largest",
@@ -303,8 +301,7 @@ class PictureProcessor:
     def _expand(self, rendering: Rendering, pictures: Sequence[Image.Image]) -> Rendering:
         """Return a rendering with what the processor writes for each picture in place of its token.
 
-        The special tokens that it writes first and last for a picture bound what is not trained: all tokenizers split
-        there anyway.
+        Its first and last special tokens for a picture bound what is not trained: tokenizers split there anyway.
         """
         if not pictures:
             return rendering
@@ -336,6 +333,7 @@ _TEXT_INPUTS: Final = ("text_replacement_offsets", "token_type_ids", "mm_token_t
 _PROBE_SIZE: Final = 64
 """Pixels of a side of the pictures that show what a processor does."""
 _TOLERANCE: Final = 1e-5
+_ROUNDING: Final = 2**-7  # of bfloat16 between 1 and 4, with that of scale and offset
 
 
 def _call(
@@ -346,11 +344,13 @@ def _call(
         images=[list(pictures) for pictures in samples],
         text=[token * len(pictures) for pictures in samples],
         return_text_replacement_offsets=True,
-        return_tensors="np",
+        return_tensors="pt",
         **({"do_rescale": False, "do_normalize": False} if is_raw else {}),
     )
     skipped = {*_TEXT_INPUTS, *processor.tokenizer.model_input_names}
-    arrays = {name: np.asarray(value) for name, value in result.items() if name not in skipped}
+    tensors = {name: value for name, value in result.items() if name not in skipped}
+    is_short = {name: str(each.dtype) == "torch.bfloat16" for name, each in tensors.items()}
+    arrays = {name: np.asarray(each.float() if is_short[name] else each) for name, each in tensors.items()}
     arrays |= {name: value.astype(bool) for name, value in arrays.items() if name.endswith("mask")}
     pixels = arrays["pixel_values"]
     if is_raw and pixels.dtype != np.uint8:

@@ -135,7 +135,7 @@ def test_pictures_are_found_beside_the_data(tmp_path: Path) -> None:
     uri = f"data:image/png;base64,{base64.b64encode(stored(halves())).decode()}"
     assert open_picture(uri, "").size == (8, 4)
     for source, message in (
-        ("empty.png", "empty"), ("absent.png", "No such file"), (".", "Is a directory"), ("a\0b", "null byte"),
+        ("empty.png", "empty"), ("absent.png", "No such file"), (".", "not a regular file"), ("a\0b", "null byte"),
         ("data:;base64,@@", "not valid base64"), ("https://example.org/a.png", "not on this machine"),
         ("s3://bucket/a.png", "not on this machine"), ("", "neither"), (3, "neither"), (None, "neither"),
     ):  # fmt: skip
