@@ -89,9 +89,11 @@ class Run(ABC):
 
 
 def wait_for(run: Run, condition: Callable[[], ValueT]) -> ValueT:
-    """Return what a condition returns once that is true, or raise with what the run printed."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    """Return what a condition returns once that is true; raise with what the run printed if it no longer trains."""
+    deadline, last = time.monotonic() + PATIENCE_SECONDS, run.step()
     while not (found := condition()):
+        if (step := run.step()) != last:
+            deadline, last = time.monotonic() + PATIENCE_SECONDS, step
         if time.monotonic() > deadline:
             raise TimeoutError(f"{run.folder.name}, at step {run.step()}: {run.output()}")
         time.sleep(run.poll_seconds)
