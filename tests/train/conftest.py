@@ -8,6 +8,7 @@ import shutil
 import sys
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -119,6 +120,11 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks() -> Iterator[ForkedRanks]:
     with ForkedRanks() as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="session")
+def run_of(ranks: ForkedRanks) -> Callable[[RunPlan], Run]:
+    return partial(Run, ranks=ranks)
 
 
 @pytest.fixture(scope="session")

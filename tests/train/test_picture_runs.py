@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
 from picture_families import class_loss, make_documents, picture_inputs, tiny_picture_model
-from transformers import AutoModelForImageTextToText
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from ftkit.config.context import Context
 from ftkit.data.packing import IGNORED, Document, DocumentBatch
 from ftkit.data.pictures import to_record
+from ftkit.data.prepare import prepare
 from ftkit.data.prepared_data import PackWriter, PreparedData
 from ftkit.launch.model import resolve_model
+from ftkit.launch.resolve import RunArgs
+from ftkit.launch.sweep import expand, plan_sweep
 from ftkit.models.architecture import ModelSpec
 from ftkit.planning.layout import Workspace
 from ftkit.runs.records import EvaluationRecord, VerificationRecord
+
+tiny_processors: Any = pytest.importorskip("tiny_processors", reason="this transformers has no processors for Pillow")
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from picture_families import PictureDocument
+
+    from ftkit.planning.plan import RunPlan
 
 NUM_VALIDATION = 3
 SETTINGS = (
@@ -183,3 +194,79 @@ def test_positions_of_three_axes_are_trained_as_the_class_computes_them(
     initial = dict(tiny_picture_model("qwen2_5_vl").named_parameters())
     changed = {name for name, each in exported.named_parameters() if not torch.equal(each, initial[name])}
     assert {name for name in changed if "visual" in name} == {name for name in initial if "visual.merger" in name}
+
+
+def write_recipe(folder: Path, family: str) -> Any:
+    """Write a model and rows with drawn pictures, some without; return the model's processor."""
+    torch.manual_seed(1)
+    processor = tiny_processors.write_model(folder / "model", family, has_weights=True)
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    model.save_pretrained(folder / "model")
+    rows = []
+    for number in range(24):
+        size = (30 + 7 * (number % 3), 40)
+        pixels = np.random.default_rng(number).integers(0, 256, (*size, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+        marks = "<image>" * (number % 3)
+        images = [f"{number}.png"] * (number % 3)
+        turns = [
+            {"role": "user", "content": f"{marks}what is {number}?"},
+            {"role": "assistant", "content": "it is " + "x" * number},
+        ]
+        rows.append({"messages": turns, "images": images})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = {
+        "name": family, "model": {"weights": str(folder / "model")},
+        "evaluation": {"every_steps": None, "generation": None},
+        "data": {"source": str(folder / "rows.jsonl"), "validation": {"count": 6}},
+        "training": {"sequence_length": 256, "global_batch_size": 4, "micro_batch_size": 1, "max_steps": 4, "precision": "fp32", "vision": "full"},
+    }  # fmt: skip
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    return processor
+
+
+def loss_of_rows(model: Any, processor: Any, data: PreparedData) -> float:
+    """Return the mean loss of the validation rows, each alone, by the class and the processor of transformers."""
+    total, num = 0.0, 0
+    for _, row in data.read_validation_rows():
+        user, assistant = row.columns["messages"]
+        images = [Image.open(path) for path in row.columns["images"]]
+        parts = [
+            *({"type": "image", "image": image} for image in images),
+            {"type": "text", "text": user["content"].replace("<image>", "")},
+        ]
+        turns = [{"role": "user", "content": parts}, assistant]
+        inputs = processor.apply_chat_template(turns, tokenize=True, return_dict=True, return_tensors="pt")
+        end = processor.tokenizer(assistant["content"], add_special_tokens=False)["input_ids"]
+        ids = inputs["input_ids"][0]
+        length = next(place for place in range(len(ids), 0, -1) if ids[place - 1] == processor.tokenizer.eos_token_id)
+        begin = length - 1 - len(end)
+        with torch.no_grad():
+            logits = model(**inputs).logits[0]
+        total += float(
+            torch.nn.functional.cross_entropy(logits[begin - 1 : length - 1], ids[begin:length], reduction="sum")
+        )
+        num += length - begin
+    return total / num
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava", "idefics3"])
+def test_rows_with_pictures_have_the_loss_of_transformers_own_processor_and_class(
+    family: str, tmp_path: Path, run_of: Callable[[RunPlan], Any]
+) -> None:
+    processor = write_recipe(tmp_path, family)
+    ctx = Context(tmp_path, tmp_path / "user", {"FTKIT_WORKSPACE": str(tmp_path / "w"), "PATH": ""})
+    (plan,) = plan_sweep(expand(RunArgs(str(tmp_path / "recipe.yaml"), cluster="local", num_nodes=1), ctx), ctx)
+    data = prepare(plan, lambda _: None)
+    run = run_of(plan)
+    print(run.train())
+    before, after = run.records(EvaluationRecord)
+    base = AutoModelForImageTextToText.from_pretrained(tmp_path / "model").eval()
+    assert loss_of_rows(base, processor, data) == pytest.approx(before.loss, rel=1e-5)
+    exported = AutoModelForImageTextToText.from_pretrained(run.layout.export).eval()
+    own = AutoProcessor.from_pretrained(run.layout.export)
+    assert loss_of_rows(exported, own, data) == pytest.approx(after.loss, rel=1e-5)
+    assert after.loss < before.loss
