@@ -80,7 +80,7 @@ _IDEFICS = {"pixel_values": 1, "pixel_attention_mask": 1}
 
 FAMILIES: dict[str, Family] = {
     "gemma3": Family(
-        _squares, {"pixel_values": 0}, TOWER, {"mm_tokens_per_image": 4, "image_token_index": IMAGE_TOKEN}
+        _squares, {"pixel_values": 0}, TOWER, {"mm_tokens_per_image": 4}
     ),
     "glm4v": Family(_patches, _GRIDS, _QWEN | {"image_size": 16}, {}, _SECTIONS),
     "idefics3": Family(_tiles, _IDEFICS, TOWER, {"scale_factor": 2}),
@@ -91,20 +91,20 @@ FAMILIES: dict[str, Family] = {
         _squares, {"pixel_values": 0},
         TOWER | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32,
                  "intermediate_size": 128},
-        {"image_token_index": IMAGE_TOKEN},
+        {},
     ),
     "llava": Family(
         _squares, {"pixel_values": 0}, TOWER | {"model_type": "clip_vision_model", "projection_dim": 32},
-        {"image_token_index": IMAGE_TOKEN, "image_seq_length": 16},
+        {"image_seq_length": 16},
     ),
     "llava_onevision": Family(
         _onevision, {"pixel_values": 0, "image_sizes": 0, "batch_num_images": 0},
         TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False},
-        {"image_token_index": IMAGE_TOKEN, "image_grid_pinpoints": [[16, 16]]},
+        {"image_grid_pinpoints": [[16, 16], [16, 32], [32, 16]]},
     ),
     "mistral3": Family(
         _sized, {"pixel_values": 0, "image_sizes": 0}, TOWER | {"model_type": "pixtral", "head_dim": 16},
-        {"image_token_index": IMAGE_TOKEN},
+        {},
     ),
     "qwen2_5_vl": Family(
         _patches, _GRIDS, _QWEN | {"window_size": 16, "fullatt_block_indexes": [1]}, {}, _SECTIONS
@@ -117,23 +117,23 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 
-def tiny_picture_config(name: str) -> PretrainedConfig:
+def tiny_picture_config(name: str, image_token: int = IMAGE_TOKEN) -> PretrainedConfig:
     family = FAMILIES[name]
     text = tiny_config(name)
     default = CONFIG_MAPPING[name]()
     vision: Any = {**default.vision_config.to_dict(), **family.vision}
     if "model_type" in family.vision:
         vision = {**CONFIG_MAPPING[family.vision["model_type"]]().to_dict(), **family.vision}
-    tokens = {"image_token_id": IMAGE_TOKEN, "video_token_id": IMAGE_TOKEN + 1}
+    tokens = {"image_token_id": image_token, "image_token_index": image_token, "video_token_id": VOCABULARY - 1}
     whole = {key: value for key, value in tokens.items() if key in default.to_dict()} | family.whole
     return type(default)(text_config=text.to_dict() | family.text, vision_config=vision, **whole)
 
 
-def tiny_picture_model(name: str, seed: int = 3) -> PreTrainedModel:
+def tiny_picture_model(name: str, seed: int = 3, image_token: int = IMAGE_TOKEN) -> PreTrainedModel:
     """Return a model whose weights are all random: Gemma 3's projector would begin with zeros, and see nothing."""
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForImageTextToText.from_config(
-        tiny_picture_config(name), dtype=torch.float32, attn_implementation="sdpa"
+        tiny_picture_config(name, image_token), dtype=torch.float32, attn_implementation="sdpa"
     )
     with torch.no_grad():
         for parameter in model.parameters():

@@ -22,13 +22,13 @@ from transformers import (
 _TURN = """{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['content'] is string %}{{ message['content'] }}
 {%- else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}{{ 'IMAGE' }}{% else %}{{ part['text'] }}
 {%- endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}"""
-_TEMPLATE = (
+TEMPLATE = (
     "{% for message in messages %}" + _TURN + "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 
-def _tokenizer(*special: str, **named: str) -> PreTrainedTokenizerFast:
+def tokenizer_of(*special: str, **named: str) -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({each: number for number, each in enumerate([*alphabet, "ĊĊ"])}, [("Ċ", "Ċ")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -46,13 +46,13 @@ def _tokenizer(*special: str, **named: str) -> PreTrainedTokenizerFast:
 def _gemma3() -> Gemma3Processor:
     named = {"image_token": "<img>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
     pictures = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
-    return Gemma3Processor(pictures, _tokenizer(**named), image_seq_length=4)
+    return Gemma3Processor(pictures, tokenizer_of(**named), image_seq_length=4)
 
 
 def _llava() -> LlavaProcessor:
     pictures = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     return LlavaProcessor(
-        pictures, _tokenizer("<image>"), patch_size=14, vision_feature_select_strategy="default",
+        pictures, tokenizer_of("<image>"), patch_size=14, vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
     )  # fmt: skip
 
@@ -60,7 +60,7 @@ def _llava() -> LlavaProcessor:
 def _idefics3() -> Idefics3Processor:
     special = ["<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"]
     pictures = Idefics3ImageProcessorPil(size={"longest_edge": 56}, max_image_size={"longest_edge": 28})
-    return Idefics3Processor(pictures, _tokenizer(*special), image_seq_len=4)
+    return Idefics3Processor(pictures, tokenizer_of(*special), image_seq_len=4)
 
 
 PROCESSORS: dict[str, Callable[[], Any]] = {"gemma3": _gemma3, "llava": _llava, "idefics3": _idefics3}
@@ -79,7 +79,7 @@ _VISION = {
 def write_model(folder: Path, name: str, *, has_weights: bool = False) -> Any:
     """Write a folder of a tiny model, and return its processor."""
     processor = PROCESSORS[name]()
-    processor.chat_template = processor.tokenizer.chat_template = _TEMPLATE.replace("IMAGE", processor.image_token)
+    processor.chat_template = processor.tokenizer.chat_template = TEMPLATE.replace("IMAGE", processor.image_token)
     processor.save_pretrained(folder)
     processor.tokenizer.save_pretrained(folder)
     token = getattr(processor.tokenizer, "image_token_id", None) or processor.image_token_id

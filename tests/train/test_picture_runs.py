@@ -222,7 +222,10 @@ def write_recipe(folder: Path, family: str) -> Any:
         "name": family, "model": {"weights": str(folder / "model")},
         "evaluation": {"every_steps": None, "generation": None},
         "data": {"source": str(folder / "rows.jsonl"), "validation": {"count": 6}},
-        "training": {"sequence_length": 256, "global_batch_size": 4, "micro_batch_size": 1, "max_steps": 4, "precision": "fp32", "vision": "full"},
+        "training": {
+            "sequence_length": 256, "global_batch_size": 4, "micro_batch_size": 1, "max_steps": 4,
+            "precision": "fp32", "vision": "full",
+        },
     }  # fmt: skip
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
     return processor
@@ -262,7 +265,7 @@ def test_rows_with_pictures_have_the_loss_of_transformers_own_processor_and_clas
     (plan,) = plan_sweep(expand(RunArgs(str(tmp_path / "recipe.yaml"), cluster="local", num_nodes=1), ctx), ctx)
     data = prepare(plan, lambda _: None)
     run = run_of(plan)
-    print(run.train())
+    run.train()
     before, after = run.records(EvaluationRecord)
     base = AutoModelForImageTextToText.from_pretrained(tmp_path / "model").eval()
     assert loss_of_rows(base, processor, data) == pytest.approx(before.loss, rel=1e-5)
