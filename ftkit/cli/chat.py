@@ -67,11 +67,19 @@ class _DecodingOptions(TypedDict):
     "--tools", "tools_file",
     about="JSON file with tool schemas. Tool calls are printed as the model writes them and never executed.",
 )  # fmt: skip
+@click.option(
+    "--image",
+    "images",
+    metavar="PATH",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A picture for the first turn; may be given several times.",
+)
 @click.option("--before", "with_before", is_flag=True, help="Also show the completion of the model before training.")
 @_decoding_options
 def chat_command(
-    reference: str, *, system: str | None, tools_file: Path | None, with_before: bool, engine: EngineName,
-    **decoding: Unpack[_DecodingOptions],
+    reference: str, *, system: str | None, tools_file: Path | None, images: tuple[Path, ...], with_before: bool,
+    engine: EngineName, **decoding: Unpack[_DecodingOptions],
 ) -> None:  # fmt: skip
     r"""Chat with a model. To complete a file of prompts, use 'ftkit generate'; for other programs, 'ftkit serve'.
 
@@ -104,15 +112,17 @@ def chat_command(
         if turn == "/reset":
             for session in sessions.values():
                 session.messages.clear()
-        elif len(sessions) == 1:
-            reply = sessions["answer"].ask(turn, terminal.data)
+            continue
+        if len(sessions) == 1:
+            reply = sessions["answer"].ask(turn, terminal.data, images)
             terminal.data("\n")
             if not reply.is_ended:
                 most = decoding["max_new_tokens"]
                 terminal.say(Styled(f"(truncated after {most} tokens: --max-new-tokens)", "yellow"))
         else:
             for name, session in sessions.items():  # print each when it is done: one model may be slow
-                terminal.facts([(f"{name:<6}", session.ask(turn).text)], is_data=True)
+                terminal.facts([(f"{name:<6}", session.ask(turn, None, images).text)], is_data=True)
+        images = ()
 
 
 def _turns(terminal: Terminal) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,16 +15,19 @@ from ftkit.data.conversations import Conversation, JsonObject, Message, is_turn,
 from ftkit.data.encoding import RowEncoder
 from ftkit.data.limits import run_in_fork, try_rows
 from ftkit.data.packing import IGNORED, Document
-from ftkit.data.preferences import Preferences
+from ftkit.data.pictures import PictureProcessor
+from ftkit.data.preferences import Preferences, conversations_of, first_picture, with_pictures
 from ftkit.data.readers import read_json_lines
 from ftkit.data.rendering import ChatRenderer
 from ftkit.data.row_formats import DETECTION_ROWS, read_example, read_prompt, resolve_format, unused_columns
 from ftkit.data.rows import Columns, Row
 from ftkit.errors import DataError, one_line, plural
+from ftkit.models.architecture import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+    from ftkit.data.labels import Rendering
     from ftkit.data.prepared_data import PreparedData
 
 _TEXT_COLUMNS = ("prompt", "question", "instruction", "input", "text")
@@ -38,12 +41,31 @@ class ModelInput:
     label: str
     vocab_size: int
     max_length: int | None
+    model: ModelSpec | None = None  # the one whose processor reads pictures
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, label: str, config: PretrainedConfig) -> ModelInput:
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, label: str, config: PretrainedConfig, model: ModelSpec | None = None
+    ) -> ModelInput:
         """Read the limits from a transformers configuration."""
         text = config.get_text_config(decoder=True)
-        return cls(tokenizer, label, text.vocab_size, getattr(text, "max_position_embeddings", None))
+        return cls(tokenizer, label, text.vocab_size, getattr(text, "max_position_embeddings", None), model)
+
+    def processor(self, *, is_needed: bool) -> PictureProcessor | None:
+        """Return the processor of pictures if it is needed and the model has one."""
+        return PictureProcessor.of(self.model, self.tokenizer) if is_needed and self.model else None
+
+
+class Prompt(list[int]):
+    """The tokens of a prompt; `pictures` is the record of its pictures' arrays."""
+
+    pictures: bytes = b""
+
+    @classmethod
+    def of(cls, tokens: Iterable[int], pictures: bytes = b"") -> Prompt:
+        prompt = cls(tokens)
+        prompt.pictures = pictures
+        return prompt
 
 
 @dataclass(frozen=True)
@@ -55,10 +77,15 @@ class Case:
 
     number: int
     columns: Columns
-    prompt: list[int]
+    prompt: Prompt
     reference: list[int] | None = None
     message: Message | None = None
     has_tools: bool = False
+
+    @property
+    def picture(self) -> object:
+        """The source of the first picture of the row; None without one."""
+        return first_picture(self.columns) if self.prompt.pictures else None
 
 
 @dataclass(frozen=True)
@@ -71,7 +98,7 @@ class EvaluationSet:
     cases: list[Case]
 
 
-_Turn = tuple[list[int], list[int] | None, Message | None, bool]
+_Turn = tuple[Prompt, list[int] | None, Message | None, bool]
 """An assistant turn: tokens of its prompt and of itself, the turn as in the data, and whether it has tools."""
 _Encoded = tuple[list[Document], list[_Turn]]
 
@@ -150,7 +177,8 @@ def _encode(model: ModelInput, rows: list[Row], data: DataSpec | None) -> list[_
     unused = {name for row in rows for name in unused_columns(row.columns, data, form)}
     train_on = data.train_on if data.train_on in ("assistant", "last", "completion") else "assistant"
     data = data.model_copy(update={"ignore_columns": (*data.ignore_columns, *sorted(unused)), "train_on": train_on})
-    encoder = RowEncoder.of(model.tokenizer, data, form, model.vocab_size)
+    pictures = model.processor(is_needed=bool(data.pictures))
+    encoder = RowEncoder.of(model.tokenizer, data, form, model.vocab_size, pictures=pictures)
     encoded: list[_Encoded | DataError] = []
     documents_of = encoder.encode(rows)
     dropped = [row for row, found in zip(rows, documents_of, strict=True) if found == []]
@@ -170,8 +198,17 @@ def _encode(model: ModelInput, rows: list[Row], data: DataSpec | None) -> list[_
         if any(len(document.tokens) > (model.max_length or np.inf) for document in documents):
             encoded.append(DataError(f"{row.where}: longer than the model's context of {model.max_length:,} tokens"))
         else:
-            encoded.append((documents, _turns(row, documents, data, form)))
+            turns = _turns(row, documents, data, form)
+            if pictures:  # prompts of earlier turns lack pictures of later ones, which the record has
+                turns = [turn for turn in turns if _has_all(turn[0], documents, pictures.inputs.token_ids)]
+            encoded.append((documents, turns))
     return encoded
+
+
+def _has_all(prompt: Prompt, documents: Sequence[Document], token_ids: Sequence[int]) -> bool:
+    """Return whether a prompt has all pictures of its document."""
+    whole = next(each.tokens for each in documents if each.tokens[: len(prompt)].tolist() == prompt)
+    return not np.isin(whole[len(prompt) :], token_ids).any()
 
 
 def _format_of(rows: list[Row], data: DataSpec | None) -> Format | None:
@@ -187,14 +224,15 @@ def _format_of(rows: list[Row], data: DataSpec | None) -> Format | None:
 
 
 def _encode_prompts(model: ModelInput, rows: list[Row], data: DataSpec | None) -> list[_Encoded | DataError]:
-    renderer = renderer_of(model.tokenizer, model.label, data.template_options if data else {})
-    prompts = encode_prompts(model.tokenizer, renderer, rows, data.format if data else None)
+    pictures = model.processor(is_needed=any(first_picture(row.columns) is not None for row in rows))
+    renderer = renderer_of(model.tokenizer, model.label, data.template_options if data else {}, pictures)
+    prompts = encode_prompts(model.tokenizer, renderer, rows, data.format if data else None, pictures)
     return [prompt if isinstance(prompt, DataError) else _prompt(prompt) for prompt in prompts]
 
 
-def _prompt(tokens: list[int]) -> _Encoded:
+def _prompt(tokens: Prompt) -> _Encoded:
     labels = np.array([*tokens[1:], IGNORED], np.int32)
-    return [Document(np.array(tokens, np.int32), labels)], [(tokens, None, None, False)]
+    return [Document(np.array(tokens, np.int32), labels, pictures=tokens.pictures)], [(tokens, None, None, False)]
 
 
 def _turns(row: Row, documents: list[Document], data: DataSpec, form: Format) -> list[_Turn]:
@@ -204,12 +242,13 @@ def _turns(row: Row, documents: list[Document], data: DataSpec, form: Format) ->
         example = example.chosen
     if not isinstance(example, Conversation):
         return []
-    turns: list[tuple[list[int], list[int]]] = []
+    turns: list[tuple[Prompt, list[int]]] = []
     for document in documents:
         counts = np.flatnonzero(document.labels != IGNORED)
         for run in np.split(counts, np.flatnonzero(np.diff(counts) > 1) + 1):
             begin, end = int(run[0]) + 1, int(run[-1]) + 2
-            turns.append((document.tokens[:begin].tolist(), document.tokens[begin:end].tolist()))
+            prompt = Prompt.of(document.tokens[:begin].tolist(), document.pictures)
+            turns.append((prompt, document.tokens[begin:end].tolist()))
     messages: list[Message | None] = [example.messages[place] for place in trained_turns(example, data.train_on)]
     if len(messages) != len(turns):  # adjacent turns form one run of tokens
         messages = [None] * len(turns)
@@ -217,7 +256,9 @@ def _turns(row: Row, documents: list[Document], data: DataSpec, form: Format) ->
     return [(*turn, message, has_tools) for turn, message in zip(turns, messages, strict=True)]
 
 
-def renderer_of(tokenizer: PreTrainedTokenizerBase, label: str, options: JsonObject) -> ChatRenderer:
+def renderer_of(
+    tokenizer: PreTrainedTokenizerBase, label: str, options: JsonObject, pictures: PictureProcessor | None = None
+) -> ChatRenderer:
     """Return the renderer of a model's chat template."""
     if tokenizer.chat_template is None:
         raise DataError(
@@ -225,22 +266,43 @@ def renderer_of(tokenizer: PreTrainedTokenizerBase, label: str, options: JsonObj
             meaning="it is a base model, which was not trained on conversations",
             fix="try a model that was trained on conversations",
         )
-    return ChatRenderer.of(tokenizer, options)
+    return ChatRenderer.of(tokenizer, options, picture_token=pictures.token if pictures else "")
 
 
 def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, renderer: ChatRenderer, rows: Sequence[Row], form: Format | None
-) -> list[list[int] | DataError]:
+    tokenizer: PreTrainedTokenizerBase,
+    renderer: ChatRenderer,
+    rows: Sequence[Row],
+    form: Format | None,
+    pictures: PictureProcessor | None = None,
+) -> list[Prompt | DataError]:
     """Return the tokens of each row's prompt, with the header of the assistant turn, or its error with file and line.
 
     The recipe's format is used for rows with its columns; otherwise turns, or a column with a prompt.
     """
+    data = DataSpec.model_validate({"source": "./rows.jsonl", "pictures": pictures is not None})
 
-    def rendered(row: Row) -> str:
-        return renderer.render(prompt_of(row.columns, form), open_turn=True)
+    def rendered(row: Row) -> Rendering:
+        (conversation,) = conversations_of(with_pictures(prompt_of(row.columns, form), row.columns, data))
+        return renderer.prompt(conversation)
 
-    texts = run_in_fork(renderer, try_rows, rendered, rows)
-    return [text if isinstance(text, DataError) else encode_text(tokenizer, text) for text in texts]
+    found = run_in_fork(renderer, try_rows, rendered, rows)
+    return [
+        each if isinstance(each, DataError) else encode_prompt(tokenizer, row, each, pictures)
+        for row, each in zip(rows, found, strict=True)
+    ]
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, row: Row, rendering: Rendering, pictures: PictureProcessor | None
+) -> Prompt | DataError:
+    """Return the tokens of a rendered prompt of a row, with its pictures, or the error of one."""
+    if rendering.pictures and pictures is None:
+        return DataError(f"{row.where}: the model sees no pictures", fix="choose a multimodal model")
+    expanded = pictures.expand_row(row, [rendering]) if pictures else [rendering]
+    if isinstance(expanded, DataError):
+        return expanded
+    return Prompt.of(encode_text(tokenizer, expanded[0].text), expanded[0].record)
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

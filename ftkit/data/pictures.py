@@ -48,6 +48,8 @@ _FORMATS: Final = frozenset(("JPEG", "MPO", "PNG", "GIF", "WEBP", "BMP", "TIFF",
 """Formats of pictures. Pillow's others include programs (EPS) and files of other kinds."""
 _COMPRESSED: Final = b"\x78\x9c"
 """The beginning of zlib's data; of a record, it would be a header of 40 kB."""
+_THUMBNAIL: Final = 96
+"""Pixels of a side of a small picture at most."""
 _ALIGNMENT: Final = 8
 """Bytes: of all arrays in a record, and of records in a file."""
 
@@ -184,6 +186,14 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image)
     return image.convert("RGB")
+
+
+def thumbnail(source: object) -> str:
+    """Return a small picture as a `data:` URI."""
+    image, file = open_picture(source, ""), io.BytesIO()
+    image.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    image.save(file, "JPEG")
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def portable(columns: Columns, folder: str) -> Columns:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit.data.conversations import (
     PICTURE,
+    PICTURE_PARTS,
     Conversation,
     Message,
     PlainText,
@@ -65,6 +66,20 @@ def conversations_of(example: Example) -> tuple[Conversation, ...]:
             return (example,)
         case _:
             return ()
+
+
+def first_picture(columns: Columns, ignored: Collection[str] = ()) -> object:
+    """Return the source of a row's first picture, in a part of a turn or a column of its own; None without one.
+
+    Empty if a part has a picture without a source.
+    """
+    used = {name: value for name, value in columns.items() if name not in ignored}
+    turns = [turn for value in used.values() for turn in turns_in(value) if isinstance(turn, dict)]
+    parts = [part for turn in turns if isinstance(turn.get("content"), list) for part in turn["content"]]
+    own = [part for part in parts if isinstance(part, dict) and part.get("type") in PICTURE_PARTS]
+    listed = [each for name in PICTURE_COLUMNS for each in turns_in(used.get(name)) or [used.get(name)]]
+    sources = (picture_source(each) for each in [*own, *listed] if each)
+    return next((source for source in sources if source), "" if own else None)
 
 
 def with_pictures(example: Example, columns: Columns, data: DataSpec) -> Example:

@@ -174,15 +174,19 @@ class ChatRenderer(Template):
                 what = f"turn {turn}: a trained turn of the assistant has a picture"
                 raise DataError(what, meaning="the model writes only text", fix="correct or remove this example")
             found = self._grouped(conversation, turns, trained)
-        if sources := [source for message in conversation.messages for source in message.pictures]:
-            pattern = re.compile(re.escape(self.picture_token))
-            found = [
-                replace(
-                    each, pictures=tuple(zip((m.start() for m in pattern.finditer(each.text)), sources, strict=False))
-                )
-                for each in found
-            ]
+        found = [self._with_pictures(each, conversation) for each in found]
         return [_without_cuts(rendering) for rendering in found] if has_cuts else found
+
+    def prompt(self, conversation: Conversation) -> Rendering:
+        """Return the text of turns with the header of the assistant turn, and their pictures."""
+        return self._with_pictures(Rendering(self.render(conversation, open_turn=True), ()), conversation)
+
+    def _with_pictures(self, rendering: Rendering, conversation: Conversation) -> Rendering:
+        """Add the places of the pictures of a conversation, of whose turns the text has the first ones."""
+        if not (sources := [source for message in conversation.messages for source in message.pictures]):
+            return rendering
+        places = (found.start() for found in re.finditer(re.escape(self.picture_token), rendering.text))
+        return replace(rendering, pictures=tuple(zip(places, sources, strict=False)))
 
     def find_unproven(self) -> dict[str, DataError]:
         """Return the shapes of conversations whose labels can't be shown to be right; rows of such a shape are refused.

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import GenerationConfig, TextStreamer
 
-from ftkit.data.cases import encode_prompts, encode_text, prompt_of, renderer_of
-from ftkit.data.conversations import Conversation, JsonObject, Message, for_template
+from ftkit.data.cases import encode_prompt, encode_prompts, prompt_of, renderer_of
+from ftkit.data.conversations import PICTURE, Conversation, JsonObject, Message, for_template
+from ftkit.data.preferences import first_picture
 from ftkit.data.readers import read_json_lines
 from ftkit.data.rows import Row
 from ftkit.errors import DataError
@@ -82,8 +83,9 @@ def generate_rows(
     and `model`.
     """
     prompts = []
-    renderer = renderer_of(model.tokenizer, model.label, options)
-    for prompt in encode_prompts(model.tokenizer, renderer, rows, form):
+    pictures = model.input.processor(is_needed=any(first_picture(row.columns) is not None for row in rows))
+    renderer = renderer_of(model.tokenizer, model.label, options, pictures)
+    for prompt in encode_prompts(model.tokenizer, renderer, rows, form, pictures):
         if isinstance(prompt, DataError):
             raise prompt
         prompts.append(prompt)
@@ -157,16 +159,22 @@ class ChatSession:
     tools: tuple[JsonObject, ...] = ()  # JSON schemas of tools that the model may call; nothing is executed
     messages: list[Message] = field(default_factory=list)
 
-    def ask(self, text: str, on_text: Callable[[str], None] | None = None) -> Reply:
+    def ask(self, text: str, on_text: Callable[[str], None] | None = None, pictures: Sequence[Path] = ()) -> Reply:
         """Generate the completion of a user turn, and append both turns to the conversation.
 
-        `on_text` is called with pieces of the completion during generation.
+        `on_text` is called with pieces of the completion during generation; `pictures` are before the text.
         """
         before = (Message("system", self.system),) if self.system else ()
-        turns = (*self.messages, Message("user", text))
+        shown = Message(
+            "user", PICTURE * len(pictures) + text, pictures=tuple(str(each.absolute()) for each in pictures)
+        )
+        turns = (*self.messages, shown)
         conversation = Conversation((*before, *turns), self.tools)
-        renderer = renderer_of(self.model.tokenizer, self.model.label, self.options)
-        prompt = encode_text(self.model.tokenizer, renderer.render(conversation, open_turn=True))
+        processor = self.model.input.processor(is_needed=any(turn.pictures for turn in turns))
+        renderer = renderer_of(self.model.tokenizer, self.model.label, self.options, processor)
+        prompt = encode_prompt(self.model.tokenizer, Row({}, "chat"), renderer.prompt(conversation), processor)
+        if isinstance(prompt, DataError):
+            raise prompt
         streamer = None if on_text is None else _Streamer(self.model, on_text, is_raw=bool(self.tools))
         (completion,) = self.model.complete([prompt], self.decoding.config(self.model), streamer=streamer)
         reply = Reply.of(self.model, completion, is_raw=bool(self.tools))

@@ -8,7 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
@@ -19,16 +20,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from ftkit.data.cases import ModelInput
+from ftkit.data.cases import ModelInput, Prompt
 from ftkit.data.packing import IGNORED, Document
 from ftkit.data.prepared_data import PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import DataError, NotFoundError, PrerequisiteError, TrainingError, one_line
 from ftkit.evaluate.source import ModelFolder, ModelSource, TrainedStep, fetch_model, find_base
 from ftkit.files import read_json
+from ftkit.models.architecture import ModelSpec
 from ftkit.models.folder import ADAPTER_CONFIG, check_folder, read_generation_config
+from ftkit.train.causal_lm import PIXELS
 from ftkit.train.checkpoint.loading import describe_damage, read_state, reason_of, saved_sizes
 from ftkit.train.components.generation import Generation
+from ftkit.train.components.pictures import PictureFeed
 from ftkit.train.model.attention import generation_attention
 from ftkit.train.model.hf_model import (
     TextConfig,
@@ -37,6 +41,7 @@ from ftkit.train.model.hf_model import (
     load_pretrained,
     make_config,
     read_config,
+    sees_pictures,
 )
 from ftkit.train.model.lora import init_adapters, load_adapters, prepare_method
 from ftkit.train.model.pretrained import init_weights, load_weights, materialize
@@ -65,7 +70,7 @@ class GeneratingModel(ABC):
 
     @abstractmethod
     def complete(
-        self, prompts: Sequence[Sequence[int]], config: GenerationConfig, streamer: TextStreamer | None = None
+        self, prompts: Sequence[Prompt], config: GenerationConfig, streamer: TextStreamer | None = None
     ) -> list[list[int]]:
         """Return the completion of each prompt in tokens, with its end token if it has one.
 
@@ -87,10 +92,24 @@ class LoadedModel(GeneratingModel):
     hf_model: PreTrainedModel
     device: torch.device
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    folder: Path | None = None  # of the model, with its processor
 
     @property
     def input(self) -> ModelInput:
-        return ModelInput.of(self.tokenizer, self.label, self.hf_model.config)
+        model = ModelSpec(weights=str(self.folder)) if self.folder and sees_pictures(self.hf_model) else None
+        return ModelInput.of(self.tokenizer, self.label, self.hf_model.config, model)
+
+    @cached_property
+    def _feed(self) -> PictureFeed | None:
+        processor = self.input.processor(is_needed=True)
+        return None if processor is None else PictureFeed.of(self.hf_model, processor.inputs)
+
+    def _picture_inputs(self, prompt: Prompt) -> dict[str, torch.Tensor]:
+        """Return what the model's class takes for the pictures of a prompt."""
+        if not prompt.pictures or self._feed is None:
+            return {}
+        inputs = self._feed.prompt_inputs(self.hf_model, prompt, self.device)
+        return inputs | {PIXELS: inputs[PIXELS].to(self.hf_model.get_input_embeddings().weight.dtype)}
 
     @contextmanager
     def inference(self) -> Iterator[PreTrainedModel]:
@@ -99,12 +118,17 @@ class LoadedModel(GeneratingModel):
             yield self.hf_model
 
     def complete(
-        self, prompts: Sequence[Sequence[int]], config: GenerationConfig, streamer: TextStreamer | None = None
+        self, prompts: Sequence[Prompt], config: GenerationConfig, streamer: TextStreamer | None = None
     ) -> list[list[int]]:
         options = {} if streamer is None else {"streamer": streamer}
+        batches = [[each] for each in prompts] if any(each.pictures for each in prompts) else [prompts]
+        completions: list[list[int]] = []
         with self.inference() as model:
             generate = cast("Callable[..., torch.Tensor]", model.generate)
-            return self.generation.complete(generate, prompts, config, self.device, **options)
+            for batch in batches:
+                inputs = self._picture_inputs(batch[0])
+                completions += self.generation.complete(generate, batch, config, self.device, **options, **inputs)
+        return completions
 
     def losses(self, documents: Sequence[Document]) -> list[list[float]]:
         sums = []
@@ -115,6 +139,9 @@ class LoadedModel(GeneratingModel):
 
     def label_logits(self, documents: Sequence[Document]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield, of each document, the logits where there are labels, fp32 [N, vocabulary], and the labels [N]."""
+        if len(documents) > 1 and any(document.pictures for document in documents):
+            yield from chain.from_iterable(self.label_logits([document]) for document in documents)
+            return
 
         def padded(rows: list[NDArray[np.int32]] | list[NDArray[np.int64]], value: int) -> torch.Tensor:
             tensors = [torch.from_numpy(row.astype(np.int64)) for row in rows]
@@ -124,7 +151,8 @@ class LoadedModel(GeneratingModel):
         labels = padded([document.labels for document in documents], IGNORED)
         mask = padded([np.ones_like(document.tokens) for document in documents], 0)
         with self.inference() as hf_model:
-            logits = hf_model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+            inputs = self._picture_inputs(Prompt.of(tokens[0].tolist(), documents[0].pictures))
+            logits = hf_model(input_ids=tokens, attention_mask=mask, use_cache=False, **inputs).logits
             for row_logits, row_labels in zip(logits, labels, strict=True):
                 counts = row_labels != IGNORED
                 yield row_logits[counts].float(), row_labels[counts]
@@ -156,7 +184,7 @@ def _load_folder(source: ModelFolder, devices: Sequence[torch.device]) -> Loaded
     except Exception as error:  # transformers, peft and safetensors raise various errors on damaged files
         raise _unreadable(source, error) from error
     place(model, devices)
-    return LoadedModel(source.label, tokenizer, generation, model.eval(), devices[0])
+    return LoadedModel(source.label, tokenizer, generation, model.eval(), devices[0], folder=base.folder)
 
 
 def find_generation(source: ModelFolder) -> tuple[ModelFolder, PreTrainedTokenizerBase, Generation]:
@@ -229,7 +257,7 @@ def _load_step(source: TrainedStep, devices: Sequence[torch.device]) -> LoadedMo
     generation = Generation.of(tokenizer, folder)
     model.generation_config.eos_token_id = list(generation.end_tokens) or None
     place(model, devices)
-    return LoadedModel(source.label, tokenizer, generation, model.eval(), devices[0], autocast)
+    return LoadedModel(source.label, tokenizer, generation, model.eval(), devices[0], autocast, folder)
 
 
 def config_of(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[Path | None, TextConfig]:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, GenerationConfig, TextStreamer
 
-from ftkit.data.cases import ModelInput
+from ftkit.data.cases import ModelInput, Prompt
 from ftkit.data.packing import IGNORED, Document
 from ftkit.errors import PrerequisiteError, TrainingError, one_line
 from ftkit.evaluate.engines import num_gpus_for_vllm
@@ -73,9 +73,12 @@ class VllmModel(GeneratingModel):
         return ModelInput.of(self.tokenizer, self.label, AutoConfig.from_pretrained(self.base))
 
     def complete(
-        self, prompts: Sequence[Sequence[int]], config: GenerationConfig, streamer: TextStreamer | None = None
+        self, prompts: Sequence[Prompt], config: GenerationConfig, streamer: TextStreamer | None = None
     ) -> list[list[int]]:
         """Return the completion of each prompt; a streamer gets it once it is complete, as the engine does."""
+        if any(prompt.pictures for prompt in prompts):
+            fix = "omit --engine; 'ftkit serve' starts vLLM's server, which takes pictures"
+            raise TrainingError("ftkit gives vLLM no pictures", fix=fix)
         params = _sampling(
             max_tokens=config.max_new_tokens,
             temperature=config.temperature if config.do_sample else 0.0,

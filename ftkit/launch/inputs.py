@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.data import AutoFormat, DataSpec, Format, describe_format
 from ftkit.config.data_sources import HubSource
-from ftkit.data.conversations import turns_in
+from ftkit.data.preferences import first_picture
 from ftkit.data.row_formats import DETECTION_ROWS, resolve_format
 from ftkit.data.selection import first_rows, peek_rows
 from ftkit.data.source_files import find_files, stamp, walk
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from ftkit.config.recipe import RecipePlan, RecipeSpec
     from ftkit.data.packing import Document
-    from ftkit.data.rows import Columns, Row
+    from ftkit.data.rows import Row
 
 
 _TOKENIZER_FILES = (
@@ -134,21 +134,13 @@ def available_formats(data: DataSpec) -> list[Format]:
         return []  # the checks report why
 
 
-def have_pictures(data: DataSpec) -> bool | None:
+def find_pictures(data: DataSpec) -> bool | None:
     """Return whether the first rows of a recipe's data have pictures; None if they can't be read from here."""
     try:
         rows = [row.columns for row in peek_rows(data)]
     except FtkitError:
         return None  # the checks report why
-    return any(_has_picture(columns, data.ignore_columns) for columns in rows) if rows else None
-
-
-def _has_picture(columns: Columns, ignored: Sequence[str]) -> bool:
-    used = {name: value for name, value in columns.items() if name not in ignored}
-    turns = [turn for value in used.values() for turn in turns_in(value) if isinstance(turn, dict)]
-    parts = [part for turn in turns if isinstance(turn.get("content"), list) for part in turn["content"]]
-    is_part = any(isinstance(part, dict) and str(part.get("type")).startswith("image") for part in parts)
-    return is_part or any(used.get(name) for name in ("image", "images"))
+    return any(first_picture(columns, data.ignore_columns) is not None for columns in rows) if rows else None
 
 
 def describe_detected(data: DataSpec) -> str:

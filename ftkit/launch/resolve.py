@@ -19,7 +19,7 @@ from ftkit.config.recipe import RecipePlan, RecipeSpec
 from ftkit.config.request import LoadedSettings, Origins, RunRequest, load_settings
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem, plural
 from ftkit.files import read_json_if_valid
-from ftkit.launch.inputs import data_stamp, have_pictures
+from ftkit.launch.inputs import data_stamp, find_pictures
 from ftkit.launch.model import resolve_model
 from ftkit.models.architecture import ModelSpec
 from ftkit.paths import is_path, neighbor_of
@@ -189,7 +189,7 @@ def _resolve_model(
     except ConfigError as error:
         raise ConfigError([origins.locate(problem) for problem in error.problems]) from error
     if recipe.data.pictures is None:
-        pictures = have_pictures(recipe.data) if model.vision else False
+        pictures = find_pictures(recipe.data) if model.vision else False
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"pictures": pictures})})
     if recipe.data.pictures:
         shape = model.architecture.model_copy(update={"vision": model.vision})

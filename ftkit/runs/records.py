@@ -145,12 +145,13 @@ class AnomalyRecord(Record, event="anomaly"):
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt of the validation split, its reference and the completion; `correct` if its first score is perfect."""
+    """A prompt of the validation split, its reference and completion; `correct` if its first score is perfect."""
 
     question: str
     reference: str
     answer: str
     correct: bool
+    picture: str | None = None  # a small one, as a `data:` URI
 
 
 @dataclass(frozen=True)

@@ -267,6 +267,8 @@ class CausalLM(nn.Module):
 
     def generate(self, **inputs: Any) -> torch.Tensor:
         """Return the result of transformers' `generate`: int64 [B, T + new]. Within `forward` only."""
+        if PIXELS in inputs:
+            inputs[PIXELS] = inputs[PIXELS].to(self.hf_model.get_input_embeddings().weight.dtype)
         tokens: torch.Tensor = self.hf_model.generate(**inputs)
         return tokens
 

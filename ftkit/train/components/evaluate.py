@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ftkit.data.cases import Case, EvaluationSet, ModelInput, make_evaluation_set, take_rows
+from ftkit.data.cases import Case, EvaluationSet, ModelInput, Prompt, make_evaluation_set, take_rows
 from ftkit.data.completion_metrics import Completion, choose_metrics
+from ftkit.data.pictures import thumbnail
 from ftkit.data.prepared_data import PreparedData
 from ftkit.planning.plan import RunPlan
 from ftkit.runs.records import EvaluationRecord, Sample, SourceLoss
@@ -69,7 +70,8 @@ class Evaluator:
         num_rows = max(settings.num_rows, settings.num_rows_during) if settings else 0
         rows = take_rows(self.data.read_validation_rows(), num_rows)
         shape = recipe.model.architecture
-        model = ModelInput(self.tokenizer, recipe.model.weights, shape.vocab_size, shape.max_position_embeddings)
+        limits = (shape.vocab_size, shape.max_position_embeddings)
+        model = ModelInput(self.tokenizer, recipe.model.weights, *limits, recipe.model)
         return make_evaluation_set(model, rows, recipe.data, log.warning)
 
     def _loss(self, model: CausalLM) -> tuple[float, dict[str, SourceLoss], dict[str, float]]:
@@ -80,7 +82,7 @@ class Evaluator:
         batches = BatchSchedule.outside(
             training, store, self.world, is_packed=self.is_packed, is_mixed=bool(names),
             reference=self.references and self.references.validation, teacher=self.teacher and self.teacher.read,
-            pictures=PictureFeed.of(model.hf_model, self.data.read_manifest().pictures),
+            pictures=self._feed(model),
         )  # fmt: skip
         total, bits = torch.zeros((), device=device), None
         source_losses = SourceLosses(len(names), device, len(training.metric_names))
@@ -121,30 +123,47 @@ class Evaluator:
             if not isinstance(question, str):
                 prompt = str(self.tokenizer.decode(case.prompt, skip_special_tokens=True))
                 question = prompt.strip()[-_MAX_PROMPT_CHARACTERS:]
-            samples.append(Sample(question, completion.reference or "", completion.text, score == best))
+            picture = thumbnail(case.picture) if case.picture else None
+            samples.append(Sample(question, completion.reference or "", completion.text, score == best, picture))
         return means, tuple(samples)
 
     def _complete(self, model: CausalLM, cases: Sequence[Case], max_new_tokens: int) -> list[Completion]:
-        own = cases[self.world.rank :: self.world.size]
+        found: dict[int, list[int]] = {}
+        for has_pictures in (False, True):  # apart, since all ranks must compute the same modules at a time
+            places = [place for place, case in enumerate(cases) if bool(case.prompt.pictures) == has_pictures]
+            prompts = [cases[place].prompt for place in places]
+            size = 1 if has_pictures else GENERATION_BATCH_SIZE
+            found |= zip(places, self._complete_batches(model, prompts, size, max_new_tokens), strict=True)
+        return [
+            self.generation.to_completion(self.tokenizer, found[place], case.reference)
+            for place, case in enumerate(cases)
+        ]
+
+    def _complete_batches(
+        self, model: CausalLM, prompts: Sequence[Prompt], size: int, max_new_tokens: int
+    ) -> list[list[int]]:
+        own, feed = prompts[self.world.rank :: self.world.size], self._feed(model)
         completions: list[list[int]] = []
-        for number in range(-(-len(cases) // (self.world.size * GENERATION_BATCH_SIZE))):
-            batch = own[number * GENERATION_BATCH_SIZE : (number + 1) * GENERATION_BATCH_SIZE]
-            # A rank without cases generates one that is dropped: generation all-gathers the shards on all ranks.
+        for number in range(-(-len(prompts) // (self.world.size * size))):
+            batch = own[number * size : (number + 1) * size]
+            # A rank without prompts completes one that is dropped: generation all-gathers the shards on all ranks.
+            shown = batch or prompts[:1]
+            inputs = feed.prompt_inputs(model.hf_model, shown[0], self.world.device) if feed else {}
             with generation_attention(model.hf_model):
                 generated = self.generation.complete(
                     partial(model, compute=CausalLM.generate),
-                    [case.prompt for case in batch or cases[:1]],
+                    shown,
                     self.generation.greedy(self.tokenizer, max_new_tokens),
                     self.world.device,
                     synced_gpus=self.world.size > 1,
+                    **inputs,
                 )
             completions += generated[: len(batch)]
         parts = self.world.gather_objects(completions)
-        in_order = (parts[number % self.world.size][number // self.world.size] for number in range(len(cases)))
-        return [
-            self.generation.to_completion(self.tokenizer, completion, case.reference)
-            for case, completion in zip(cases, in_order, strict=True)
-        ]
+        return [parts[number % self.world.size][number // self.world.size] for number in range(len(prompts))]
+
+    def _feed(self, model: CausalLM) -> PictureFeed | None:
+        return PictureFeed.of(model.hf_model, self.data.read_manifest().pictures)
 
 
 def mean_metrics(names: tuple[str, ...], sums: list[float], num_samples: int) -> dict[str, float]:

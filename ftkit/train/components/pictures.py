@@ -16,12 +16,14 @@ import torch
 from ftkit.data.packing import find_padding
 from ftkit.data.pictures import Arrays, PictureInputs, from_record
 from ftkit.errors import TrainingError
+from ftkit.train.causal_lm import PIXELS
 from ftkit.train.model.hf_model import find_body, sees_pictures
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
+    from ftkit.data.cases import Prompt
     from ftkit.train.causal_lm import MicroBatch
 
     RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -67,6 +69,18 @@ class PictureFeed:
             picture_tokens=torch.from_numpy(is_picture),
             rope_positions=self._rope_positions(tokens, positions, is_picture, dict(zip(seen, pictures, strict=True))),
         )  # fmt: skip
+
+    def prompt_inputs(self, model: PreTrainedModel, prompt: Prompt, device: torch.device) -> dict[str, torch.Tensor]:
+        """Return what a model's class takes for a prompt's pictures in addition to its tokens; nothing without any."""
+        if not prompt.pictures:
+            return {}
+        arrays = {name: torch.from_numpy(array.copy()) for name, array in from_record(prompt.pictures).items()}
+        scale, offset = torch.from_numpy(self._pixel_range)
+        arrays[PIXELS] = arrays[PIXELS].float().mul_(scale).add_(offset)
+        types = torch.from_numpy(np.isin(prompt, self.inputs.token_ids)[None].astype(np.int64))
+        accepted = inspect.signature(model.forward).parameters
+        arrays |= {name: types for name in ("token_type_ids", "mm_token_type_ids") if name in accepted}
+        return {name: each.to(device) for name, each in arrays.items()}
 
     def affected(self, packs: NDArray[np.int32], number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return masks of the flattened tokens, bool [B * T]: of a document with pictures, and behind its first one."""
