@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
-from ftkit.data.cases import encode_text, renderer_of
+from ftkit.data.cases import Prompt, encode_text, renderer_of
 from ftkit.data.conversations import Conversation, Message
 from ftkit.evaluate.generate import Decoding
 from ftkit.evaluate.loaded_model import LoadedModel, load_model
@@ -29,7 +29,7 @@ def generated_tokens(model: LoadedModel, text: str) -> list[int]:
     prompt = encode_text(model.tokenizer, renderer.render(Conversation((Message("user", text),)), open_turn=True))
     config = Decoding(max_new_tokens=NUM_TOKENS).config(model)
     config.min_new_tokens = NUM_TOKENS
-    (completion,) = model.complete([prompt], config)
+    (completion,) = model.complete([Prompt(prompt)], config)
     return completion
 
 

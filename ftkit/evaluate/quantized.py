@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from transformers import AutoConfig, GenerationConfig, TextStreamer
 
-from ftkit.data.cases import EvaluationSet, ModelInput
+from ftkit.data.cases import EvaluationSet, ModelInput, Prompt
 from ftkit.data.packing import IGNORED, Document
 from ftkit.data.prepared_data import PreparedData
 from ftkit.errors import DataError, TrainingError
@@ -302,7 +302,7 @@ def _measure(
     max_length: int | None,
 ) -> tuple[_Measured, float]:  # fmt: skip
     """Return the measurements of a file or folder, and the tokens per second of one generated completion."""
-    prompts = [each.prompt for each in data.cases] or [each.tokens[:1].tolist() for _, each in data.documents]
+    prompts = [each.prompt for each in data.cases] or [Prompt(each.tokens[:1].tolist()) for _, each in data.documents]
     length = max(*(len(each.tokens) for _, each in data.documents), *(map(len, prompts))) + settings.max_new_tokens
     targets: _Distributions = []
     with quantizer.open(path, min(length, max_length or length), targets) as model:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit.data.cases import encode_prompts
+from ftkit.data.labels import Rendering
 from ftkit.data.rows import Row
 
 if TYPE_CHECKING:
@@ -13,9 +14,8 @@ if TYPE_CHECKING:
 
 
 class Renderer(SimpleNamespace):
-    def render(self, conversation: Conversation, *, open_turn: bool) -> str:
-        assert open_turn
-        return ",".join(tool["function"]["name"] for tool in conversation.tools)
+    def prompt(self, conversation: Conversation) -> Rendering:
+        return Rendering(",".join(tool["function"]["name"] for tool in conversation.tools), ())
 
 
 @pytest.mark.parametrize("column", ["tools", "functions"])
