@@ -20,6 +20,7 @@ from ftkit.cli.inference import require_packages
 from ftkit.cli.terminal.console import Facts, Styled, Terminal
 from ftkit.cli.terminal.format import count, duration, short_path
 from ftkit.config.data import describe_too_long
+from ftkit.data.labels import REPEATED_MARKER
 from ftkit.data.staging import prepare_here
 from ftkit.data.upload import upload_data
 from ftkit.errors import DataError, plural
@@ -127,8 +128,13 @@ def _samples_of_run(words: tuple[str, ...], packs: str) -> tuple[Iterable[Sample
 
 def _show_all(samples: Iterable[Sample], terminal: Terminal, *, as_json: bool) -> None:
     if as_json:
-        hidden = {"ids", "trained"}
-        terminal.json([{k: v for k, v in asdict(sample).items() if k not in hidden} for sample in samples])
+        hidden = {"ids", "trained", "expansion", "thumbnail"}
+        terminal.json(
+            [
+                asdict(sample, dict_factory=lambda pairs: {k: v for k, v in pairs if k not in hidden})
+                for sample in samples
+            ]
+        )
         return
     for sample in samples:
         part = f", document {sample.number} of {sample.num_renderings}" if sample.num_renderings > 1 else ""
@@ -137,6 +143,10 @@ def _show_all(samples: Iterable[Sample], terminal: Terminal, *, as_json: bool) -
         terminal.text(Styled(title, "bold"))
         if sample.fate:
             terminal.text(Styled(sample.fate, "yellow"))
+        for number, picture in enumerate(sample.pictures, start=1):
+            terminal.text(
+                f"picture {number}: {picture.width:,} x {picture.height:,} pixels, {picture.num_tokens:,} tokens"
+            )
         rows = []
         shown = sample.segments
         if sample.side == "rejected":  # the prompt is above
@@ -144,7 +154,8 @@ def _show_all(samples: Iterable[Sample], terminal: Terminal, *, as_json: bool) -
         for _, turn in groupby(shown, key=lambda segment: segment.turn):
             segments, parts = list(turn), []
             for segment in segments:
-                text = segment.text.replace("\n", "↵\n")
+                text = REPEATED_MARKER.sub(lambda run: f"{run[1]} × {len(run[0]) // len(run[1])}", segment.text)
+                text = text.replace("\n", "↵\n")
                 text = text.removesuffix("\n") if segment is segments[-1] else text
                 parts.append(Styled(f"⟦{text}⟧", "green") if segment.is_trained else Styled(text, ""))
             rows.append((segments[0].role, parts))

@@ -266,7 +266,7 @@ def renderer_of(
             meaning="it is a base model, which was not trained on conversations",
             fix="try a model that was trained on conversations",
         )
-    return ChatRenderer.of(tokenizer, options, picture_token=pictures.token if pictures else "")
+    return ChatRenderer.of(tokenizer, options, mark=pictures.token if pictures else "")
 
 
 def encode_prompts(

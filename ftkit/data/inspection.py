@@ -7,8 +7,8 @@ from array import array
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby, islice, pairwise
+from dataclasses import dataclass, replace
+from itertools import chain, groupby, islice, pairwise, zip_longest
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,10 @@ import numpy as np
 from ftkit.config.data import describe_format
 from ftkit.config.recipe import RecipePlan
 from ftkit.data.conversations import Conversation
+from ftkit.data.labels import REPEATED_MARKER
 from ftkit.data.limits import run_in_fork
 from ftkit.data.packing import IGNORED, REJECTED, TRAINED, Document, Packer, document_begins, shorten
+from ftkit.data.pictures import open_picture, thumbnail
 from ftkit.data.preferences import conversations_of
 from ftkit.data.prepared_data import PreparedData, SourceStats
 from ftkit.data.row_formats import read_example
@@ -49,11 +51,22 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class ShownPicture:
+    """A picture of a row: its size in pixels and in tokens, its tokens, and a small copy of it as a `data:` URI."""
+
+    width: int
+    height: int
+    num_tokens: int
+    expansion: str
+    thumbnail: str
+
+
+@dataclass(frozen=True)
 class Sample:
     """A document as it will be trained: rendering `number` of the row at `where`.
 
     `fate` is the effect of `data.too_long` on it; empty if it fits. `trained` says of each token in `ids` whether it is
-    in the loss. `side` is that of a pair: chosen, or rejected after the same prompt.
+    in the loss. `side` is that of a pair: chosen, or rejected after the same prompt. `pictures` are the row's.
     """
 
     where: str
@@ -66,11 +79,12 @@ class Sample:
     trained: tuple[bool, ...]
     fate: str = ""
     side: str = ""
+    pictures: tuple[ShownPicture, ...] = ()
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The text of a token, or of several that encode one character."""
+    """The text of a token, or of several that encode one character or repeat one marker, as those of pictures do."""
 
     text: str
     ids: tuple[int, ...]
@@ -88,7 +102,14 @@ def pieces_by_turn(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterat
         while pieces and (begin < end or segments[-1] is sample.segments[-1]):
             taken.append(pieces.popleft())
             begin += len(taken[-1].text)
-        yield segments[0].role, taken
+        yield segments[0].role, list(_without_repeats(taken))
+
+
+def _without_repeats(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    for _, run in groupby(pieces, key=lambda piece: piece.ids):
+        same = list(run)
+        is_repeated = REPEATED_MARKER.fullmatch(same[0].text * len(same))
+        yield from [replace(same[0], text=f"{same[0].text} × {len(same)}")] if is_repeated else same
 
 
 def _pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
@@ -192,14 +213,16 @@ class DataInspector:
                 num_rows -= 1
                 encoder, num = self.encoder.encoders[taken.source], self.recipe.training.documents_per_sample
                 shared = self.encoder.shared(documents)
+                pictures = tuple(self._pictures(encoder, row))
                 for number, document in enumerate(documents, start=1):
                     first = (number - 1) // num * num
                     yield Sample(
                         row.where, number, len(documents), len(document.tokens), document.num_targets,
-                        tuple(self._segments(encoder, row, document, number - 1)),
+                        tuple(self._segments(encoder, row, document, number - 1, pictures)),
                         tuple(document.tokens.tolist()), (False, *(document.labels[:-1] != IGNORED).tolist()),
                         self._fate(taken.source, shared[first : first + num]),
                         _SIDES[self.recipe.training.completions_per_sample][document.is_rejected],
+                        pictures,
                     )  # fmt: skip
 
     def lengths(self, most_encoded: int, most_counted: int) -> tuple[list[int], int, int]:
@@ -239,7 +262,19 @@ class DataInspector:
         outcome = f"{too_long}, {kept} tokens are kept" if kept else "dropped"
         return f"longer than sequence_length {length:,}: {outcome}"
 
-    def _segments(self, encoder: RowEncoder, row: Row, document: Document, place: int) -> Iterator[Segment]:
+    def _pictures(self, encoder: RowEncoder, row: Row) -> Iterator[ShownPicture]:
+        sides = conversations_of(read_example(row.columns, self.recipe.data, encoder.format))
+        sources = [source for side in sides[:1] for message in side.messages for source in message.pictures]
+        opened = [open_picture(source, row.folder) for source in sources]
+        if not opened or encoder.pictures is None:
+            return
+        for picture, expansion in zip(opened, encoder.pictures.process(opened)[0], strict=True):
+            num_tokens = len(encoder.tokenizer(expansion, add_special_tokens=False)["input_ids"])
+            yield ShownPicture(*picture.size, num_tokens, expansion, thumbnail(picture))
+
+    def _segments(
+        self, encoder: RowEncoder, row: Row, document: Document, place: int, pictures: Sequence[ShownPicture]
+    ) -> Iterator[Segment]:
         """Divide a document's text into spans by turn and by whether its tokens have labels."""
         trained = [False, *(document.labels[:-1] != IGNORED).tolist()]
         runs: list[tuple[str, bool]] = []
@@ -251,7 +286,7 @@ class DataInspector:
             text = str(encoder.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
             runs.append((text[len(before) :], flag))
             before = text
-        turns = self._turns(encoder, row, "".join(text for text, _ in runs), place)
+        turns = self._turns(encoder, row, "".join(text for text, _ in runs), place, pictures)
         ends = [end for end, _ in turns]
         position = 0
         for text, flag in runs:
@@ -262,7 +297,9 @@ class DataInspector:
                 yield Segment(turn, turns[turn][1], text[position - stop + len(text) : end - stop + len(text)], flag)
                 position = end
 
-    def _turns(self, encoder: RowEncoder, row: Row, text: str, place: int) -> list[tuple[int, str]]:
+    def _turns(
+        self, encoder: RowEncoder, row: Row, text: str, place: int, pictures: Sequence[ShownPicture]
+    ) -> list[tuple[int, str]]:
         """Return the end of each turn in a document's text with the turn's role; the last turn ends with the text."""
         sides = conversations_of(read_example(row.columns, self.recipe.data, encoder.format))
         if not sides or encoder.renderer is None:
@@ -278,6 +315,10 @@ class DataInspector:
             if rendered is None:
                 continue
             shown = rendered.rstrip()
+            if pictures:
+                pieces = shown.split(renderer.picture_token)
+                expansions = [each.expansion for each in pictures][: len(pieces) - 1]
+                shown = "".join(chain.from_iterable(zip_longest(pieces, expansions, fillvalue="")))
             if not text.startswith(shown):  # the template rewrote the turn: search for its content
                 found = text.find(message.content.strip(), position)
                 if found < 0:

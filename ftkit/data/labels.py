@@ -35,6 +35,8 @@ _LOOK_BACK = 80
 _MAX_FRAMES = 32
 """Frames of one shape: a template's text may depend on the place of the turn."""
 
+REPEATED_MARKER: Final = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\1{2,}")
+"""A special token at least three times in a row: what stands for a picture."""
 WORD: Final = re.compile(r"Qz\d{7}|71\d{7}")
 """The words: nine letters and digits, as some templates require of ids; nine digits in place of numbers."""
 

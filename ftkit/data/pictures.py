@@ -41,15 +41,11 @@ Arrays = dict[str, NDArray[Any]]
 """Inputs of a model by their names, such as `pixel_values` (uint8) and `image_grid_thw`."""
 MAX_PIXELS: Final = 100_000_000
 """Of a picture: 300 MB in memory. Cameras have fewer."""
-MAX_BYTES: Final = 256 << 20
-"""Of a picture's file."""
+MAX_BYTES: Final = 256 << 20  # of a picture's file
 _MAX_SCANS: Final = 100  # of a progressive JPEG, each of which passes over the picture: encoders write about ten
 _FORMATS: Final = frozenset(("JPEG", "MPO", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000"))
 """Formats of pictures. Pillow's others include programs (EPS) and files of other kinds."""
-_COMPRESSED: Final = b"\x78\x9c"
-"""The beginning of zlib's data; of a record, it would be a header of 40 kB."""
-_THUMBNAIL: Final = 96
-"""Pixels of a side of a small picture at most."""
+_THUMBNAIL: Final = (96, 96)  # maximum width and height
 _ALIGNMENT: Final = 8
 """Bytes: of all arrays in a record, and of records in a file."""
 
@@ -62,7 +58,7 @@ class PictureInputs:
         joined_at: the axis of each input at which those of documents are concatenated; other axes are padded with 0.
         scale: of `pixels = uint8 * scale + offset`, for each channel along `channel_axis` of the pixels.
         token_ids: tokens at which the model puts features of pictures.
-        sample: base64 of the compressed record of one small black picture.
+        sample: base64 of the record of one small black picture, compressed by zlib.
         processor: the class of the processor.
         digest: SHA-256 of its configuration, and of the versions of the libraries that resize.
     """
@@ -105,8 +101,8 @@ def to_record(arrays: Mapping[str, NDArray[Any]]) -> bytes:
 
 
 def from_record(record: bytes | memoryview) -> Arrays:
-    """Return the arrays of a record, which zlib may have compressed: read-only views of it."""
-    view = memoryview(zlib.decompress(record) if record[:2] == _COMPRESSED else record)
+    """Return the arrays of a record: read-only views of it."""
+    view = memoryview(record)
     end = _ALIGNMENT + int.from_bytes(view[:_ALIGNMENT], "little")
     arrays: Arrays = {}
     for name, dtype, shape in json.loads(bytes(view[_ALIGNMENT:end])):
@@ -165,10 +161,8 @@ def _read(source: object, folder: str) -> tuple[bytes, str]:
     try:
         return read_small(path, MAX_BYTES), f"'{path}'"
     except (OSError, ValueError) as error:  # ValueError: a NUL byte
-        raise _bad(
-            f"'{path}'", one_line(getattr(error, "strerror", None) or error),
-            "correct the path, which is relative to the folder of the data file, or remove this example",
-        ) from error  # fmt: skip
+        fix = "correct the path, which is relative to the folder of the data file, or remove this example"
+        raise _bad(f"'{path}'", one_line(getattr(error, "strerror", None) or error), fix) from error
 
 
 def _bad(name: str, reason: str, fix: str = "correct or remove this example") -> DataError:
@@ -188,11 +182,11 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
     return image.convert("RGB")
 
 
-def thumbnail(source: object) -> str:
-    """Return a small picture as a `data:` URI."""
-    image, file = open_picture(source, ""), io.BytesIO()
-    image.thumbnail((_THUMBNAIL, _THUMBNAIL))
-    image.save(file, "JPEG")
+def thumbnail(picture: Image.Image) -> str:
+    """Return a small copy of a picture as a `data:` URI."""
+    small, file = picture.copy(), io.BytesIO()
+    small.thumbnail(_THUMBNAIL)
+    small.save(file, "JPEG")
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
@@ -280,8 +274,6 @@ class PictureProcessor:
         try:
             expansions, arrays = _call(self.processor, self.token, [pictures], is_raw=True)
             expected = None if self._is_proven else _call(self.processor, self.token, [pictures])[1]["pixel_values"]
-        except DataError:
-            raise
         except Exception as error:  # a processor may raise anything, such as for extreme shapes
             sizes = " and ".join(f"{each.width:,} x {each.height:,}" for each in pictures)
             raise _bad(f"of {sizes} pixels", one_line(error)) from error
@@ -340,8 +332,7 @@ class PictureProcessor:
 
 _TOKEN_IDS: Final = ("image_token_id", "image_token_index")
 _TEXT_INPUTS: Final = ("text_replacement_offsets", "token_type_ids", "mm_token_type_ids")
-_PROBE_SIZE: Final = 64
-"""Pixels of a side of the pictures that show what a processor does."""
+_PROBE_SIZE: Final = (64, 64)  # width and height of the pictures that show what a processor does
 _TOLERANCE: Final = 1e-5
 _ROUNDING: Final = 2**-7  # of bfloat16 between 1 and 4, with that of scale and offset
 
@@ -359,8 +350,7 @@ def _call(
     )
     skipped = {*_TEXT_INPUTS, *processor.tokenizer.model_input_names}
     tensors = {name: value for name, value in result.items() if name not in skipped}
-    is_short = {name: str(each.dtype) == "torch.bfloat16" for name, each in tensors.items()}
-    arrays = {name: np.asarray(each.float() if is_short[name] else each) for name, each in tensors.items()}
+    arrays = {name: np.asarray(each.float() if each.is_floating_point() else each) for name, each in tensors.items()}
     arrays |= {name: value.astype(bool) for name, value in arrays.items() if name.endswith("mask")}
     pixels = arrays["pixel_values"]
     if is_raw and pixels.dtype != np.uint8:
@@ -372,7 +362,7 @@ def _call(
 
 def _probe(processor: Any, token: str, token_ids: tuple[int, ...]) -> tuple[PictureInputs, str]:
     """Return what a processor's arrays are, and what it writes for a picture, by a black and a white one."""
-    black, white = (Image.new("RGB", (_PROBE_SIZE, _PROBE_SIZE), color) for color in ("black", "white"))
+    black, white = (Image.new("RGB", _PROBE_SIZE, color) for color in ("black", "white"))
     (expansion, *_), one = _call(processor, token, [[black]], is_raw=True)
     together, apart = (_call(processor, token, each, is_raw=True)[1] for each in ([[black] * 2], [[black]] * 2))
     low, high = (_call(processor, token, [[each]])[1]["pixel_values"] for each in (black, white))

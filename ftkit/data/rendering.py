@@ -84,15 +84,11 @@ class ChatRenderer(Template):
 
     @classmethod
     def of(
-        cls,
-        tokenizer: PreTrainedTokenizerBase,
-        options: JsonObject,
-        end_tokens: Collection[int] = (),
-        picture_token: str = "",
+        cls, tokenizer: PreTrainedTokenizerBase, options: JsonObject, end_tokens: Collection[int] = (), mark: str = ""
     ) -> ChatRenderer:
         """Inspect a tokenizer's template: find which fields of turns it omits, and how it ends turns.
 
-        `end_tokens` are those of the model's configuration, at which generation stops.
+        `end_tokens` are those of the model's configuration, at which generation stops; `mark`, the `picture_token`.
         """
         template, tool_template = tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[{}])
         added = tokenizer.added_tokens_decoder
@@ -100,9 +96,9 @@ class ChatRenderer(Template):
         renderer = cls(
             name_of_template(tokenizer), template + tool_template, template, tool_template,
             variables={**tokenizer.special_tokens_map, **options},
-            special_tokens=special_tokens_of(tokenizer) | {picture_token} - {""},
+            special_tokens=special_tokens_of(tokenizer) | {mark} - {""},
             stops=frozenset(stops),
-            picture_token=picture_token,
+            picture_token=mark,
         )  # fmt: skip
         return run_limited(renderer, renderer.inspected)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from ftkit.cli.main import main
 from ftkit.config.context import Context
 from ftkit.config.data import AutoFormat, DataSpec, MessagesFormat
 from ftkit.data.encoding import RowEncoder
@@ -230,7 +233,7 @@ def test_any_number_of_processes_prepares_the_same_bytes(name: str, tmp_path: Pa
     assert any("absent.png" in each for each in said if each.startswith("skipped"))
     manifest = prepared.read_manifest()
     assert manifest.pictures is not None
-    assert from_record(base64.b64decode(manifest.pictures.sample))["pixel_values"].max() == 0
+    assert from_record(zlib.decompress(base64.b64decode(manifest.pictures.sample)))["pixel_values"].max() == 0
     store = prepared.read_train()
     packs = range(len(store))
     assert store.has_pictures
@@ -254,3 +257,35 @@ def test_a_picture_that_the_template_drops_is_refused(tmp_path: Path) -> None:
     data = DataSpec.model_validate({"source": "./x.jsonl", "pictures": True})
     with pytest.raises(DataError, match=r"0 tokens '<boi>' for 1 picture"):
         RowEncoder.of(tokenizer, data, MessagesFormat(), 512, pictures=PictureProcessor.of(spec, tokenizer))
+
+
+def test_data_show_and_check_have_pictures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_processors.write_model(tmp_path / "model", "gemma3", has_weights=True)
+    for number in range(len(SIZES)):
+        draw(number).save(f"{number}.png")
+    rows = [{"image": f"{number}.png", "question": "q?", "answer": "a"} for number in (0, 1, 2)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = {"name": "p", "model": {"weights": "./model"}, "data": {"source": "./rows.jsonl"}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe | {"evaluation": {"every_steps": None}}))
+    words = ("./recipe.yaml", "training.sequence_length=256")
+    assert main(["data", "show", *words, "-n", "2", "--html", "page.html"]) == 0
+    page = (tmp_path / "page.html").read_text()
+    uris = re.findall(r'src="data:image/jpeg;base64,([^"]+)"', page)
+    assert [Image.open(io.BytesIO(base64.b64decode(uri))).size for uri in uris] == [SIZES[0], SIZES[1]]
+    assert "&lt;img&gt; × 4" in page
+    capsys.readouterr()
+    assert main(["data", "show", *words, "-n", "1"]) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert "picture 1: 40 x 60 pixels, 8 tokens" in lines
+    assert "           <boi><img> × 4<eoi>↵" in lines
+    assert next(line for line in lines if line.startswith("assistant")).endswith("<|im_start|>assistant↵")
+    assert main(["data", "show", *words, "-n", "1", "--json"]) == 0
+    (shown,) = json.loads(capsys.readouterr().out)
+    assert shown["pictures"] == [{"width": 40, "height": 60, "num_tokens": 8}]
+    (tmp_path / "1.png").write_bytes(png(1)[:200])
+    assert main(["data", "check", *words]) != 0
+    captured = capsys.readouterr()
+    assert "1.png' can't be used: damaged or truncated" in captured.out + captured.err
