@@ -196,17 +196,17 @@ def try_family(model_type: str, world: World, *, use_dora: bool = False) -> Trie
         torch.manual_seed(3)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         tried = _Family(config, Path(folder), world, use_dora)
-        results["packed"] = _said(lambda: tried.train("full", is_packed=True))
-        results["unpacked"] = _said(lambda: tried.train("full", is_packed=False))
+        results["packed"] = said(lambda: tried.train("full", is_packed=True))
+        results["unpacked"] = said(lambda: tried.train("full", is_packed=False))
         if results["unpacked"] == "yes":
             is_packed = results["packed"] == "yes"
-            results["adapters"] = _said(lambda: tried.train("lora", is_packed=is_packed))
-            results["4 bits"] = _said(lambda: tried.train("qlora", is_packed=is_packed))
-            results["exported"] = _said(tried.export)
+            results["adapters"] = said(lambda: tried.train("lora", is_packed=is_packed))
+            results["4 bits"] = said(lambda: tried.train("qlora", is_packed=is_packed))
+            results["exported"] = said(tried.export)
     return Tried(model_type, type(empty).__name__, results)
 
 
-def _said(attempt: Callable[[], str]) -> str:
+def said(attempt: Callable[[], str]) -> str:
     try:
         return attempt()
     except FtkitError as error:
@@ -242,14 +242,14 @@ class _Family:
         """Export a trained model, load it with transformers, and compare."""
         engine, training = self._engine("full")
         _train(engine, self.world, is_packed=False)
-        export(engine, self._parts(training, None), RunLayout(self.folder), 0, self.world)
+        export(engine, parts_of(self.folder, training, self.config, None), RunLayout(self.folder), 0, self.world)
         return self._compare(engine, self._load(self.folder / "export"))
 
     def _try_adapters(self, engine: Fsdp2Engine, training: TrainingPlan) -> str:
         """Export trained adapters; load them with peft, and merged with transformers, and compare."""
         from peft import PeftModel
 
-        parts = self._parts(training, self.folder)
+        parts = parts_of(self.folder, training, self.config, self.folder)
         export(engine, parts, RunLayout(self.folder), 0, self.world)
         adapted = PeftModel.from_pretrained(self._load(self.folder), self.folder / "export")
         if (compared := self._compare(engine, adapted.eval())) != "yes":
@@ -260,14 +260,6 @@ class _Family:
         exporter.write(exporter.record("run", 0, "fp32", merges=True), merged, RunLayout(self.folder))
         compared = self._compare(engine, self._load(merged))
         return compared if compared == "yes" else f"with the adapters merged, {compared}"
-
-    def _parts(self, training: TrainingPlan, pretrained: Path | None) -> ExportedParts:
-        tokenizer = learn_tokenizer(["SELECT name FROM table"], 300, "chatml")
-        ctx = Context(self.folder, self.folder, {})
-        spec = load_recipe("demo", ctx, ["training.precision=fp32", "evaluation.generation=null"])
-        recipe = RecipePlan.extend(spec, model=plan_model(spec.model, None), training=least_memory(spec.training))
-        recipe = recipe.model_copy(update={"training": training})
-        return ExportedParts(recipe, TextConfig(self.config), tokenizer, Generation((2,), {}), pretrained)
 
     def _load(self, folder: Path) -> Any:
         kernel = self.config._attn_implementation
@@ -292,7 +284,7 @@ class _Family:
         kernel, _ = choose_kernel(TRAINING, self.config, self.world)
         model: Any = build_empty(self.config, register_kernel(kernel))
         choose_token_mixers(model, self.world)
-        lora = _adapters(model, use_dora=self.use_dora) if method != "full" else None
+        lora = adapters_of(model, use_dora=self.use_dora) if method != "full" else None
         training = TRAINING.model_copy(update={"method": method, "lora": lora})
         expected = count_method(model, training)
         prepare_method(model, training, self.world.device)
@@ -306,7 +298,16 @@ class _Family:
         return engine, training
 
 
-def _adapters(model: Any, *, use_dora: bool) -> LoraSpec:
+def parts_of(folder: Path, training: TrainingPlan, config: PretrainedConfig, pretrained: Path | None) -> ExportedParts:
+    """Return what an export of a tiny model has besides its weights."""
+    tokenizer = learn_tokenizer(["SELECT name FROM table"], 300, "chatml")
+    spec = load_recipe("demo", Context(folder, folder, {}), ["training.precision=fp32", "evaluation.generation=null"])
+    recipe = RecipePlan.extend(spec, model=plan_model(spec.model, None), training=least_memory(spec.training))
+    recipe = recipe.model_copy(update={"training": training})
+    return ExportedParts(recipe, TextConfig(config), tokenizer, Generation((2,), {}), pretrained)
+
+
+def adapters_of(model: Any, *, use_dora: bool) -> LoraSpec:
     """Return adapters for the linear layers that peft supports, and for the experts; DoRA for linear layers alone.
 
     Layers whose names peft takes for experts are excluded where experts can't be adapted, and the last projection of

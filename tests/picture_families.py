@@ -55,6 +55,18 @@ def _sized(generator: np.random.Generator) -> Arrays:
     return {"pixel_values": pixels, "image_sizes": size[None].astype(np.int64)}
 
 
+def _positioned(generator: np.random.Generator) -> Arrays:
+    """Patches with their places: 3 x 3 of them become one feature."""
+    places = np.stack(np.meshgrid(np.arange(6), np.arange(3), indexing="xy"), axis=-1).reshape(1, -1, 2)
+    pixels = generator.integers(0, 256, (1, places.shape[1], 3 * 4 * 4), dtype=np.uint8)
+    return {"pixel_values": pixels, "image_position_ids": places.astype(np.int64)}
+
+
+def _padded_tiles(generator: np.random.Generator) -> Arrays:
+    pixels = generator.integers(0, 256, (1, 2, 3, 16, 16), dtype=np.uint8)
+    return {"pixel_values": pixels, "image_sizes": np.array([[16, 16]], np.int64)}
+
+
 def _onevision(generator: np.random.Generator) -> Arrays:
     pixels = generator.integers(0, 256, (1, 1, 3, 16, 16), dtype=np.uint8)
     sizes, numbers = np.array([[16, 16]], np.int64), np.array([2], np.int64)
@@ -79,6 +91,18 @@ _SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mro
 _IDEFICS = {"pixel_values": 1, "pixel_attention_mask": 1}
 
 FAMILIES: dict[str, Family] = {
+    "aya_vision": Family(
+        _squares, {"pixel_values": 0}, TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        {"downsample_factor": 2, "adapter_layer_norm_eps": 1e-6, "vision_feature_layer": -1},
+    ),
+    "cohere2_vision": Family(
+        _squares, {"pixel_values": 0}, TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        {"downsample_factor": 2, "alignment_intermediate_size": 64},
+    ),
+    "gemma4": Family(
+        _positioned, {"pixel_values": 0, "image_position_ids": 0},
+        TOWER | {"model_type": "gemma4_vision", "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 64}, {"audio_config": None},
+    ),
     "gemma3": Family(
         _squares, {"pixel_values": 0}, TOWER, {"mm_tokens_per_image": 4}
     ),
@@ -97,6 +121,11 @@ FAMILIES: dict[str, Family] = {
         _squares, {"pixel_values": 0}, TOWER | {"model_type": "clip_vision_model", "projection_dim": 32},
         {"image_seq_length": 16},
     ),
+    "llava_next": Family(
+        _padded_tiles, {"pixel_values": 0, "image_sizes": 0},
+        TOWER | {"model_type": "clip_vision_model", "projection_dim": 32},
+        {"image_grid_pinpoints": [[16, 16], [16, 32], [32, 16]], "image_seq_length": 16},
+    ),
     "llava_onevision": Family(
         _onevision, {"pixel_values": 0, "image_sizes": 0, "batch_num_images": 0},
         TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False},
@@ -109,8 +138,21 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl": Family(
         _patches, _GRIDS, _QWEN | {"window_size": 16, "fullatt_block_indexes": [1]}, {}, _SECTIONS
     ),
+    "paligemma": Family(
+        _squares, {"pixel_values": 0},
+        TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False, "projection_dim": 64},
+        {"projection_dim": 64},
+    ),
+    "qwen2_vl": Family(
+        _patches, _GRIDS,
+        {"depth": 2, "embed_dim": WIDTH, "num_heads": 2, "patch_size": 4, "hidden_size": 64, "mlp_ratio": 2}, {},
+        _SECTIONS,
+    ),
     "qwen3_5": Family(_patches, _GRIDS, _QWEN | {"num_position_embeddings": 16}, {}),
     "qwen3_vl": Family(
+        _patches, _GRIDS, _QWEN | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}, {}
+    ),
+    "qwen3_vl_moe": Family(
         _patches, _GRIDS, _QWEN | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}, {}
     ),
     "smolvlm": Family(_tiles, _IDEFICS, TOWER, {"scale_factor": 2}),
@@ -121,9 +163,8 @@ def tiny_picture_config(name: str, image_token: int = IMAGE_TOKEN) -> Pretrained
     family = FAMILIES[name]
     text = tiny_config(name)
     default = CONFIG_MAPPING[name]()
-    vision: Any = {**default.vision_config.to_dict(), **family.vision}
-    if "model_type" in family.vision:
-        vision = {**CONFIG_MAPPING[family.vision["model_type"]]().to_dict(), **family.vision}
+    kind = family.vision.get("model_type")
+    vision: Any = {**(CONFIG_MAPPING[kind]() if kind else default.vision_config).to_dict(), **family.vision}
     tokens = {"image_token_id": image_token, "image_token_index": image_token, "video_token_id": VOCABULARY - 1}
     whole = {key: value for key, value in tokens.items() if key in default.to_dict()} | family.whole
     return type(default)(text_config=text.to_dict() | family.text, vision_config=vision, **whole)

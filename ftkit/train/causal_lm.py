@@ -21,7 +21,7 @@ from ftkit.train.model.routers import Routers
 from ftkit.train.model.vision import vision_parameters
 from ftkit.train.objectives import Pairs, Preferences, completion_sums
 from ftkit.train.private_apis.torch import mark_dynamic
-from ftkit.train.private_apis.transformers import masks_of_places, sees_whole_pictures
+from ftkit.train.private_apis.transformers import changes_logits, masks_of_places, sees_whole_pictures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -133,6 +133,8 @@ class CausalLM(nn.Module):
         super().__init__()
         self.hf_model = hf_model
         self.logit_transform = LogitTransform.of(text_part_of(hf_model.config))
+        if sees_pictures(hf_model) and not changes_logits(type(hf_model)):
+            self.logit_transform = LogitTransform()
         self.routers = routers or Routers()
         body, projection = find_body(hf_model), hf_model.get_output_embeddings()
         inside = {id(parameter) for part in (body, projection) for parameter in part.parameters()}

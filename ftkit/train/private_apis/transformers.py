@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -111,6 +112,15 @@ def masks_of_places() -> Iterator[None]:
         yield
     finally:
         masking_utils.remap_positions_for_packed_sequence = remap
+
+
+def changes_logits(model_class: type[nn.Module]) -> bool:
+    """Return whether a class scales or caps its logits, by the names in its forward.
+
+    Some multimodal classes, such as Aya Vision's, don't, though the configuration of their text model has a scale.
+    """
+    names = inspect.unwrap(model_class.forward).__code__.co_names
+    return any("softcapping" in name or "logit_scale" in name or "logits_scaling" in name for name in names)
 
 
 def sees_whole_pictures(model_class: type[nn.Module], config: PretrainedConfig) -> bool:
