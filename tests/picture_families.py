@@ -101,7 +101,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma4": Family(
         _positioned, {"pixel_values": 0, "image_position_ids": 0},
-        TOWER | {"model_type": "gemma4_vision", "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 64}, {"audio_config": None},
+        TOWER
+        | {"model_type": "gemma4_vision", "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 64},
+        {"audio_config": None},
     ),
     "gemma3": Family(
         _squares, {"pixel_values": 0}, TOWER, {"mm_tokens_per_image": 4}
@@ -204,7 +206,7 @@ def picture_inputs(name: str) -> PictureInputs:
     """Return what a model's processor would tell; flattened patches have the channels one after the other."""
     family = FAMILIES[name]
     pixels = family.picture(np.random.default_rng(9))
-    is_flat = pixels["pixel_values"].ndim <= 3  # noqa: PLR2004 - patches
+    is_flat = pixels["pixel_values"].ndim <= 3
     each = pixels["pixel_values"].shape[-1] // 3 if is_flat else 1
     scale, offset = (tuple(np.repeat(values, each).tolist()) for values in (SCALE, OFFSET))
     blank = {key: np.zeros_like(value) if key == "pixel_values" else value for key, value in pixels.items()}

@@ -1,4 +1,4 @@
-"""Train a tiny multimodal model of each family of `picture_families` on pictures. `scripts/families --pictures` does."""
+"""Train tiny multimodal models on pictures, of each family of `picture_families`, as `scripts/families --pictures`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.model.pretrained import load_weights
 from ftkit.train.model.token_mixers import choose_token_mixers
 from ftkit.train.param_count import count_method
+from ftkit.train.world import World
 
 if TYPE_CHECKING:
     from ftkit.config.training import Method, TrainingPlan
     from ftkit.train.causal_lm import MicroBatch
-    from ftkit.train.world import World
 
 COLUMNS = ("packed", "gradients", "adapters", "4 bits", "exported")
 LENGTH, STEPS = 256, 3
@@ -89,7 +89,7 @@ class _Family:
         ]
         norm = torch.stack([other.norm() for _, other in pairs]).norm()
         difference = float(torch.stack([(one - other).norm() for one, other in pairs]).norm() / norm)
-        return "yes" if difference < 1e-5 else f"gradients differ by {difference:.0e}"
+        return "yes" if difference < 3e-5 else f"gradients differ by {difference:.0e}"
 
     def train(self, method: Method) -> str:
         """Train tower and text, or adapters; export them, load them with transformers or peft, and compare losses."""

@@ -1,7 +1,4 @@
-"""Tiny processors of multimodal models that need torchvision, for the models of `picture_families`.
-
-That of Llama 4 returns pixels in bf16, which are not prepared.
-"""
+"""Tiny processors of multimodal models that need torchvision, for the models of `picture_families`."""
 
 from __future__ import annotations
 
@@ -38,6 +35,14 @@ def _pixtral() -> Any:
     return t.PixtralProcessor(
         pictures, tokenizer_of("[IMG]", "[IMG_BREAK]", "[IMG_END]"), patch_size=4, spatial_merge_size=2
     )
+
+
+def _llama4() -> Any:
+    pictures = t.Llama4ImageProcessor(size={"height": 16, "width": 16}, max_patches=4)
+    marks = ("<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>")
+    tokenizer = tokenizer_of("<|image|>", "<|patch|>", *marks)
+    names = {"fake_image_token": "<|image|>", "image_token": "<|image|>"}
+    return t.Llama4Processor(pictures, tokenizer, patch_size=4, pixel_shuffle_ratio=0.5, **names)
 
 
 def _onevision() -> Any:
@@ -90,6 +95,7 @@ _MARKS = {
 PROCESSORS: dict[str, Callable[[], Any]] = {
     "glm4v": _glm,
     "internvl": _internvl,
+    "llama4": _llama4,
     "llava_onevision": _onevision,
     "mistral3": _pixtral,
     "qwen2_5_vl": lambda: _qwen(t.Qwen2_5_VLProcessor),
@@ -107,7 +113,8 @@ def write_model(folder: Path, name: str) -> Any:
     )
     processor.save_pretrained(folder)
     processor.tokenizer.save_pretrained(folder)
-    model = tiny_picture_model(name, image_token=processor.image_token_id)
+    token = getattr(processor, "img_patch_token", processor.image_token)  # where Llama 4 puts features
+    model = tiny_picture_model(name, image_token=processor.tokenizer.convert_tokens_to_ids(token))
     model.config.get_text_config().eos_token_id = processor.tokenizer.eos_token_id
     model.save_pretrained(folder)
     return processor

@@ -62,12 +62,15 @@ def test_rows_have_the_loss_of_transformers_processor_and_class(name: str, tmp_p
     model = AutoModelForImageTextToText.from_pretrained(tmp_path).train()
     with lone_world("cpu") as world:
         choose_token_mixers(model, world)
-    expected = []
+    expected, tolerance = [], 1e-5
     for turns, document in zip(conversations, documents, strict=True):
         for part in turns[0]["content"]:
             if part["type"] == "image":  # by path, transformers would decode it with torchvision's own library
                 part["image"] = Image.open(part["image"])
         inputs = processor.apply_chat_template(turns, tokenize=True, return_dict=True, return_tensors="pt")
+        is_rounded = inputs.get("pixel_values", torch.zeros(0)).dtype == torch.bfloat16  # Llama 4's
+        tolerance = 1e-3 if is_rounded else tolerance
+        inputs = {key: each.float() if each.dtype == torch.bfloat16 else each for key, each in inputs.items()}
         length = len(document.tokens)
         assert inputs["input_ids"][0, :length].tolist() == document.tokens.tolist()
         logits = model(**inputs, use_cache=False).logits[0, :length]
@@ -85,4 +88,4 @@ def test_rows_have_the_loss_of_transformers_processor_and_class(name: str, tmp_p
         packs,
         [from_record(each.pictures) for each in documents if each.pictures],
     )
-    assert CausalLM(model)(batch=batch).item() == pytest.approx(torch.stack(expected).sum().item(), rel=1e-5)
+    assert CausalLM(model)(batch=batch).item() == pytest.approx(torch.stack(expected).sum().item(), rel=tolerance)
