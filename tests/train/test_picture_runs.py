@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -150,11 +151,12 @@ def test_a_run_on_pictures_is_resumed_exactly(trained: Any) -> None:
     assert resumed.losses() == {step: straight[step] for step in range(4, 7)}
 
 
-def test_one_process_computes_the_same_as_two(make_run: Callable[..., Any], gemma: Path, trained: Any) -> None:
+def test_one_process_that_recomputes_layers_computes_the_same_as_two(
+    make_run: Callable[..., Any], gemma: Path, trained: Any
+) -> None:
     settings: dict[str, Any] = {"vision": "full", "vision_learning_rate": 0.002}
-    alone = make_picture_run(
-        make_run, "pictures-alone", "gemma3", gemma, "training.precision=fp32", **settings, processes=1
-    )
+    recomputed = ("training.precision=fp32", "training.activation_checkpointing=full")
+    alone = make_picture_run(make_run, "pictures-alone", "gemma3", gemma, *recomputed, **settings, processes=1)
     alone.train()
     for step, found in alone.losses().items():
         assert found == pytest.approx(trained.losses()[step], rel=1e-3)
@@ -177,6 +179,38 @@ def test_adapters_of_the_text_model_are_exported_for_the_multimodal_class(
     else:
         model = AutoModelForImageTextToText.from_pretrained(run.layout.export)
     assert validation_loss(model, "gemma3") == pytest.approx(after.loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_frozen_weights_of_the_vision_part_are_those_of_the_model_rounded(
+    processes: int, make_run: Callable[..., Any], gemma: Path
+) -> None:
+    name = f"pictures-bf16-{processes}"
+    run = make_picture_run(make_run, name, "gemma3", gemma, "training.precision=bf16", processes=processes)
+    run.train()
+    before, after = run.records(EvaluationRecord)
+    assert validation_loss(tiny_picture_model("gemma3"), "gemma3") == pytest.approx(before.loss, rel=2e-2)
+    assert math.isfinite(after.loss)
+    exported = AutoModelForImageTextToText.from_pretrained(run.layout.export)
+    initial = dict(tiny_picture_model("gemma3").named_parameters())
+    same = {key for key, each in exported.named_parameters() if torch.equal(each, initial[key].bfloat16())}
+    assert same == {key for key in initial if "vision_tower" in key or "projector" in key}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_target_that_only_the_vision_tower_has_is_adapted_there(make_run: Callable[..., Any], tmp_path: Path) -> None:
+    weights = save_model("qwen2_5_vl", tmp_path)
+    lora = ("training.method=lora", "training.lora={rank: 4, targets: [q_proj, gate_proj]}", "training.precision=fp32")
+    run = make_picture_run(make_run, "pictures-tower-lora", "qwen2_5_vl", weights, *lora)
+    training = run.plan.recipe.training
+    targets = training.model_copy(update={"lora": training.lora.model_copy(update={"targets": ("q_proj", "qkv")})})
+    run.plan = replace(run.plan, recipe=run.plan.recipe.model_copy(update={"training": targets}))
+    run.train()
+    _, after = run.records(EvaluationRecord)
+    loaded = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(weights), run.layout.export)
+    adapted = {name.split(".lora_")[0].rpartition(".")[2] for name, _ in loaded.named_parameters() if ".lora_" in name}
+    assert adapted == {"q_proj", "qkv"}
+    assert validation_loss(loaded.eval().base_model.model, "qwen2_5_vl") == pytest.approx(after.loss, rel=1e-5)
 
 
 def test_positions_of_three_axes_are_trained_as_the_class_computes_them(

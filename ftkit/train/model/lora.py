@@ -101,10 +101,11 @@ def prepare_method(model: PreTrainedModel, training: TrainingPlan, device: torch
 
 
 def train_vision(model: PreTrainedModel, training: TrainingPlan) -> None:
-    """Train the vision encoder's and the projector's weights, or not, as `training.vision` says."""
+    """Train the vision encoder's and the projector's weights as `training.vision` says; freeze the others, rounded."""
     trained, frozen = trained_vision(model, training.vision)
     for parameter in frozen.values():
         parameter.requires_grad_(False)  # noqa: FBT003
+        parameter.data = parameter.data.to(DTYPES[training.compute_precision])
     for parameter in trained.values():
         parameter.requires_grad_()
         if training.adapters is not None:
