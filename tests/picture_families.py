@@ -269,8 +269,12 @@ def class_loss(model: Any, name: str, document: PictureDocument) -> torch.Tensor
 
 def pack_of(documents: list[PictureDocument], length: int, feed: PictureFeed) -> MicroBatch:
     """Return documents as one pack."""
-    pack = build_pack([Document(each.tokens, each.labels) for each in documents], length)
-    packs = np.concatenate([pack, np.zeros_like(pack[:1])])[None]
-    return feed.add(
-        to_micro_batch(packs, torch.device("cpu")), packs, [each.arrays for each in documents if each.arrays]
-    )
+    return packs_of([documents], length, feed)
+
+
+def packs_of(packs: list[list[PictureDocument]], length: int, feed: PictureFeed) -> MicroBatch:
+    """Return a micro-batch of packs."""
+    built = [build_pack([Document(each.tokens, each.labels) for each in documents], length) for documents in packs]
+    values = np.stack([np.concatenate([pack, np.zeros_like(pack[:1])]) for pack in built])
+    arrays = [each.arrays for documents in packs for each in documents if each.arrays]
+    return feed.add(to_micro_batch(values, torch.device("cpu")), values, arrays)
