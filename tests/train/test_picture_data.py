@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import tiny_processors
 from PIL import Image
 
 from ftkit.cli.main import main
@@ -30,7 +31,6 @@ from ftkit.launch.sweep import expand, plan_sweep
 from ftkit.models.architecture import ModelSpec
 
 datasets: Any = pytest.importorskip("datasets")
-tiny_processors: Any = pytest.importorskip("tiny_processors", reason="this transformers has no processors for Pillow")
 
 if TYPE_CHECKING:
     from pathlib import Path

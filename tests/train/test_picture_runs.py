@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import tiny_processors
 import torch
 from peft import PeftModel
 from picture_families import class_loss, make_documents, picture_inputs, tiny_picture_model
@@ -27,8 +28,6 @@ from ftkit.launch.sweep import expand, plan_sweep
 from ftkit.models.architecture import ModelSpec
 from ftkit.planning.layout import Workspace
 from ftkit.runs.records import EvaluationRecord, VerificationRecord
-
-tiny_processors: Any = pytest.importorskip("tiny_processors", reason="this transformers has no processors for Pillow")
 
 if TYPE_CHECKING:
     from collections.abc import Callable

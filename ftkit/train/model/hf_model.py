@@ -191,7 +191,7 @@ def build_empty(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     try:
         with init_empty_weights(include_buffers=False):
             built = auto_class_of(config).from_config(
-                config, dtype=torch.float32, attn_implementation={"": attention, **kernels}
+                config, dtype=torch.float32, attn_implementation={"": attention, **kernels} if kernels else attention
             )
     except Exception as error:  # classes raise different errors on invalid values
         raise TrainingError(
