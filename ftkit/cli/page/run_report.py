@@ -180,8 +180,8 @@ def _examples(history: History) -> list[tuple[Sample | None, Sample]]:
     if after is None or after.when == "before":
         return []
     before = history.evaluations[0] if history.evaluations[0].when == "before" else None
-    earlier = {each.question: each for each in before.samples} if before else {}
-    pairs = [(earlier.get(each.question), each) for each in after.samples]
+    earlier = {(each.question, each.picture): each for each in before.samples} if before else {}
+    pairs = [(earlier.get((each.question, each.picture)), each) for each in after.samples]
     learned = [pair for pair in pairs if pair[0] and pair[1].correct and not pair[0].correct]
     wrong = [pair for pair in pairs if not pair[1].correct]
     rest = [pair for pair in pairs if pair not in learned and pair not in wrong]

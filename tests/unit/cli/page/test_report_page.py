@@ -38,18 +38,18 @@ if TYPE_CHECKING:
 HOSTILE = "<script>alert(1)</script>"
 
 
-def trained(run: SubmittedRun, records: Any, num_records: int = 80) -> None:
+def trained(run: SubmittedRun, records: Any, num_records: int = 80, pictures: tuple[str | None, ...] = (None,)) -> None:
     """Write the files of a complete run with a restart and a NaN loss."""
     run.layout.manifest.write_text(
         json.dumps({"starts": [{"time": 1.0}, {"time": 60.0, "after": HOSTILE, "host": "n1"}], "command": ["ftkit"]})
     )
-    sample = Sample(HOSTILE, "SELECT 1", "SELECT 2", correct=False)
+    samples = [Sample(HOSTILE, "SELECT 1", "SELECT 2", correct=False, picture=each) for each in pictures]
     begin = StartRecord(8.0, 400, 0, 2, "fsdp2", "cpu", 1000, {"torch": "2.7"})
     records.write(
         run,
         StageRecord(2.0, "building the model"),
         MemoryRecord(4.0, "building the model", *[1.0] * 3, 1.0, 2.5, 3.0),
-        EvaluationRecord(6.0, 0, "before", 5.0, 148.0, 0.0, (sample,)),
+        EvaluationRecord(6.0, 0, "before", 5.0, 148.0, 0.0, tuple(samples)),
         begin,
         FirstStepRecord(8.5, 1, 35.25, {"importing libraries": 14.5, "first forward": 20.75}),
         *(records.step(number, 5 / number) for number in range(1, num_records // 2)),
@@ -59,7 +59,9 @@ def trained(run: SubmittedRun, records: Any, num_records: int = 80) -> None:
             records.step(number, float("nan") if number == 30 else 5 / number, time=100.0 + number)
             for number in range(21, num_records)
         ),
-        EvaluationRecord(300.0, 79, "after", 0.5, 1.6, 1.0, (replace(sample, answer="SELECT 1", correct=True),)),
+        EvaluationRecord(
+            300.0, 79, "after", 0.5, 1.6, 1.0, tuple(replace(each, answer="SELECT 1", correct=True) for each in samples)
+        ),
         records.end(),
     )
     run.layout.job_exit_code(run.job_id).write_text("0")
@@ -80,7 +82,7 @@ class _Checker(HTMLParser):
         if tag not in self.VOID:
             self.open.append(tag)
         for name, value in attrs:
-            if name in ("src", "href", "xlink:href") and value and not value.startswith("#"):
+            if name in ("src", "href", "xlink:href") and value and not value.startswith(("#", "data:image/")):
                 self.loads.append(value)
             if name == "id" and value:
                 self.ids.append(value)
@@ -111,6 +113,17 @@ def check(page: str) -> str:
     assert len(page.encode()) < 500_000
     body = re.sub(r"<style>.*?</style>|<path[^>]*>", "", page, flags=re.DOTALL)
     return " ".join(re.sub(r"<[^>]+>", " ", body).split())
+
+
+def test_an_example_has_its_picture_and_what_was_said_of_it_before(
+    ftkit: Callable[..., Result], make_run: RunMaker, records: Any
+) -> None:
+    run = make_run()
+    trained(run, records, pictures=("data:image/jpeg;base64,AAAA", f'data:image/jpeg;base64,BBBB"><i>{HOSTILE}'))
+    assert ftkit("report", "last").code == 0
+    page = run.layout.report.read_text()
+    assert check(page).count("before wrong SELECT 2 after correct SELECT 1") == 2
+    assert re.findall(r'<img src="data:image/jpeg;base64,(\w+)', page) == ["AAAA", "BBBB"]
 
 
 def test_the_report_of_a_run_is_complete(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:
