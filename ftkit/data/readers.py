@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 COMPRESSIONS: Final = (".gz", ".bz2", ".xz", ".zst")
 _BATCH_ROWS = 256
+_BATCH_BYTES = 8 << 20  # pictures are large
 _MAX_FIRST_LINE = 64 << 20
 _MAX_CELL = 1 << 30
 MAX_LINE = 128 << 20
@@ -292,8 +293,10 @@ def _read_table(file: IO[bytes], path: str) -> Iterator[RawRow]:
     try:
         batches: Iterable[RecordBatch]
         if suffix_of(path) == ".parquet":
-            table = pyarrow.parquet.ParquetFile(file)
-            schema, batches = table.schema_arrow, table.iter_batches(_BATCH_ROWS)
+            table = pyarrow.parquet.ParquetFile(file, buffer_size=_BATCH_BYTES, pre_buffer=False)  # else all would stay
+            size = sum(table.metadata.row_group(each).total_byte_size for each in range(table.num_row_groups))
+            num_rows = min(_BATCH_ROWS, 1 + _BATCH_BYTES * table.metadata.num_rows // (1 + size))
+            schema, batches = table.schema_arrow, table.iter_batches(num_rows)
         elif file.read(6) == b"ARROW1":
             reader = pyarrow.ipc.open_file(file)
             schema, batches = reader.schema, map(reader.get_batch, range(reader.num_record_batches))

@@ -46,6 +46,11 @@ class RawRow:
     number: int
     content: bytes | Columns | DataError
 
+    @property
+    def size(self) -> int:
+        """Bytes of the content, about."""
+        return size_of(self.content)
+
     def parse(self) -> Row | None:
         """Return the columns and their place; None for a blank line."""
         if isinstance(self.content, DataError):
@@ -113,6 +118,15 @@ def errors_at(row: Row) -> Iterator[None]:
         excerpt = "the example: " + "".join(character if character.isprintable() else "?" for character in shown)
         meaning = f"{error.meaning}; {excerpt}" if error.meaning else excerpt
         raise type(error)(f"{row.where}: {error.what}", meaning=meaning, fix=error.fix, name=error.name) from error
+
+
+def size_of(value: object) -> int:
+    """Return the bytes of a value's texts, pictures and numbers, about."""
+    if isinstance(value, bytes | str):
+        return len(value)
+    if isinstance(value, dict | list):
+        return sum(map(size_of, value.values() if isinstance(value, dict) else value))
+    return 8
 
 
 def _unique(pairs: list[tuple[str, object]]) -> Columns:

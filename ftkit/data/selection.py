@@ -99,7 +99,7 @@ def peek_rows(data: DataSpec) -> list[Row]:
 def _limited(rows: Iterable[RawRow], num_rows: int, num_bytes: int) -> Iterator[RawRow]:
     for row in islice(rows, num_rows):
         yield row
-        num_bytes -= len(row.content) if isinstance(row.content, bytes) else 0
+        num_bytes -= row.size
         if num_bytes < 0:
             return
 

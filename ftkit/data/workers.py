@@ -301,7 +301,7 @@ def _batches(rows: Iterable[SelectedRow], most: int) -> Iterator[list[SelectedRo
     size = 0
     for row in rows:
         batch.append(row)
-        size += len(row.row.content) if isinstance(row.row.content, bytes) else _BATCH_BYTES // _BATCH_ROWS
+        size += row.row.size
         if size >= _BATCH_BYTES or len(batch) == most:
             yield batch
             batch, size = [], 0
