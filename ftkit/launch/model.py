@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 PROGRAM = ("-m", "ftkit.train", "--count")
 NEEDED = ("torch", "transformers", "accelerate")
 TIMEOUT_SECONDS = 120
-CACHE_VERSION = 5  # to be increased when the counting program returns other counts for the same configuration
+CACHE_VERSION = 6  # to be increased when the counting program returns other counts for the same configuration
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,15 @@ class CountedModel:
 
     config: dict[str, Any]
     counts: ModelCounts
+    vision: CountedVision | None = None
+
+
+@dataclass(frozen=True)
+class CountedVision:
+    """The configuration of a vision tower with transformers' defaults; parameters of the tower and the projector."""
+
+    config: dict[str, Any]
+    sizes: tuple[int, int]
 
 
 def resolve_model(model: ModelSpec, environment: Mapping[str, str], workspace: Workspace) -> ModelPlan:
@@ -96,6 +105,20 @@ def _resolve(model: ModelSpec, environment: Mapping[str, str], home: Path) -> Mo
     if folder is not None and not is_path(model.weights):
         plan = _pin_revision(plan, environment, home)
     return plan
+
+
+def with_vision(model: ModelPlan, environment: Mapping[str, str], workspace: Workspace) -> ModelPlan:
+    """Return a model whose shape has the vision part, counted on its class if torch is installed."""
+    vision, folder = model.vision, find_folder(model, environment, workspace.hub_home)
+    if vision is not None and folder is not None:
+        config = read_model_config(folder)
+        counted = _count({"config": config, "pictures": True}, environment)
+        if isinstance(counted, CountedModel) and counted.vision is not None:
+            tower, projector = counted.vision.sizes
+            vision = read_vision({**config, "vision_config": counted.vision.config}, read_processor(folder)) or vision
+            vision = replace(vision, tower=tower, projector=projector, is_counted=True)
+    shape = model.architecture.model_copy(update={"vision": vision})
+    return model.model_copy(update={"vision": vision, "architecture": shape})
 
 
 def pin_revision(plan: RunPlan, environment: Mapping[str, str]) -> RunPlan:

@@ -20,7 +20,7 @@ from ftkit.config.request import LoadedSettings, Origins, RunRequest, load_setti
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem, plural
 from ftkit.files import read_json_if_valid
 from ftkit.launch.inputs import data_stamp, find_pictures
-from ftkit.launch.model import resolve_model
+from ftkit.launch.model import resolve_model, with_vision
 from ftkit.models.architecture import ModelSpec
 from ftkit.paths import is_path, neighbor_of
 from ftkit.planning.choices import least_memory
@@ -192,8 +192,7 @@ def _resolve_model(
         pictures = find_pictures(recipe.data) if model.vision else False
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"pictures": pictures})})
     if recipe.data.pictures:
-        shape = model.architecture.model_copy(update={"vision": model.vision})
-        model = model.model_copy(update={"architecture": shape})
+        model = with_vision(model, ctx.environment, workspace)
     training, positions = recipe.training, model.architecture.max_position_embeddings
     if "sequence_length" not in training.model_fields_set and training.sequence_length > positions:
         length = positions - positions % training.gpus_per_pack

@@ -160,6 +160,8 @@ def plan_for_counts(plan: RunPlan, counts: ModelCounts) -> RunPlan:
     shape = plan.recipe.model.architecture
     if shape.is_measured:
         return plan
+    if shape.vision:  # counted in the model's class, too
+        counts = replace(counts, around=counts.around - shape.vision.total)
     counted = ArchitecturePlan.extend(shape, counts=counts)
     planned, training = replace(plan.setup, shape=counted), plan.recipe.training
     setup = with_sharding(planned.with_training(shard_degree=planned.num_shards))

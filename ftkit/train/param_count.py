@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,6 +28,7 @@ from ftkit.train.model.hf_model import (
     find_decoder_layers,
     has_causal_class,
     make_config,
+    sees_pictures,
     shape_fields,
     text_part_of,
 )
@@ -192,5 +194,13 @@ def print_counts(text: str) -> None:
         # A class without an `intermediate_size`: the largest dimension of the decoder layers' matrices.
         shapes = [each.shape for layer in find_decoder_layers(model) for each in layer.parameters() if each.ndim > 1]
         width = filled["intermediate_size"] = max((max(shape) for shape in shapes), default=0)
-    counts = TypeAdapter(ModelCounts).dump_python(count_modules(model, width))
-    sys.stdout.write(json.dumps({"config": filled, "counts": counts}) + "\n")
+    counts, vision = count_modules(model, width), None
+    if sees_pictures(model) or request.get("pictures"):
+        if not sees_pictures(model):
+            with torch.device("meta"):
+                model = auto_class_of(whole).from_config(whole)
+        sizes = [sum(each.numel() for each in part.values()) for part in vision_parameters(model)]
+        vision = {"config": json.loads(whole.vision_config.to_json_string(use_diff=False)), "sizes": sizes}
+        counts = replace(counts, around=counts.around - sum(sizes)) if built is whole else counts
+    found = {"config": filled, "counts": TypeAdapter(ModelCounts).dump_python(counts), "vision": vision}
+    sys.stdout.write(json.dumps(found) + "\n")

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from tiny_processors import write_model
+from transformers import AutoModelForImageTextToText
 
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
 from ftkit.config.recipe import RecipePlan
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.evaluate.verify_export import verify_export
-from ftkit.launch.model import resolve_model
+from ftkit.launch.model import resolve_model, with_vision
 from ftkit.models.architecture import ModelSpec
+from ftkit.models.parameters import count_model
 from ftkit.planning.choices import least_memory
 from ftkit.planning.layout import Workspace
 from ftkit.train.components import exporter
@@ -61,6 +63,18 @@ def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def failed(export: Path) -> list[str]:
     return [check.name for check in verify_export(export, lambda _: None) if not check.passed]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava", "idefics3"])
+def test_the_plan_counts_the_vision_part_on_the_class(family: str, tmp_path: Path) -> None:
+    write_model(tmp_path, family, has_weights=True)
+    workspace = Workspace(tmp_path)
+    model = with_vision(resolve_model(ModelSpec(weights=str(tmp_path)), {}, workspace), {}, workspace)
+    vision = model.architecture.vision
+    assert vision is not None
+    assert vision.is_counted
+    whole: Any = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    assert count_model(model.architecture).total + vision.total == sum(each.numel() for each in whole.parameters())
 
 
 @pytest.mark.parametrize(
