@@ -103,7 +103,7 @@ FAMILIES: dict[str, Family] = {
         _positioned, {"pixel_values": 0, "image_position_ids": 0},
         TOWER
         | {"model_type": "gemma4_vision", "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 64},
-        {"audio_config": None},
+        {"audio_config": None}, {"use_bidirectional_attention": "vision"},
     ),
     "gemma3": Family(
         _squares, {"pixel_values": 0}, TOWER, {"mm_tokens_per_image": 4}

@@ -32,7 +32,9 @@ from ftkit.train.causal_lm import CausalLM
 from ftkit.train.components.pictures import PictureFeed
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.verification import verify_pictures
-from ftkit.train.model.attention import choose_kernel
+from ftkit.train.model import attention
+from ftkit.train.model.attention import choose_kernel, masked_attention, register_kernel
+from ftkit.train.model.hf_model import build_empty
 from ftkit.train.model.token_mixers import choose_token_mixers
 from ftkit.train.model.vision import vision_parameters
 
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from ftkit.data.prepared_data import PackStore
 
 TRAINED = [name for name in FAMILIES if name != "paligemma"]
+LOOKING_AHEAD = ("gemma3", "gemma4")
+"""Families in which the tokens of a picture attend to later ones of it."""
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -170,10 +174,39 @@ class StandInStore:
         return self.arrays
 
 
-def test_kernels_by_offsets_are_refused_where_tokens_of_a_picture_see_each_other() -> None:
+@pytest.mark.parametrize("name", LOOKING_AHEAD)
+def test_kernels_by_offsets_are_refused_where_tokens_of_a_picture_see_each_other(name: str) -> None:
     training = TRAINING.model_copy(update={"attention": "flash4"})
     with lone_world("cpu") as world, pytest.raises(PrerequisiteError, match="takes a mask"):
-        choose_kernel(training, tiny_picture_config("gemma3"), world)
+        choose_kernel(training, tiny_picture_config(name), world)
+
+
+@pytest.mark.parametrize("name", [name for name in TRAINED if name not in LOOKING_AHEAD])
+def test_kernels_by_offsets_get_the_documents_of_packs_with_pictures(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel is replaced by masks of the same offsets."""
+
+    def masked(*inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        query, key, value, cu_seqlens, _, scale, window, _ = inputs
+        return masked_attention(query, key, value, cu_seqlens, cast("float", scale), cast("int | None", window)), None
+
+    monkeypatch.setattr(attention, "varlen_attention", masked)
+    expected = tiny_picture_model(name)
+    model = build_empty(expected.config, register_kernel("cudnn")).to_empty(device="cpu")
+    model.load_state_dict(expected.state_dict())
+    for one, other in zip(model.buffers(), expected.buffers(), strict=True):
+        one.copy_(other)
+    model.tie_weights()
+    with lone_world("cpu") as world:
+        choose_token_mixers(model, world)
+    documents = make_documents(expected, name)
+    feed = PictureFeed.of(model, picture_inputs(name))
+    assert feed is not None
+    with torch.no_grad():
+        loss = CausalLM(model)(batch=pack_of(documents, 256, feed))
+        total = sum(class_loss(expected, name, each).item() for each in documents)
+    assert loss.item() == pytest.approx(total, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", TRAINED)
