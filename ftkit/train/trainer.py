@@ -55,6 +55,7 @@ from ftkit.train.model.hf_model import (
 from ftkit.train.model.lora import freeze, init_adapters, load_adapters, prepare_method
 from ftkit.train.model.pretrained import fetch_weights, init_weights, load_weights
 from ftkit.train.model.token_mixers import choose_token_mixers
+from ftkit.train.model.vision import attend_in_chunks
 from ftkit.train.observers import Evaluation, FirstStep, HangWatch, Profiler, RankTimes, Saving, check_profile
 from ftkit.train.observers.step_metrics import AnomalyWatch, StepMetrics, Stopwatch
 from ftkit.train.param_count import count_method, count_modules
@@ -163,6 +164,7 @@ class Trainer:
             config = read_config(folder, shape, recipe.model.vocab_size_of_weights, pictures=sees)
         generation = Generation.of(self.tokenizer, folder)
         model = build_empty(config.text, self._attention(config.text))
+        attend_in_chunks(model, self.world.device, DTYPES[training.compute_precision])
         check_positions(model, shape)
         choose_token_mixers(model, self.world)
         counts = count_modules(model, shape.intermediate_size)

@@ -31,6 +31,7 @@ from ftkit.train.private_apis.transformers import (
     attention_implementations,
     mask_documents_always,
     sees_whole_pictures,
+    set_attention,
 )
 
 if TYPE_CHECKING:
@@ -288,7 +289,7 @@ def generation_attention(model: PreTrainedModel) -> Iterator[None]:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        model.set_attn_implementation(chosen)
+        set_attention(chosen)
 
 
 def register_kernel(kernel: Kernel) -> str:

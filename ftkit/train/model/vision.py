@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ftkit.train.model.hf_model import find_decoder, sees_pictures
+from ftkit.train.private_apis.transformers import set_attention
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # torch before 2.10
+    varlen_attn = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from ftkit.models.vision import Vision
@@ -71,3 +81,48 @@ def _behind_layers(encoder: nn.Module) -> list[nn.Module]:
 
 def _ids(*modules: nn.Module) -> set[int]:
     return {id(parameter) for module in modules for parameter in module.parameters()}
+
+
+# --- Attention within chunks -------------------------------------------------------------------------
+#
+# Some encoders, such as Qwen's, attend within pictures or windows of one, of which a pack has hundreds. By SDPA,
+# transformers computes them one after the other, and waits for the GPU in each layer to know their sizes.
+
+_IN_CHUNKS = "ftkit_flash_chunks"
+"""With "flash" in the name, transformers passes all chunks at once, with their offsets."""
+
+
+def attend_in_chunks(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+    """Have vision encoders whose layers get the offsets of chunks compute them by torch's FlashAttention, on GPUs."""
+    if device.type != "cuda" or dtype != torch.bfloat16 or varlen_attn is None:
+        return
+    AttentionInterface.register(_IN_CHUNKS, _attention_in_chunks)
+    for encoder in vision_encoders(model) if sees_pictures(model) else ():
+        if any("cu_seqlens" in inspect.signature(part.forward).parameters for part in encoder.modules()):
+            set_attention([(encoder.config, _IN_CHUNKS)])
+
+
+def _attention_in_chunks(  # noqa: PLR0913 - the interface is transformers'
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention within chunks, not causal; an attention function for transformers.
+
+    Shapes: query, key and value [1, H, T, D]; returns [1, T, H, D].
+    """
+    if cu_seq_lens_q is None or max_length_q is None:  # an older transformers: the chunks one after the other
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
+        return output, None
+    scale = 1.0 if scaling is None else scaling * math.sqrt(query.shape[-1])  # of the kernel's own
+    offsets = cu_seq_lens_q.int()
+    flat = [each.transpose(1, 2).flatten(0, 1) for each in (query * scale if scale != 1.0 else query, key, value)]
+    output = varlen_attn(flat[0], flat[1], flat[2], offsets, offsets, max_length_q, max_length_q)
+    return cast("torch.Tensor", output).unsqueeze(0), None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
@@ -77,11 +77,16 @@ def attention_implementation(config: PretrainedConfig) -> str:
     return name
 
 
-def attention_implementations(config: PretrainedConfig) -> dict[str, str]:
-    """Return the implementation of a model, and of each part of a multimodal one, for `set_attn_implementation`."""
-    parts = {name: getattr(config, name) for name in config.sub_configs}
-    own = {name: attention_implementation(part) for name, part in parts.items() if part is not None}
-    return {"": attention_implementation(config), **own}
+def attention_implementations(config: PretrainedConfig) -> list[tuple[PretrainedConfig, str]]:
+    """Return the implementation of a model, then of each part of a multimodal one, for `set_attention`."""
+    parts = (getattr(config, name) for name in config.sub_configs)
+    return [(each, attention_implementation(each)) for each in (config, *parts) if each is not None]
+
+
+def set_attention(chosen: Iterable[tuple[PretrainedConfig, str]]) -> None:
+    """Set implementations; the public method refuses names with "flash" that transformers does not know."""
+    for config, name in chosen:
+        config._attn_implementation = name  # noqa: SLF001
 
 
 def mask_documents_always() -> None:
