@@ -88,14 +88,17 @@ def with_pictures(example: Example, columns: Columns, data: DataSpec) -> Example
     Raises DataError: it has pictures, and the recipe's model sees none.
     """
     if not data.pictures:
-        turns = (turn for each in conversations_of(example) for turn in enumerate(each.messages, start=1))
-        for number in (number for number, message in turns if message.pictures):
+        numbered = (turn for each in conversations_of(example) for turn in enumerate(each.messages, start=1))
+        for number in (number for number, message in numbered if message.pictures):
             raise DataError(
                 f"turn {number}: a picture, and data.pictures is not true",
                 meaning="the model sees no pictures then, only text",
                 fix="choose a multimodal model and set data.pictures=true, or remove this example",
             )
         return example
+    turns = (turn for each in conversations_of(example) for turn in each.messages)
+    if any(turn.content.count(PICTURE) != len(turn.pictures) for turn in turns):
+        raise DataError("the text has U+FDD1, which is not a character", fix="correct or remove this example")
     found = [name for name in PICTURE_COLUMNS if name not in data.ignore_columns and columns.get(name)]
     if len(found) > 1:
         raise DataError("there are pictures in both 'images' and 'image'", fix="data.ignore_columns=[image]")

@@ -11,7 +11,7 @@ from functools import cache, cached_property
 from heapq import merge
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ftkit.config.data_sources import FilesSource, GeneratedSource, HubSource, MixtureSource, ValidationSpec
 from ftkit.data.readers import without_nulls
@@ -133,13 +133,24 @@ def load_from_hub(source: HubSource) -> Dataset:
     import datasets  # noqa: PLC0415 - takes a second to import, only for this source
 
     try:
-        return datasets.load_dataset(source.dataset, source.subset, split=source.split, revision=source.revision)
+        loaded = datasets.load_dataset(source.dataset, source.subset, split=source.split, revision=source.revision)
     except Exception as error:  # the library passes on any error of its back ends
         raise DataError(
             f"can't load the dataset '{source.dataset}': {one_line(error)}",
             meaning="it does not exist, is gated, or this machine can't reach the hub",
             fix="check the name; set HF_TOKEN for a gated one; on a node without network, prepare the data elsewhere",
         ) from error
+    _keep_encoded(loaded.info.features)
+    return loaded
+
+
+def _keep_encoded(feature: Any) -> None:
+    """Have pictures and sounds stay as they are stored: bytes or a path. Decoding is limited elsewhere."""
+    if hasattr(feature, "decode"):
+        feature.decode = False
+    inner = feature if isinstance(feature, dict | list) else getattr(feature, "feature", None) or ()
+    for each in inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list | tuple) else [inner]:
+        _keep_encoded(each)
 
 
 def _read_files(place: str, key: str) -> Iterator[RawRow]:

@@ -17,12 +17,14 @@ from PIL import Image
 from ftkit.cli.main import main
 from ftkit.config.context import Context
 from ftkit.config.data import AutoFormat, DataSpec, MessagesFormat
+from ftkit.config.data_sources import HubSource
 from ftkit.data.encoding import RowEncoder
 from ftkit.data.packing import IGNORED, Document
 from ftkit.data.pictures import PictureProcessor, from_record
 from ftkit.data.prepare import prepare
 from ftkit.data.readers import read_json_lines
 from ftkit.data.row_formats import DETECTION_ROWS, resolve_format
+from ftkit.data.selection import load_from_hub
 from ftkit.data.source_files import read_file
 from ftkit.data.tokenizers import load_tokenizer
 from ftkit.errors import DataError
@@ -122,7 +124,11 @@ def image_feature(folder: Path) -> tuple[Path, list[Rows]]:
 
 def trl(folder: Path) -> tuple[Path, list[Rows]]:
     """Turns with parts that have no source, and a column with the pictures."""
-    text, mark = (lambda words: {"type": "text", "text": words}), {"type": "image", "text": None}
+
+    def text(words: str) -> dict[str, str]:
+        return {"type": "text", "text": words}
+
+    mark = {"type": "image", "text": None}
     messages = [
         [{"role": "user", "content": [mark, mark, text("two")]}, {"role": "assistant", "content": [text("yes")]}],
         [{"role": "user", "content": [text("none")]}, {"role": "assistant", "content": [text("no")]}],
@@ -161,7 +167,7 @@ def encode(spec: ModelSpec, file: Path, **fields: object) -> list[list[Document]
 def normalized(inputs: Any, pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     shape = (-1, *[1] * (-1 - inputs.channel_axis))
     scale, offset = (np.array(each).reshape(shape) for each in (inputs.scale, inputs.offset))
-    return pixels * scale + offset
+    return np.asarray(pixels * scale + offset)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -289,3 +295,25 @@ def test_data_show_and_check_have_pictures(
     assert main(["data", "check", *words]) != 0
     captured = capsys.readouterr()
     assert "1.png' can't be used: damaged or truncated" in captured.out + captured.err
+
+
+def test_pictures_of_a_data_set_of_the_hub_are_decoded_within_our_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [{"bytes": png(0), "path": None}, {"bytes": b"no picture", "path": None}]
+    nested = {"images": datasets.Sequence(datasets.Image()), "messages": [{"image": datasets.Image()}]}
+    columns = {"images": [files, []], "messages": [[{"image": each}] for each in files]}
+    table = datasets.Dataset.from_dict(columns, datasets.Features(nested))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_args, **_options: table)
+    first, second = load_from_hub(HubSource(kind="hub", dataset="org/pictures-of-a-test"))
+    assert [each["bytes"] for each in first["images"]] == [png(0), b"no picture"]
+    assert second["messages"][0]["image"]["bytes"] == b"no picture"
+
+
+def test_both_sides_of_a_pair_have_the_pictures_of_its_prompt(tmp_path: Path) -> None:
+    tiny_processors.write_model(tmp_path / "model", "gemma3")
+    row = {"prompt": "<image>What?", "chosen": "a", "rejected": "b", "images": ["0.png"]}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+    (pair,) = encode(ModelSpec.model_validate({"weights": str(tmp_path / "model")}), tmp_path / "pairs.jsonl")
+    assert not isinstance(pair, DataError)
+    chosen, rejected = pair
+    assert chosen.pictures == rejected.pictures != b""
+    assert rejected.is_rejected

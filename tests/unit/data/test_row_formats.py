@@ -587,6 +587,7 @@ def test_pictures_of_both_sides_of_a_pair_are_those_of_the_row() -> None:
         ),
         ({"messages": [{"role": "user", "content": [PART | {"min_pixels": 4}]}, ANSWER]}, "unknown keys: min_pixels"),
         ({"messages": [ASK, ANSWER], "images": ["a"], "image": "b"}, "both 'images' and 'image'"),
+        ({"question": "\ufdd1", "answer": "a", "image": "a"}, r"U\+FDD1"),
         ({"text": "t", "image": "a"}, "column 'image' has pictures, and the row is a text"),
     ],
 )
