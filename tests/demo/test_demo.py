@@ -11,10 +11,12 @@ from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
+import transformers
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from waiting import PATIENCE_SECONDS
 
+from ftkit import assets
 from ftkit.runs.metrics_file import read_records
 from ftkit.runs.records import EvaluationRecord, StepRecord
 
@@ -111,3 +113,22 @@ def test_pairs_train_the_model_that_careless_data_taught(tmp_path: Path) -> None
     assert before.scores["margin"] == pytest.approx(0, abs=1e-5)
     assert after.scores["margin"] > 0.01
     assert before.execution_accuracy is not None
+
+
+@pytest.mark.skipif(not hasattr(transformers, "CLIPImageProcessorPil"), reason="its processors need torchvision")
+def test_a_model_that_reads_numbers_is_trained_on_pictures_and_shows_them_in_its_report(tmp_path: Path) -> None:
+    model = tmp_path / "reading-model"
+    subprocess.run([sys.executable, assets.EXAMPLES / "tasks" / "reading.py", model], check=True, capture_output=True)
+    ftkit(
+        tmp_path, "run", "reading", "--cluster", "local", f"model={model}", "training.max_steps=4",
+        "data.source.num_train=200", "evaluation.generation.num_rows=4",
+    )  # fmt: skip
+    (run,) = json.loads(ftkit(tmp_path, "runs", "--json").stdout)
+    assert run["state"] == "completed"
+    folder = Path(run["folder"])
+    before, after = (each for each in read_records(folder / "metrics.jsonl") if isinstance(each, EvaluationRecord))
+    assert after.perplexity < before.perplexity
+    ftkit(tmp_path, "report", run["id"])
+    assert '<img src="data:image/jpeg;base64,' in (folder / "report.html").read_text()
+    verified = ftkit(tmp_path, "verify", str(folder / "export"))
+    assert "processor of pictures" in verified.stdout + verified.stderr
