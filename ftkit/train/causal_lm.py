@@ -145,6 +145,7 @@ class CausalLM(nn.Module):
         self.objective, self._distill = objective, distill
         self._autocast = autocast
         looks_ahead = sees_pictures(hf_model) and sees_whole_pictures(type(hf_model), hf_model.config)
+        self._trains_projector = any(weight.requires_grad for weight in vision_parameters(hf_model)[1].values())
         self._masks = masks_of_places if looks_ahead else nullcontext
 
     def forward(self, *, compute: Callable[..., Any] | None = None, **inputs: Any) -> Any:
@@ -180,13 +181,26 @@ class CausalLM(nn.Module):
 
     def label_states(self, batch: MicroBatch) -> torch.Tensor:
         """Return the hidden states, or the logits, of the tokens whose next one is a label, [N, ...]."""
-        zero = zero_of_vision(self.hf_model, batch)  # first: each rank calls the vision encoder before the decoder
+        zero = self._zero_of_vision(batch)  # first: each rank calls the vision encoder before the decoder
         if self.has_head_layers:
             self._begin_routing(batch)
             states: torch.Tensor = self.hf_model(**model_inputs(self.hf_model, batch)).logits
         else:
             states = self.hidden_states(batch)
         return states.flatten(0, 1).index_select(0, batch.label_index) + zero
+
+    def _zero_of_vision(self, batch: MicroBatch) -> torch.Tensor | float:
+        """Return zero, computed from the projector's trained weights, and the features of the sample.
+
+        So the same weights have gradients on all ranks, of which some may have no pictures in a micro-batch, or none of
+        several tiles: ranks that reduce the gradients of others would wait forever.
+        """
+        used: list[torch.Tensor] = []
+        if batch.pictures is not None and self._trains_projector:
+            used += vision_parameters(self.hf_model)[1].values()
+        if batch.pictures is not None and not batch.has_pictures:
+            used += _features_of_sample(self.hf_model, batch)
+        return sum(each.sum().float() for each in used) * 0.0
 
     def _head(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, LogitTransform]:
         """Return what the logits of `label_states` are: `hidden @ weight.T`, or `hidden`, transformed."""
@@ -323,24 +337,14 @@ def picture_arguments(module: PreTrainedModel, batch: MicroBatch, *, is_row: boo
     return arguments | (_normalized(module, batch) if batch.has_pictures else {})
 
 
-def zero_of_vision(model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor | float:
-    """Return zero, computed from the projector's trained weights, and the sample's features; within `forward` only.
-
-    So the same weights have gradients on all ranks, of which some may have no pictures in a micro-batch, or none of
-    several tiles: ranks that reduce the gradients of others would wait forever.
-    """
-    if batch.pictures is None:
-        return 0.0
-    _, projector = vision_parameters(model)
-    used = [weight for weight in projector.values() if weight.requires_grad]
-    if not batch.has_pictures:
-        body = find_body(model)
-        owner = body if hasattr(body, "get_image_features") else model
-        accepted = inspect.signature(owner.get_image_features).parameters
-        inputs = {name: value for name, value in _normalized(model, batch).items() if name in accepted}
-        output = owner.get_image_features(**inputs, return_dict=True)
-        used += [output.last_hidden_state] if output.pooler_output is None else [*output.pooler_output]
-    return sum(each.sum().float() for each in used) * 0.0
+def _features_of_sample(model: PreTrainedModel, batch: MicroBatch) -> list[torch.Tensor]:
+    """Return what a multimodal model puts at the tokens of the sample."""
+    body = find_body(model)
+    owner = body if hasattr(body, "get_image_features") else model
+    accepted = inspect.signature(owner.get_image_features).parameters
+    inputs = {name: value for name, value in _normalized(model, batch).items() if name in accepted}
+    output = owner.get_image_features(**inputs, return_dict=True)
+    return [output.last_hidden_state] if output.pooler_output is None else [*output.pooler_output]
 
 
 def _normalized(module: PreTrainedModel, batch: MicroBatch) -> dict[str, torch.Tensor]:

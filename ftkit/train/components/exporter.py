@@ -35,15 +35,8 @@ from ftkit.train.components.batches import computed_ahead
 from ftkit.train.components.export_record import ExportRecord, Logits, ResultT, picture_inputs, sample_logits, streamed
 from ftkit.train.components.generation import Generation, end_token_setting
 from ftkit.train.model.expert_adapters import transposed_experts
-from ftkit.train.model.hf_model import (
-    TextConfig,
-    build_empty,
-    config_for_export,
-    find_decoder_layers,
-    find_text,
-    sees_pictures,
-)
-from ftkit.train.model.linears import owner_of_target, transposed_weights
+from ftkit.train.model.hf_model import TextConfig, build_empty, config_for_export, find_decoder_layers, find_text
+from ftkit.train.model.linears import split_targets, transposed_weights
 from ftkit.train.model.lora import (
     dequantized_base,
     is_adapter,
@@ -237,9 +230,7 @@ class Exporter:
         config = peft_config(self._lora, base=self._parts.recipe.model.weights, model=self._plain)
         if place is not None:
             targets = [each for each in self._lora.targets if each in config.target_modules]
-            is_whole = sees_pictures(self._plain)
-            others = [each for each in targets if is_whole and owner_of_target(self._plain, each) is self._plain]
-            config.target_modules = place.targets([each for each in targets if each not in others], others)
+            config.target_modules = place.targets(*split_targets(self._plain, targets))
         config.save_pretrained(str(folder))
         return files
 

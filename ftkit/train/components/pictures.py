@@ -57,7 +57,7 @@ class PictureFeed:
             raise TrainingError(
                 f"{len(seen)} documents of packs have tokens of pictures, but {len(pictures)} have pictures",
                 meaning="the prepared data is damaged",
-                fix="prepare it again: ftkit data prepare --force",
+                fix="delete the folder of the prepared data, and run again",
             )
         joined = self._join(pictures) if pictures else self._sample
         return replace(

@@ -65,6 +65,13 @@ def owner_of_target(model: nn.Module, target: str) -> nn.Module:
     return decoder if has_target else model
 
 
+def split_targets(model: PreTrainedModel, targets: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the targets in the text model, and those that only the other parts of a multimodal model have."""
+    targets = [*targets]
+    others = [target for target in targets if sees_pictures(model) and owner_of_target(model, target) is model]
+    return [target for target in targets if target not in others], others
+
+
 def transposed_weights(model: nn.Module) -> frozenset[str]:
     """Return the names of the matrices of a model without adapters that are stored as [inputs, outputs]."""
     return frozenset(f"{name}.weight" for name, module in model.named_modules() if is_transposed(module))
