@@ -297,8 +297,8 @@ class DataSpec(Spec):
     or `train` takes precedence."""
     too_long: Literal["auto", "error", "drop", "truncate", "split"] = "auto"
     """What to do with a document longer than a pack: refuse it, drop it, truncate it after the last trained turn that
-    fits, or (text only) split it. `auto` splits plain text, and refuses conversations. Affected documents are counted
-    and reported."""
+    fits (drop it if it has pictures), or (text only) split it. `auto` splits plain text, and refuses conversations.
+    Affected documents are counted and reported."""
     skip_bad: NonNegativeInt = 0
     """Maximum number of bad examples to skip; each is reported with file and line."""
     contradictions: Literal["refuse", "drop"] = "refuse"

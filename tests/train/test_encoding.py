@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 from base64 import b64encode
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -560,6 +561,12 @@ def test_truncation_keeps_the_ends_of_turns() -> None:
     assert shorten(long, 11, "drop", None) == []
     whole = document("UUEAAAEBB", end="E")
     assert [len(part.tokens) for part in shorten(whole, 8, "truncate", 1)] == [7]
+
+
+def test_a_document_with_pictures_is_never_cut() -> None:
+    long = replace(document("uuAAuuAAAuAA"), pictures=b"record")
+    assert shorten(long, 12, "truncate", None) == [long]
+    assert shorten(long, 11, "truncate", None) == []
 
 
 def test_text_is_split_or_truncated_at_any_token() -> None:
