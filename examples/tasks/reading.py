@@ -1,6 +1,6 @@
 """Read numbers: a generator of pictures of them, and a tiny multimodal model that has learned nothing yet.
 
-`python examples/tasks/reading.py examples/reading-model` writes the model, with its processor, for recipe `reading`.
+`python examples/tasks/reading.py examples/pictures/reading-model` writes the model of examples/pictures/reading.yaml.
 Place, size, color, and noise of each number are drawn: no picture occurs twice.
 """
 

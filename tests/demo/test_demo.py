@@ -119,8 +119,9 @@ def test_pairs_train_the_model_that_careless_data_taught(tmp_path: Path) -> None
 def test_a_model_that_reads_numbers_is_trained_on_pictures_and_shows_them_in_its_report(tmp_path: Path) -> None:
     model = tmp_path / "reading-model"
     subprocess.run([sys.executable, assets.EXAMPLES / "tasks" / "reading.py", model], check=True, capture_output=True)
+    recipe = str(assets.EXAMPLES / "pictures" / "reading.yaml")
     ftkit(
-        tmp_path, "run", "reading", "--cluster", "local", f"model={model}", "training.max_steps=4",
+        tmp_path, "run", recipe, "--cluster", "local", f"model={model}", "training.max_steps=4",
         "data.source.num_train=200", "evaluation.generation.num_rows=4",
     )  # fmt: skip
     (run,) = json.loads(ftkit(tmp_path, "runs", "--json").stdout)

@@ -37,7 +37,7 @@ from ftkit.planning.plan import (
     read_plan_to_use,
 )
 from ftkit.planning.planner import count_steps, fingerprint, plan_model, plan_run
-from ftkit.planning.step_time import predict_step_time
+from ftkit.planning.step_time import predict_step_time, vision_seconds
 from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ def test_prompts_are_shared_only_where_the_plan_knows_that_attention_can() -> No
 
 
 VISION = VisionPlan("gemma3")
+RECORDS = Path(__file__).resolve().parents[3] / "benchmarks" / "records"
 
 
 def with_pictures(*overrides: str, vision: VisionPlan | None = VISION) -> RunPlan:
@@ -155,21 +156,20 @@ def test_what_can_not_be_combined_with_pictures_is_refused_by_the_plan(override:
     assert any(found in str(problem) for problem in caught.value.problems)
 
 
-def of_gemma3(method: str, vision: str, gpu: str = "h200") -> RunPlan:
-    """Return the plan of Gemma 3 4B on one GPU, with packs that hold 32 pictures."""
+def of_gemma3(method: str, vision: str, *more: str) -> RunPlan:
+    """Return the plan of Gemma 3 4B on one H200, with pictures."""
     config = shipped_config("google/gemma-3-4b-pt")
     assert config is not None
-    words = (f"training.vision={vision}", f"training.method={method}", "data.pictures=true", "training.attention=flex")
-    recipe = load_recipe(
-        "gemma3-1b-dolly-lora", HERE, ("model.weights=google/gemma-3-4b-pt", "model.architecture=gemma3-4b", *words)
-    )
+    base = ("model.weights=google/gemma-3-4b-pt", "model.architecture=gemma3-4b", "data.pictures=true")
+    words = (f"training.vision={vision}", f"training.method={method}")
+    recipe = load_recipe("gemma3-1b-dolly-lora", HERE, (*base, *words, *more))
     model = plan_model(recipe.model, config)
     found = read_vision(config, {})
     assert found is not None
     seen = replace(found, tower=417_000_000, projector=3_000_000)
     shape = model.architecture.model_copy(update={"vision": seen})
     model = model.model_copy(update={"vision": seen, "architecture": shape})
-    return plan(recipe, profile_of_gpu(gpu, 1), request=replace(REQUEST, model=model))
+    return plan(recipe, profile_of_gpu("h200", 1), request=replace(REQUEST, model=model))
 
 
 def test_the_tower_takes_memory_and_time_by_what_of_it_is_trained() -> None:
@@ -184,6 +184,19 @@ def test_the_tower_takes_memory_and_time_by_what_of_it_is_trained() -> None:
     assert states[2].total > states[1].total + 14 * 420e6 / GIB
     seconds = [predict_step_time(each, GPUS["h200"]).step_seconds for each in (text, frozen.setup, full.setup)]
     assert seconds[0] < seconds[1] < seconds[2]
+
+
+def test_memory_and_time_with_pictures_are_within_8_percent_of_a_recorded_run() -> None:
+    record = json.loads((RECORDS / "pictures-h200-gemma3-4b-lora.json").read_text())
+    (measured,) = (row["medians"] for row in record["rows"])
+    packs = ("training.sequence_length=4096", "training.micro_batch_size=1", "training.global_batch_size=1")
+    run = of_gemma3("lora", "frozen", *packs)
+    assert run.memory.total == pytest.approx(measured["peak_gib"], rel=0.08)
+    setup, gpu, tokens_of_a_picture = run.setup, GPUS["h200"], 256
+    text = replace(setup, shape=run.recipe.model.architecture.model_copy(update={"vision": None}))
+    seconds = predict_step_time(text, gpu).step_seconds
+    seconds += measured["rows_per_step"] * tokens_of_a_picture * vision_seconds(setup, gpu)
+    assert seconds == pytest.approx(measured["step_seconds"], rel=0.08)
 
 
 def test_pictures_need_a_multimodal_model_and_other_data() -> None:
