@@ -187,20 +187,21 @@ def measure_case(case: str, options: argparse.Namespace, root: Path) -> None:
     if options.peer:
         measured[f"TRL {version('trl')}"] = run_trl(run, model, rows, batch, options)
     print(f"{batch} rows in a pack of {options.length}; planned {plan.memory.total:.1f} GiB")
+    found = []
     for trainer, steps in measured.items():
         steady = steps[options.warm_up_steps :]
-        seconds = statistics.median(step.seconds for step in steady)
+        rates = [batch / step.seconds for step in steady]
         medians = {
-            "rows_per_second": batch / seconds, "step_seconds": seconds, "rows_per_step": float(batch),
-            "peak_gib": max(step.memory_gib for step in steady), "first_loss": steps[0].loss,
-            "last_loss": steps[-1].loss, "data_wait_ratio": steady[-1].data_wait_ratio,
-        }  # fmt: skip
+            "rows/s": statistics.median(rates),
+            "rows in a step": float(batch),
+            "peak GiB": max(step.memory_gib for step in steady),
+            "loss of step 1": steps[0].loss,
+            "waiting for data": steady[-1].data_wait_ratio,
+        }
         print(case, trainer, {name: value and round(value, 4) for name, value in medians.items()}, flush=True)
-        if options.record:
-            labels = {"case": case, "trainer": trainer, "device": "cuda"}
-            row = Row(labels, medians, {"step_seconds": [step.seconds for step in steady]}, None)
-            name = f"pictures-{case}-{trainer.partition(' ')[0].lower()}"
-            print(write_record(options.record, name, record_of([row], python=options.peer_python)))
+        found.append(Row({"row": trainer}, medians, {"rows/s": rates}, None))
+    if options.record:
+        print(write_record(options.record, f"pictures-{case}", record_of(found, python=options.peer_python)))
 
 
 def main() -> None:
