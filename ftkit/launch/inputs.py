@@ -152,6 +152,7 @@ def describe_detected(data: DataSpec) -> str:
     return f"{', '.join(dict.fromkeys(forms))} (detected)" if forms else "format detected once rows are read"
 
 
+MAX_ROWS_WITH_PICTURES = 32  # maximum number of rows whose pictures are processed for a plan
 MAX_CHARACTERS = 4 << 20  # maximum length of the texts that are tokenized for a plan, which takes about a second
 
 
@@ -204,6 +205,7 @@ def _read_lengths(plan: RunPlan, environment: Mapping[str, str]) -> tuple[list[t
     if folder is None or find_spec("transformers") is None:
         return [], None
     from ftkit.data.encoding import RowEncoder  # noqa: PLC0415 - seconds of imports
+    from ftkit.data.pictures import PictureProcessor  # noqa: PLC0415
     from ftkit.data.tokenizers import load_listed_tokenizer  # noqa: PLC0415
     from ftkit.data.workers import share_saved  # noqa: PLC0415
 
@@ -213,7 +215,7 @@ def _read_lengths(plan: RunPlan, environment: Mapping[str, str]) -> tuple[list[t
     left = MAX_CHARACTERS
     try:
         for row, form in read_available(recipe.data):
-            if left < 0:
+            if left < 0 or (recipe.data.pictures and len(rows) == MAX_ROWS_WITH_PICTURES):
                 break
             left -= sum(len(str(value)) for value in row.columns.values())
             rows.append((row, form))
@@ -221,7 +223,8 @@ def _read_lengths(plan: RunPlan, environment: Mapping[str, str]) -> tuple[list[t
         for form, pairs in groupby(rows, itemgetter(1)):
             template = None if form.kind == "text" else recipe.data.chat_template
             tokenizer = load_listed_tokenizer(folder, recipe.model, template)
-            encoder = RowEncoder.of(tokenizer, recipe.data, form, recipe.model.architecture.vocab_size, ends)
+            pictures = PictureProcessor.of(recipe.model, tokenizer) if recipe.data.pictures else None
+            encoder = RowEncoder.of(tokenizer, recipe.data, form, recipe.model.architecture.vocab_size, ends, pictures)
             for documents in encoder.encode([row for row, _ in pairs]):
                 if not isinstance(documents, DataError):
                     good.append(documents)

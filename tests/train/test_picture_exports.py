@@ -7,15 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from PIL import Image
 from tiny_processors import write_model
 from transformers import AutoModelForImageTextToText
 
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
 from ftkit.config.recipe import RecipePlan
+from ftkit.data.prepare import prepare
+from ftkit.data.prepared_data import PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.evaluate.verify_export import verify_export
+from ftkit.launch.inputs import count_documents
 from ftkit.launch.model import resolve_model, with_vision
+from ftkit.launch.resolve import RunArgs, resolve
 from ftkit.models.architecture import ModelSpec
 from ftkit.models.parameters import count_model
 from ftkit.planning.choices import least_memory
@@ -107,3 +112,19 @@ def test_an_export_whose_processor_differs_is_found(tmp_path: Path) -> None:
     assert failed(export)[0] == "processor of pictures"
     path.unlink()
     assert failed(export)[0] == "processor of pictures"
+
+
+def test_the_plan_counts_the_tokens_of_pictures(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", "llava", has_weights=True)
+    Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
+    rows = [{"question": "?", "answer": "!", "image": "a.png"}, {"question": "?", "answer": "!"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.yaml").write_text("model: ./model\ndata: ./rows.jsonl\n")
+    environment = {"FTKIT_WORKSPACE": str(tmp_path / "w"), "CUDA_VISIBLE_DEVICES": ""}
+    args = RunArgs(str(tmp_path / "mine.yaml"), ("training.sequence_length=64",))
+    plan = resolve(args, Context(tmp_path, tmp_path / "user", environment))
+    (counted,) = count_documents([plan], {})
+    manifest = PreparedData(prepare(plan, lambda _: None, 1).root).read_manifest()
+    assert counted.documents is not None
+    assert counted.documents.num_fitting == manifest.num_train_documents == 2
+    assert counted.documents.longest == manifest.max_seqlen
