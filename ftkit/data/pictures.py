@@ -127,20 +127,20 @@ def open_picture(source: object, folder: str) -> Image.Image:
             warnings.simplefilter("ignore")  # of sizes and damaged metadata
             with Image.open(io.BytesIO(content), formats=sorted(_FORMATS & Image.OPEN.keys())) as image:
                 if image.width * image.height > MAX_PIXELS:
-                    raise _bad(name, f"{image.width:,} x {image.height:,} pixels, more than {MAX_PIXELS:,}")
+                    size = f"{image.width:,} x {image.height:,} pixels"
+                    raise _bad(name, f"{size}, more than {MAX_PIXELS:,}")  # noqa: TRY301 - not of a decoder
                 if image.format in ("JPEG", "MPO") and content.count(b"\xff\xda") > _MAX_SCANS:
-                    raise _bad(name, f"a JPEG of more than {_MAX_SCANS} scans")
+                    raise _bad(name, f"a JPEG of more than {_MAX_SCANS} scans")  # noqa: TRY301
                 ImageOps.exif_transpose(image, in_place=True)
                 image.load()
                 return image if image.mode == "RGB" and not image.has_transparency_data else _to_rgb(image, name)
     except UnidentifiedImageError:
-        is_svg = b"<svg" in content[:1024]
-        reason = "an SVG, which is a drawing without pixels" if is_svg else "in no known format" if content else "empty"
-        raise _bad(name, reason) from None
-    except Image.DecompressionBombError:
-        raise _bad(name, f"more than {MAX_PIXELS:,} pixels") from None
-    except (OSError, ValueError, SyntaxError, EOFError, OverflowError, LookupError, TypeError, MemoryError) as error:
-        raise _bad(name, f"damaged or truncated: {one_line(error)}") from error
+        known = "an SVG, a drawing without pixels" if b"<svg" in content[:1024] else "in no known format"
+        raise _bad(name, known if content else "empty") from None
+    except DataError:
+        raise
+    except Exception as error:  # decoders raise anything
+        raise _bad(name, f"it can't be decoded: {one_line(error)}") from error
 
 
 def _read(source: object, folder: str) -> tuple[bytes, str]:

@@ -294,7 +294,7 @@ def test_data_show_and_check_have_pictures(
     (tmp_path / "1.png").write_bytes(png(1)[:200])
     assert main(["data", "check", *words]) != 0
     captured = capsys.readouterr()
-    assert "1.png' can't be used: damaged or truncated" in captured.out + captured.err
+    assert "1.png' can't be used: it can't be decoded" in captured.out + captured.err
 
 
 def test_pictures_of_a_data_set_of_the_hub_are_decoded_within_our_limits(monkeypatch: pytest.MonkeyPatch) -> None:
