@@ -56,12 +56,21 @@ class VisionPlan:
 def read_vision(config: Mapping[str, Any], processor: Mapping[str, Any]) -> VisionPlan | None:
     """Return the vision part of a raw config.json, as far as known, and pictures of the processor's configuration.
 
-    None if the model has none. Parameters are estimated: matrices of attention, feed-forward layers, embeddings, and of
-    a projector with two layers.
+    None if the model has none; of other values than expected, only the family is known. Parameters are estimated:
+    matrices of attention, feed-forward layers, embeddings, and of a projector with two layers.
     """
     vision, family = config.get("vision_config"), str(config.get("model_type")).removesuffix("_text")
     if not isinstance(vision, dict):
         return None
+    try:
+        return _read_sizes(family, config, processor, vision)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return VisionPlan(family)
+
+
+def _read_sizes(
+    family: str, config: Mapping[str, Any], processor: Mapping[str, Any], vision: Mapping[str, Any]
+) -> VisionPlan:
     layers = _number(vision, "num_hidden_layers", "depth")
     hidden = _number(vision, "embed_dim", "hidden_size")
     patch = _number(vision, "patch_size") or _number(processor, "patch_size")

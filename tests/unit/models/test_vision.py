@@ -79,3 +79,20 @@ def test_the_largest_picture_and_the_tower_of_published_configurations_are_known
 def test_a_text_model_has_no_vision_part_and_an_unknown_tower_only_a_name() -> None:
     assert read_vision({"model_type": "llama", "vision_config": None}, {}) is None
     assert read_vision({"model_type": "new", "vision_config": {}}, {}) == VisionPlan("new")
+
+
+@pytest.mark.parametrize(
+    ("config", "processor"),
+    [
+        ({"image_grid_pinpoints": [[1, 2]]}, {}),
+        ({"image_grid_pinpoints": 5}, {}),
+        ({}, {"max_image_size": 4}),
+        ({"text_config": "none"}, {"size": 3}),
+        ({"vision_config": {"depth": 2, "hidden_size": 8, "patch_size": 2, "mlp_ratio": "wide"}}, {}),
+    ],
+)
+def test_of_other_values_than_expected_only_the_family_is_known(
+    config: dict[str, Any], processor: dict[str, Any]
+) -> None:
+    vision = {"vision_config": {"depth": 2, "hidden_size": 8, "patch_size": 2}}
+    assert read_vision({"model_type": "new", **vision, **config}, processor) == VisionPlan("new")
