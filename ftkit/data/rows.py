@@ -116,7 +116,7 @@ def errors_at(row: Row) -> Iterator[None]:
     except DataError as error:
         shown = json.dumps(row.columns, ensure_ascii=False, default=str)[:200]
         excerpt = "the example: " + "".join(character if character.isprintable() else "?" for character in shown)
-        meaning = f"{error.meaning}; {excerpt}" if error.meaning else excerpt
+        meaning = "; ".join(filter(None, [error.meaning, excerpt if row.columns else ""]))
         raise type(error)(f"{row.where}: {error.what}", meaning=meaning, fix=error.fix, name=error.name) from error
 
 
