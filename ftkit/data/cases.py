@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from ftkit.data.conversations import Conversation, JsonObject, Message, is_turn,
 from ftkit.data.encoding import RowEncoder
 from ftkit.data.limits import run_in_fork, try_rows
 from ftkit.data.packing import IGNORED, Document
-from ftkit.data.pictures import PictureProcessor
+from ftkit.data.pictures import PictureProcessor, open_picture, thumbnail
 from ftkit.data.preferences import Preferences, conversations_of, first_picture, with_pictures
 from ftkit.data.readers import read_json_lines
 from ftkit.data.rendering import ChatRenderer
@@ -82,10 +83,12 @@ class Case:
     message: Message | None = None
     has_tools: bool = False
 
-    @property
-    def picture(self) -> object:
-        """The source of the first picture of the row; None without one."""
-        return first_picture(self.columns) if self.prompt.pictures else None
+    def thumbnail(self) -> str | None:
+        """Return a small copy of the row's first picture; None without one, or if its file was moved meanwhile."""
+        source = first_picture(self.columns) if self.prompt.pictures else None
+        with suppress(DataError):
+            return thumbnail(open_picture(source, "")) if source else None
+        return None
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from ftkit.files import read_small
 from ftkit.paths import is_address
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
     from ftkit.models.architecture import ModelSpec
 
@@ -208,6 +208,12 @@ def _portable(value: object, folder: str, *, is_source: bool) -> object:
     return value
 
 
+def load_processor(source: str, revision: str | None = None) -> ProcessorMixin:
+    """Load the processor of a model by its folder or hub id, without code of its own."""
+    processor = import_transformers().AutoProcessor
+    return processor.from_pretrained(source, revision=revision, trust_remote_code=False)
+
+
 @dataclass
 class PictureProcessor:
     """A model's own processor, which resizes pictures and writes the tokens of each.
@@ -234,10 +240,8 @@ class PictureProcessor:
         revision = None if model.weights == "random" else model.revision
         transformers = import_transformers()
         try:
-            processor, config = (
-                kind.from_pretrained(source, revision=revision, trust_remote_code=False)
-                for kind in (transformers.AutoProcessor, transformers.AutoConfig)
-            )
+            processor = load_processor(source, revision)
+            config = transformers.AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
         except Exception as error:  # it imports classes by the names in files
             raise DataError(
                 f"can't load the processor of '{source}': {one_line(error)}",

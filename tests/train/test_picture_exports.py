@@ -26,6 +26,7 @@ from ftkit.models.parameters import count_model
 from ftkit.planning.choices import least_memory
 from ftkit.planning.layout import Workspace
 from ftkit.train.components import exporter
+from ftkit.train.components.export_record import picture_inputs
 from ftkit.train.components.exporter import ExportedParts, Exporter, build_export_model
 from ftkit.train.components.generation import Generation
 from ftkit.train.model.hf_model import build_empty, read_config
@@ -128,3 +129,19 @@ def test_the_plan_counts_the_tokens_of_pictures(tmp_path: Path) -> None:
     assert counted.documents is not None
     assert counted.documents.num_fitting == manifest.num_train_documents == 2
     assert counted.documents.longest == manifest.max_seqlen
+
+
+def test_a_processor_with_code_of_its_own_is_refused_without_a_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path, "llava")
+    for name in ("config.json", "processor_config.json", "tokenizer_config.json"):
+        settings = json.loads((tmp_path / name).read_text())
+        settings |= {"processor_class": "OwnProcessor", "auto_map": {"AutoProcessor": "own.OwnProcessor"}}
+        (tmp_path / name).write_text(json.dumps(settings))
+    (tmp_path / "own.py").write_text("class OwnProcessor:\n    pass\n")
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "n")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        picture_inputs(tmp_path)
+    assert asked == []

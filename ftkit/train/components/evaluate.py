@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ftkit.data.cases import Case, EvaluationSet, ModelInput, Prompt, make_evaluation_set, take_rows
 from ftkit.data.completion_metrics import Completion, choose_metrics
-from ftkit.data.pictures import open_picture, thumbnail
 from ftkit.data.prepared_data import PreparedData
 from ftkit.planning.plan import RunPlan
 from ftkit.runs.records import EvaluationRecord, Sample, SourceLoss
@@ -123,8 +122,8 @@ class Evaluator:
             if not isinstance(question, str):
                 prompt = str(self.tokenizer.decode(case.prompt, skip_special_tokens=True))
                 question = prompt.strip()[-_MAX_PROMPT_CHARACTERS:]
-            picture = thumbnail(open_picture(case.picture, "")) if case.picture else None
-            samples.append(Sample(question, completion.reference or "", completion.text, score == best, picture))
+            reference, is_right = completion.reference or "", score == best
+            samples.append(Sample(question, reference, completion.text, is_right, case.thumbnail()))
         return means, tuple(samples)
 
     def _complete(self, model: CausalLM, cases: Sequence[Case], max_new_tokens: int) -> list[Completion]:

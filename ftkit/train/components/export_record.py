@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Literal, TypeVar, cast
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoProcessor
 
 from ftkit.config.training import Precision
 from ftkit.data.limits import Template, run_limited
+from ftkit.data.pictures import load_processor
 from ftkit.data.rendering import name_of_template
 from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.model.hf_model import find_decoder_layers
@@ -114,7 +114,7 @@ def picture_inputs(folder: Path) -> dict[str, torch.Tensor]:
     """Return the inputs of a model for a fixed picture and a question, by the processor in a folder."""
     rows, columns, channels = np.indices((96, 64, 3))
     picture = (rows * (channels + 1) + 3 * columns).astype(np.uint8)
-    processor = AutoProcessor.from_pretrained(folder)
+    processor = load_processor(str(folder))
     text = f"{processor.image_token}{_QUESTION}"
     return dict(processor(images=[[picture]], text=[text], return_tensors="pt"))
 

@@ -197,7 +197,7 @@ class Exporter:
         write_json(folder / EXPORT_RECORD, replace(record, files=files))
 
     def _write_model(self, dtype: torch.dtype, folder: Path) -> dict[str, SavedFile]:
-        """Write the files for `AutoModelForCausalLM.from_pretrained`; of a multimodal model, its text model."""
+        """Write the files for `from_pretrained` of the class that was built, which may be that of a text model."""
         weights = self._full_weights(dtype)
         if missing := sorted({name for name, _ in self._plain.named_parameters()} - weights.keys()):
             raise TrainingError(

@@ -46,8 +46,8 @@ class PictureFeed:
     def add(self, batch: MicroBatch, packs: NDArray[np.int32], pictures: Sequence[Arrays] = ()) -> MicroBatch:
         """Return the micro-batch of packs, int32 [B, 4, T], with their documents' pictures, in their order.
 
-        Without pictures, it has the sample, so that each rank computes features: in FSDP2 and ZeRO-3, ranks that don't
-        would leave the others waiting.
+        Without pictures, it has the sample, so that each rank computes features: in FSDP2, ranks that don't would leave
+        the others waiting.
         """
         tokens, positions, is_picture = packs[:, 0].copy(), packs[:, 2], self._is_picture(packs)
         if (is_wrong := np.isin(tokens, self.inputs.token_ids) & ~is_picture).any():
