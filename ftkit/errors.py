@@ -176,7 +176,7 @@ class NotRepeatedError(FtkitError, exit_code=17):
 
 
 _EXTRAS: Final = {
-    "accelerate": "train", "datasets": "train", "fsspec": "train", "numpy": "train", "peft": "train",
+    "PIL": "train", "accelerate": "train", "datasets": "train", "fsspec": "train", "numpy": "train", "peft": "train",
     "pyarrow": "train", "regex": "train", "safetensors": "train", "tokenizers": "train", "torch": "train",
     "transformers": "train", "docker": "images", "requests": "images", "spython": "images", "bitsandbytes": "qlora",
     "deepspeed": "deepspeed", "matplotlib": "report", "sentencepiece": "gguf",

@@ -87,7 +87,6 @@ def main() -> None:
         peft_config=adapters,
         callbacks=[StepWriter(options.results, options.warm_up_steps)],
     )
-    print("attention: sdpa", flush=True)
     trainer.train()
 
 

@@ -46,8 +46,8 @@ class Message:
         name: name of the speaker, or of the tool that returned this result.
         tool_call_id: the call whose result this is.
         trained: whether the turn counts in the loss, if the data says so.
-        pictures: the source of each `PICTURE` in the content: a path, a `data:` URI or bytes; None if it is in a column
-            of its own.
+        pictures: the source of each `PICTURE` in the content: a path, a `data:` URI or bytes; its index
+            among those of the row's own column, or None for the next.
     """
 
     role: Role
@@ -312,14 +312,17 @@ def _content(value: object, role: str, *, is_optional: bool) -> tuple[str, tuple
 
 
 def picture_source(value: object) -> object:
-    """Return the source of a picture that is given as such, in a part of a content, or as `{bytes, path}`."""
+    """Return the source of a picture that is given as such, in a part of a content, or as `{bytes, path}`.
+
+    That of a part without one is its index among the pictures of a column, or None.
+    """
     if not isinstance(value, dict):
         return value
     if unknown := [
         key for key in value if key not in (*PICTURE_KEYS, "type", "text", "index", "detail") and value[key]
     ]:
         raise _bad(f"a picture has unknown keys: {', '.join(map(str, unknown))}", value)
-    key = next((key for key in PICTURE_KEYS if value.get(key)), "")
+    key = next((key for key in PICTURE_KEYS if value.get(key)), "index")
     return f"data:;base64,{value[key]}" if key == "base64" else picture_source(value.get(key))
 
 

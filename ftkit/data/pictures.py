@@ -21,16 +21,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
 
-from ftkit.data.conversations import PICTURE_KEYS, PICTURE_PARTS
 from ftkit.data.imports import import_transformers
 from ftkit.data.labels import Rendering, any_of
-from ftkit.data.preferences import PICTURE_COLUMNS
-from ftkit.data.rows import Columns, Row, errors_at
-from ftkit.errors import DataError, one_line, plural
+from ftkit.data.rows import Row, errors_at
+from ftkit.errors import DataError, missing_package_error, one_line, plural
 from ftkit.files import read_small
 from ftkit.paths import is_address
+
+try:
+    from PIL import Image, ImageOps, UnidentifiedImageError
+except ImportError:  # rows without pictures need none
+    _HAS_PILLOW = False
+else:
+    _HAS_PILLOW = True
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -118,8 +122,11 @@ def open_picture(source: object, folder: str) -> Image.Image:
 
     `source` is bytes, a `data:` URI, or a path relative to `folder`.
 
-    Raises DataError: it can't be read, is no picture, or larger than `MAX_BYTES` or `MAX_PIXELS`.
+    Raises DataError: it can't be read, is no picture, or larger than `MAX_BYTES` or `MAX_PIXELS`; PrerequisiteError:
+    Pillow is missing.
     """
+    if not _HAS_PILLOW:
+        raise missing_package_error(["PIL"])
     content, name = _read(source, folder)
     Image.init()
     try:
@@ -149,6 +156,7 @@ def _read(source: object, folder: str) -> tuple[bytes, str]:
         return source, f"of {plural(len(source), 'byte')}"
     if not isinstance(source, str) or not source:
         raise _bad(str(source)[:80], "neither a path nor bytes")
+    source = source.removeprefix("file://")
     if source.startswith("data:"):
         try:
             content = base64.b64decode(source.partition(",")[2], validate=True)
@@ -157,7 +165,7 @@ def _read(source: object, folder: str) -> tuple[bytes, str]:
         return content, f"'{source[:40]}…'"
     if is_address(source) or is_address(folder):
         raise _bad(f"'{source}'", "not on this machine", "download pictures, or write them as bytes into Parquet files")
-    path = Path(folder, source.removeprefix("file://"))
+    path = Path(folder, source)
     try:
         return read_small(path, MAX_BYTES), f"'{path}'"
     except (OSError, ValueError) as error:  # ValueError: a NUL byte
@@ -190,24 +198,6 @@ def thumbnail(picture: Image.Image) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def portable(columns: Columns, folder: str) -> Columns:
-    """Return a row as JSON can hold it in another folder: paths of pictures are absolute, bytes are `data:` URIs."""
-    return {name: _portable(value, folder, is_source=name in PICTURE_COLUMNS) for name, value in columns.items()}
-
-
-def _portable(value: object, folder: str, *, is_source: bool) -> object:
-    if isinstance(value, bytes):
-        return f"data:;base64,{base64.b64encode(value).decode()}"
-    if isinstance(value, list):
-        return [_portable(each, folder, is_source=is_source) for each in value]
-    if isinstance(value, dict):
-        is_part = is_source or value.get("type") in PICTURE_PARTS
-        return {key: _portable(each, folder, is_source=is_part and key in PICTURE_KEYS) for key, each in value.items()}
-    if is_source and isinstance(value, str) and not value.startswith("data:") and not is_address(value):
-        return str(Path(folder, value).absolute())
-    return value
-
-
 def load_processor(source: str, revision: str | None = None) -> ProcessorMixin:
     """Load the processor of a model by its folder or hub id, without code of its own."""
     processor = import_transformers().AutoProcessor
@@ -234,14 +224,15 @@ class PictureProcessor:
     def of(cls, model: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> PictureProcessor:
         """Load the processor of a model, and find by small pictures what its arrays are.
 
-        Raises DataError: the model has none, it needs another package, or it works in a way that is not known here.
+        Raises DataError: the model has none, it needs another package, or it works in a way that is not known here;
+        PrerequisiteError: Pillow is missing.
         """
-        source = model.tokenizer.source if model.weights == "random" else model.weights
-        revision = None if model.weights == "random" else model.revision
-        transformers = import_transformers()
+        if not _HAS_PILLOW:
+            raise missing_package_error(["PIL"])
+        source, transformers = model.weights, import_transformers()
         try:
-            processor = load_processor(source, revision)
-            config = transformers.AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+            processor = load_processor(source, model.revision)
+            config = transformers.AutoConfig.from_pretrained(source, revision=model.revision, trust_remote_code=False)
         except Exception as error:  # it imports classes by the names in files
             raise DataError(
                 f"can't load the processor of '{source}': {one_line(error)}",
@@ -267,8 +258,10 @@ class PictureProcessor:
                 f"the tokenizer of '{source}' has other tokens of pictures than its processor",
                 fix="set model.tokenizer.source=model, or correct the files of the processor",
             )
-        special = frozenset(str(each) for each in tokenizer.added_tokens_decoder.values())
-        return cls(processor, token, inputs, any_of(special))
+        core = any_of(frozenset(str(each) for each in tokenizer.added_tokens_decoder.values()))
+        if not core.search(expansion):
+            raise _unknown(processor, "it writes no special tokens for a picture")
+        return cls(processor, token, inputs, core)
 
     def process(self, pictures: Sequence[Image.Image]) -> tuple[list[str], Arrays]:
         """Return what stands for each picture in the text, and the arrays of all of them.

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit.data.conversations import (
     PICTURE,
+    PICTURE_KEYS,
     PICTURE_PARTS,
     Conversation,
     Message,
@@ -23,6 +27,7 @@ from ftkit.data.conversations import (
     turns_in,
 )
 from ftkit.errors import DataError, plural
+from ftkit.paths import is_address
 
 if TYPE_CHECKING:
     from ftkit.config.data import DataSpec, PreferencesFormat
@@ -78,8 +83,11 @@ def first_picture(columns: Columns, ignored: Collection[str] = ()) -> object:
     parts = [part for turn in turns if isinstance(turn.get("content"), list) for part in turn["content"]]
     own = [part for part in parts if isinstance(part, dict) and part.get("type") in PICTURE_PARTS]
     listed = [each for name in PICTURE_COLUMNS for each in turns_in(used.get(name)) or [used.get(name)]]
-    sources = (picture_source(each) for each in [*own, *listed] if each)
-    return next((source for source in sources if source), "" if own else None)
+    sources = []
+    for each in filter(None, [*own, *listed]):
+        with suppress(DataError):  # preparation reports it
+            sources.append(picture_source(each))
+    return next((source for source in sources if source or source == 0), "" if own else None)
 
 
 def with_pictures(example: Example, columns: Columns, data: DataSpec) -> Example:
@@ -134,19 +142,53 @@ def _place_pictures(conversation: Conversation, sources: Sequence[object], colum
             replace(each, content=content, pictures=(None,) * num)
             for each, (content, num) in zip(messages, marked, strict=True)
         ]
-    num_open = sum(source is None for each in messages for source in each.pictures)
-    if num_open != len(sources):
+    places = [source for each in messages for source in each.pictures if source is None or isinstance(source, int)]
+    order = [number if place is None else place for number, place in enumerate(places)]
+    if (num_open := len(places)) != len(sources):
         raise DataError(
             f"{plural(num_open, 'mark')} or parts of pictures without a source, and {plural(len(sources), 'picture')} "
             f"in column '{column}'",
             fix="correct or remove this example",
         )
-    left = iter(sources)
-    filled = (
-        replace(each, pictures=tuple(next(left) if source is None else source for source in each.pictures))
-        for each in messages
-    )
-    return replace(conversation, messages=tuple(filled))
+    if sorted(order) != list(range(num_open)):
+        raise DataError(
+            f"the indices {', '.join(map(str, order))} of parts are not those of {plural(num_open, 'picture')}",
+            fix=f"number them from 0 on in the order of column '{column}', or leave the indices out",
+        )
+    left = iter(order)
+
+    def filled(source: object) -> object:
+        return sources[next(left)] if source is None or isinstance(source, int) else source
+
+    messages = [replace(each, pictures=tuple(map(filled, each.pictures))) for each in messages]
+    return replace(conversation, messages=tuple(messages))
+
+
+def portable(columns: Columns, folder: str) -> Columns:
+    """Return a row as JSON can hold it in another folder: paths of pictures are absolute, bytes are `data:` URIs."""
+    parsed = {
+        name: turns_in(value) if isinstance(value, str) and first_picture({name: value}) is not None else []
+        for name, value in columns.items()
+    }
+    return {
+        name: _portable(parsed[name] or value, folder, is_source=name in PICTURE_COLUMNS)
+        for name, value in columns.items()
+    }
+
+
+def _portable(value: object, folder: str, *, is_source: bool) -> object:
+    if isinstance(value, bytes):
+        return f"data:;base64,{base64.b64encode(value).decode()}"
+    if isinstance(value, list):
+        return [_portable(each, folder, is_source=is_source) for each in value]
+    if isinstance(value, dict):
+        is_part = is_source or value.get("type") in PICTURE_PARTS
+        if is_part and isinstance(value.get("base64"), str):
+            value = {"type": "image", "image": picture_source({"base64": value["base64"]})}
+        return {key: _portable(each, folder, is_source=is_part and key in PICTURE_KEYS) for key, each in value.items()}
+    if is_source and isinstance(value, str) and not value.startswith("data:") and not is_address(value):
+        return str(Path(folder, value).absolute())
+    return value
 
 
 def read_preferences(columns: Columns, form: PreferencesFormat, ignored: Collection[str]) -> Preferences:

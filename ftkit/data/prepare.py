@@ -105,7 +105,8 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], n
         too_long=dict(totals.too_long),
         sources=tuple(totals.sources),
         preparation_version=PREPARATION_VERSION,
-        digests={"documents": f"{train.sum_of_digests:064x}"},
+        digests={"documents": f"{train.sum_of_digests:064x}"}
+        | ({"processor": pictures.inputs.digest} if pictures else {}),
         pictures=pictures.inputs if pictures else None,
     )
 

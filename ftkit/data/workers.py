@@ -20,7 +20,7 @@ from ftkit.config.recipe import RecipePlan, shares_prompts
 from ftkit.data.encoding import RowEncoder
 from ftkit.data.limits import begin_fork, explain_death
 from ftkit.data.packing import REJECTED, Document, DocumentBatch, share_prompts, shorten
-from ftkit.data.pictures import portable
+from ftkit.data.preferences import portable
 from ftkit.data.prepared_data import SourceStats
 from ftkit.data.row_formats import unused_columns
 from ftkit.data.rows import Row

@@ -238,15 +238,17 @@ def _check_labels(recipe: RecipePlan, folder: Path) -> None:
 
     if recipe.data.train_on == "all" or not (folder / TOKENIZER_FILE).is_file():
         return
-    configured, token = _folder_with_config(recipe, folder), ""
+    configured = _folder_with_config(recipe, folder)
     try:
         tokenizer = tokenizers.load_listed_tokenizer(folder, recipe.model, recipe.data.chat_template)
         ends = read_end_tokens(configured) if configured else []
-        if recipe.data.pictures:
-            model = recipe.model.model_copy(update={"weights": str(folder), "revision": None})
+    except Exception:  # noqa: BLE001 - damaged files raise anything; loading it with the model's class reports them
+        return
+    token = ""
+    if recipe.data.pictures:
+        model = recipe.model.model_copy(update={"weights": str(folder), "revision": None})
+        with suppress(FtkitError):  # its class may need a package that only the job's image has
             token = pictures.PictureProcessor.of(model, tokenizer).token
-    except Exception:  # noqa: BLE001 - damaged files raise anything, as do missing packages, which the job's image may have
-        return  # loading it with the model's class reports them
     renderer = rendering.ChatRenderer.of(tokenizer, recipe.data.template_options, ends, token)
     if renderer.end_tokens or configured is not None:  # else where generation stops is known after the download
         examples = list(_readable(recipe.data))
@@ -268,13 +270,17 @@ def _check_examples(
     data: DataSpec, renderer: ChatRenderer, examples: Iterable[tuple[Row, tuple[Conversation, ...]]]
 ) -> None:
     renderer.find_unproven()
-    _check_rows(data, examples, lambda _, found: [renderer.renderings(each, data) for each in found])
+    seen = [(row, found) for row, found in examples if renderer.picture_token or not any(_pictures_of(found))]
+    _check_rows(data, seen, lambda _, found: [renderer.renderings(each, data) for each in found])
 
 
 def _check_pictures(opened: Callable[[object, str], object], row: Row, conversations: tuple[Conversation, ...]) -> None:
-    for turn in chain.from_iterable(each.messages for each in conversations):
-        for source in turn.pictures:
-            opened(source, row.folder)
+    for source in _pictures_of(conversations):
+        opened(source, row.folder)
+
+
+def _pictures_of(conversations: Iterable[Conversation]) -> Iterator[object]:
+    return chain.from_iterable(turn.pictures for each in conversations for turn in each.messages)
 
 
 def check_memory(plan: RunPlan, main_gib: float) -> list[str]:

@@ -253,22 +253,34 @@ def _pictures(run: RunInputs) -> Iterator[Problem]:
                 fix = "Set data.pictures=true if the data has pictures."
             yield problem("training.vision", what, fix)
         return
-    if run.model.vision is None:
-        what = f"{run.model.weights} has no vision tower, as far as known: there is no 'vision_config'."
-        fix = f"Choose a multimodal model; if it is one: hf download {run.model.weights} config.json."
-        yield problem("data.pictures", what, fix)
-    if training.engine == "zero3":
-        yield problem("training.engine", "'zero3' does not train on pictures.", "Use 'auto' or 'fsdp2'.")
-    if data.packing == "off":
-        yield problem("data.packing", "'off' has no pictures: padded rows are of text.", "Use 'auto'.")
-    for key in ("context_parallel", "tensor_parallel"):
-        if getattr(training, key) > 1:
-            what = "divides the tokens of a pack among GPUs, which does not support pictures yet."
-            yield problem(f"training.{key}", what, "Leave it out; use a shorter sequence_length, or offload.")
-    if training.stores_reference or training.distillation is not None:
-        what = f"'{training.objective}' with stored log-probabilities or a teacher does not support pictures yet."
-        fix = "Use method 'lora', whose reference is the model without adapters; or another objective."
-        yield problem("training.objective", what, fix)
+    weights = run.model.weights
+    divides = "divides the tokens of a pack among GPUs, which does not support pictures yet."
+    stores = training.stores_reference or training.distillation is not None
+    refused = (
+        (
+            run.model.vision is None, "data.pictures",
+            f"{weights} has no vision tower, as far as known: there is no 'vision_config'.",
+            f"Choose a multimodal model; if it is one: hf download {weights} config.json.",
+        ),
+        (training.engine == "zero3", "training.engine", "'zero3' trains on no pictures.", "Use 'auto' or 'fsdp2'."),
+        (data.packing == "off", "data.packing", "'off' has no pictures: padded rows are of text.", "Use 'auto'."),
+        *(
+            (getattr(training, key) > 1, f"training.{key}", divides,
+             "Leave it out; use a shorter sequence_length, or offload.")
+            for key in ("context_parallel", "tensor_parallel")
+        ),
+        (
+            stores, "training.objective",
+            f"'{training.objective}' with stored log-probabilities or a teacher does not support pictures yet.",
+            "Use method 'lora', whose reference is the model without adapters; or another objective.",
+        ),
+        (
+            training.objective == "kto" and not stores, "training.objective",
+            "'kto' pairs prompts with completions of others, and knows prompts by their tokens, without the pictures.",
+            "Use pairs and another objective, or rows without pictures.",
+        ),
+    )  # fmt: skip
+    yield from (problem(key, what, fix) for is_refused, key, what, fix in refused if is_refused)
 
 
 def _teacher(run: RunInputs) -> Iterator[Problem]:

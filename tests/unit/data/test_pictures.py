@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import random
 import resource
 import struct
+import subprocess
+import sys
 import time
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -13,7 +16,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ftkit.data.pictures import MAX_PIXELS, PictureInputs, from_record, open_picture, portable, to_record
+from ftkit.config.data import DataSpec, MessagesFormat
+from ftkit.data.pictures import MAX_PIXELS, PictureInputs, from_record, open_picture, to_record
+from ftkit.data.preferences import conversations_of, first_picture, portable
+from ftkit.data.row_formats import read_example
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -179,6 +185,66 @@ def test_a_row_in_another_folder_still_has_its_pictures() -> None:
         "messages": [{"role": "user", "content": [
             {"type": "text", "text": "a.png"}, {"type": "image", "image": "/data/a.png"}]}],
     }  # fmt: skip
+
+
+def test_rows_of_text_need_no_pillow() -> None:
+    blocked = "import sys; sys.modules['PIL'] = None; from ftkit.data.pictures import open_picture"
+    subprocess.run([sys.executable, "-c", f"{blocked}; import ftkit.data.prepared_data"], check=True)
+    program = f"{blocked}; open_picture('a.png', '.')"
+    failed = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert "PrerequisiteError" in failed.stderr
+
+
+def turns_of(*parts: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}, {"role": "assistant", "content": "A"}]
+
+
+EVERY_LAYOUT: list[dict[str, Any]] = [
+    {"messages": turns_of({"type": "image", key: value})}
+    for key, value in (
+        ("image", "a.png"), ("url", "a.png"), ("image_url", {"url": "a.png"}), ("path", "a.png"),
+        ("bytes", stored(halves())), ("base64", base64.b64encode(stored(halves())).decode()),
+        ("image", {"bytes": stored(halves()), "path": "gone.png"}),
+    )
+]  # fmt: skip
+EVERY_LAYOUT += [
+    {"messages": json.dumps(turns_of({"type": "image", "image": "a.png"}))},
+    {"messages": turns_of({"type": "image"}), "images": ["a.png"]},
+    {"messages": turns_of({"type": "image", "index": 0}), "images": '["a.png"]'},
+    {"messages": turns_of({"type": "image"}), "image": "a.png"},
+]
+
+
+@pytest.mark.parametrize("columns", EVERY_LAYOUT, ids=repr)
+def test_a_validation_row_of_every_layout_has_its_picture_in_another_folder(
+    columns: dict[str, Any], tmp_path: Path
+) -> None:
+    data, form = (
+        DataSpec.model_validate({"source": "./rows.jsonl", "pictures": True}),
+        MessagesFormat(column="messages"),
+    )
+    (tmp_path / "a.png").write_bytes(stored(halves()))
+    moved = json.loads(json.dumps(portable(columns, str(tmp_path))))
+    example = read_example(moved, data, form)
+    (source,) = (source for turn in conversations_of(example)[0].messages for source in turn.pictures)
+    assert open_picture(source, "/nowhere").size == halves().size
+
+
+def test_parts_take_pictures_of_a_column_by_their_indices() -> None:
+    data, form = (
+        DataSpec.model_validate({"source": "./rows.jsonl", "pictures": True}),
+        MessagesFormat(column="messages"),
+    )
+    columns = {"messages": turns_of(*({"type": "image", "index": each} for each in (1, 0))), "images": ["a", "b"]}
+    (conversation,) = conversations_of(read_example(columns, data, form))
+    assert conversation.messages[0].pictures == ("b", "a")
+    columns["messages"] = turns_of(*({"type": "image", "index": each} for each in (1, 1)))
+    with pytest.raises(DataError):
+        read_example(columns, data, form)
+
+
+def test_a_part_that_preparation_refuses_is_a_picture_to_the_plan() -> None:
+    assert first_picture({"messages": turns_of({"type": "image", "source": {"alt": "A cat"}})}) is not None
 
 
 def test_pixels_that_a_processor_changes_in_other_ways_are_refused() -> None:

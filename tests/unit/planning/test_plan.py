@@ -202,6 +202,8 @@ def test_memory_and_time_with_pictures_are_within_8_percent_of_a_recorded_run() 
 def test_pictures_need_a_multimodal_model_and_other_data() -> None:
     with pytest.raises(ConfigError, match="has no vision tower"):
         with_pictures(vision=None)
+    with pytest.raises(ConfigError, match="knows prompts by their tokens"):
+        with_pictures("training.objective=kto", "training.method=lora")
     seen = with_pictures("training.vision=full", "training.vision_learning_rate=1e-5")
     assert seen.engine.name == "fsdp2"
     assert print_of(demo("data.pictures=true"), "") != print_of(demo(), "") == print_of(demo("data.pictures=false"), "")
