@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessorList
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LogitsProcessorList
 
 from ftkit.data.encoding import find_end_tokens
 from ftkit.data.prepared_data import PreparedData
@@ -183,7 +183,7 @@ class TalksOn:
     """Returns the correct completion, ends the turn, and continues generating up to the limit."""
 
     def __init__(self, answers: list[list[int]], end: int) -> None:
-        self.config = type("Config", (), {"model_type": "llama", "_attn_implementation": "sdpa"})()
+        self.config = LlamaConfig(attn_implementation="sdpa")
         self.hf_model = self
         self._rows = [[*answer, end, *answer, end] for answer in answers]
 
