@@ -102,9 +102,11 @@ def chat_command(
         sources = {"before": target.before, "after": target.source}
     options = target.data.template_options if target.data else {}
     tools = read_tools(tools_file.read_text(encoding="utf-8")) if tools_file else ()
+    models = {
+        name: load_into_engine(source, engine, terminal, has_pictures=bool(images)) for name, source in sources.items()
+    }
     sessions = {
-        name: ChatSession(load_into_engine(source, engine, terminal), Decoding(**decoding), options, system, tools)
-        for name, source in sources.items()
+        name: ChatSession(model, Decoding(**decoding), options, system, tools) for name, model in models.items()
     }
     if tools:
         terminal.say(f"tools: {', '.join(tool['function']['name'] for tool in tools)}")

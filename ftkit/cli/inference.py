@@ -44,11 +44,13 @@ def find_model(reference: str) -> Target:
     return target
 
 
-def load_into_engine(source: ModelSource, engine: EngineName, terminal: Terminal) -> GeneratingModel:
+def load_into_engine(
+    source: ModelSource, engine: EngineName, terminal: Terminal, *, has_pictures: bool = False
+) -> GeneratingModel:
     """Load a model into the selected engine, and print where it is loaded."""
     from ftkit.evaluate.vllm import load_with_vllm, takes_vllm
 
-    if takes_vllm(source, engine):
+    if takes_vllm(source, engine, has_pictures=has_pictures):
         terminal.say(f"loading {source.label} with vLLM")
         return load_with_vllm(source)
     return load_here(source, terminal)

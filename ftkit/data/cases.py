@@ -151,7 +151,7 @@ def make_evaluation_set(
     encoded: dict[int, _Encoded | DataError] = {}
     for source in dict.fromkeys(source for source, _ in rows):  # each source may have its own format
         own = [number for number, (name, _) in enumerate(rows) if name == source]
-        encoded |= zip(own, _encode(model, [rows[number][1] for number in own], data), strict=True)
+        encoded |= zip(own, _encode(model, [rows[number][1] for number in own], data, report), strict=True)
     found, bad = EvaluationSet([], [], [], []), list[DataError]()
     for number, (source, row) in enumerate(rows):
         result = encoded[number]
@@ -172,17 +172,20 @@ def make_evaluation_set(
     return found
 
 
-def _encode(model: ModelInput, rows: list[Row], data: DataSpec | None) -> list[_Encoded | DataError]:
+def _encode(
+    model: ModelInput, rows: list[Row], data: DataSpec | None, report: Callable[[str], None]
+) -> list[_Encoded | DataError]:
     form = _format_of(rows, data)
     if form is None:
         return _encode_prompts(model, rows, data)
-    data = data or DataSpec.model_validate({"source": "./rows.jsonl"})
+    sees = model.model is not None and have_pictures(rows)
+    data = data or DataSpec.model_validate({"source": "./rows.jsonl", "pictures": sees})
     unused = {name for row in rows for name in unused_columns(row.columns, data, form)}
     train_on = data.train_on if data.train_on in ("assistant", "last", "completion") else "assistant"
     data = data.model_copy(update={"ignore_columns": (*data.ignore_columns, *sorted(unused)), "train_on": train_on})
     pictures = model.processor(is_needed=bool(data.pictures))
     encoder = RowEncoder.of(model.tokenizer, data, form, model.vocab_size, pictures=pictures)
-    encoded: list[_Encoded | DataError] = []
+    encoded, num_earlier = list[_Encoded | DataError](), 0
     documents_of = encoder.encode(rows)
     dropped = [row for row, found in zip(rows, documents_of, strict=True) if found == []]
     prompts = iter(_encode_prompts(model, dropped, data) if dropped else [])
@@ -203,9 +206,18 @@ def _encode(model: ModelInput, rows: list[Row], data: DataSpec | None) -> list[_
         else:
             turns = _turns(row, documents, data, form)
             if pictures:  # prompts of earlier turns lack pictures of later ones, which the record has
+                num_earlier += len(turns)
                 turns = [turn for turn in turns if _has_all(turn[0], documents, pictures.inputs.token_ids)]
+                num_earlier -= len(turns)
             encoded.append((documents, turns))
+    if num_earlier:
+        report(f"not completed, but in the loss: {plural(num_earlier, 'turn')} before later pictures")
     return encoded
+
+
+def have_pictures(rows: Sequence[Row]) -> bool:
+    """Return whether any row has a picture, in a part of a turn or in a column of its own."""
+    return any(first_picture(row.columns) is not None for row in rows)
 
 
 def _has_all(prompt: Prompt, documents: Sequence[Document], token_ids: Sequence[int]) -> bool:
@@ -227,7 +239,7 @@ def _format_of(rows: list[Row], data: DataSpec | None) -> Format | None:
 
 
 def _encode_prompts(model: ModelInput, rows: list[Row], data: DataSpec | None) -> list[_Encoded | DataError]:
-    pictures = model.processor(is_needed=any(first_picture(row.columns) is not None for row in rows))
+    pictures = model.processor(is_needed=have_pictures(rows))
     renderer = renderer_of(model.tokenizer, model.label, data.template_options if data else {}, pictures)
     prompts = encode_prompts(model.tokenizer, renderer, rows, data.format if data else None, pictures)
     return [prompt if isinstance(prompt, DataError) else _prompt(prompt) for prompt in prompts]
@@ -300,8 +312,6 @@ def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, row: Row, rendering: Rendering, pictures: PictureProcessor | None
 ) -> Prompt | DataError:
     """Return the tokens of a rendered prompt of a row, with its pictures, or the error of one."""
-    if rendering.pictures and pictures is None:
-        return DataError(f"{row.where}: the model sees no pictures", fix="choose a multimodal model")
     expanded = pictures.expand_row(row, [rendering]) if pictures else [rendering]
     if isinstance(expanded, DataError):
         return expanded

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import GenerationConfig, TextStreamer
 
-from ftkit.data.cases import encode_prompt, encode_prompts, prompt_of, renderer_of
+from ftkit.data.cases import encode_prompt, encode_prompts, have_pictures, prompt_of, renderer_of
 from ftkit.data.conversations import PICTURE, Conversation, JsonObject, Message, for_template
-from ftkit.data.preferences import first_picture
 from ftkit.data.readers import read_json_lines
 from ftkit.data.rows import Row
 from ftkit.errors import DataError
@@ -83,7 +82,7 @@ def generate_rows(
     and `model`.
     """
     prompts = []
-    pictures = model.input.processor(is_needed=any(first_picture(row.columns) is not None for row in rows))
+    pictures = model.input.processor(is_needed=have_pictures(rows))
     renderer = renderer_of(model.tokenizer, model.label, options, pictures)
     for prompt in encode_prompts(model.tokenizer, renderer, rows, form, pictures):
         if isinstance(prompt, DataError):
@@ -171,6 +170,8 @@ class ChatSession:
         turns = (*self.messages, shown)
         conversation = Conversation((*before, *turns), self.tools)
         processor = self.model.input.processor(is_needed=any(turn.pictures for turn in turns))
+        if pictures and processor is None:
+            raise DataError(f"{self.model.label} sees no pictures", fix="choose a multimodal model")
         renderer = renderer_of(self.model.tokenizer, self.model.label, self.options, processor)
         prompt = encode_prompt(self.model.tokenizer, Row({}, "chat"), renderer.prompt(conversation), processor)
         if isinstance(prompt, DataError):

@@ -29,6 +29,7 @@ from ftkit.errors import PrerequisiteError, TrainingError, one_line
 from ftkit.evaluate.engines import num_gpus_for_vllm
 from ftkit.evaluate.loaded_model import GeneratingModel, find_generation, tokenizer_of
 from ftkit.evaluate.source import ModelFolder, ModelSource, find_base
+from ftkit.models.architecture import ModelSpec
 from ftkit.models.folder import max_lora_rank
 from ftkit.train.components.generation import Generation
 
@@ -39,8 +40,10 @@ if TYPE_CHECKING:
 EngineName = Literal["auto", "transformers", "vllm"]
 
 
-def takes_vllm(source: ModelSource, engine: EngineName) -> bool:
-    """Return whether vLLM runs a model: on request, or with `auto` on GPUs if it is installed."""
+def takes_vllm(source: ModelSource, engine: EngineName, *, has_pictures: bool = False) -> bool:
+    """Return whether vLLM runs a model without pictures: on request, or with `auto` on GPUs if it is installed."""
+    if has_pictures and engine == "vllm":
+        raise _no_pictures()
     is_installed, has_files = find_spec("vllm") is not None, isinstance(source, ModelFolder)
     if not isinstance(source, ModelFolder) and source.step == 0:
         model = source.plan.recipe.model
@@ -57,7 +60,19 @@ def takes_vllm(source: ModelSource, engine: EngineName) -> bool:
             meaning="it is a checkpoint, or a model before training that differs from the pretrained files",
             fix="export it first (ftkit export), or omit --engine; with ftkit eval, --no-before leaves out RUN@0",
         )
-    return engine == "vllm" or (engine == "auto" and is_installed and has_files and torch.cuda.is_available())
+    is_chosen = is_installed and has_files and not has_pictures and torch.cuda.is_available()
+    return engine == "vllm" or (engine == "auto" and is_chosen)
+
+
+def _no_pictures() -> PrerequisiteError:
+    fix = "--engine transformers; 'ftkit serve' starts vLLM's server, which takes pictures"
+    return PrerequisiteError("ftkit gives vLLM's engine no pictures", fix=fix)
+
+
+class _Input(ModelInput):
+    def processor(self, *, is_needed: bool) -> None:
+        if is_needed and self.model:
+            raise _no_pictures()
 
 
 @dataclass(frozen=True)
@@ -70,15 +85,14 @@ class VllmModel(GeneratingModel):
 
     @property
     def input(self) -> ModelInput:
-        return ModelInput.of(self.tokenizer, self.label, AutoConfig.from_pretrained(self.base))
+        config = AutoConfig.from_pretrained(self.base)
+        is_text = config.get_text_config() is config
+        return _Input.of(self.tokenizer, self.label, config, None if is_text else ModelSpec(weights=str(self.base)))
 
     def complete(
         self, prompts: Sequence[Prompt], config: GenerationConfig, streamer: TextStreamer | None = None
     ) -> list[list[int]]:
         """Return the completion of each prompt; a streamer gets it once it is complete, as the engine does."""
-        if any(prompt.pictures for prompt in prompts):
-            fix = "omit --engine; 'ftkit serve' starts vLLM's server, which takes pictures"
-            raise TrainingError("ftkit gives vLLM no pictures", fix=fix)
         params = _sampling(
             max_tokens=config.max_new_tokens,
             temperature=config.temperature if config.do_sample else 0.0,

@@ -12,13 +12,16 @@ from PIL import Image
 from tiny_processors import write_model
 from transformers import AutoModelForImageTextToText
 
+from ftkit.cli.main import main
+from ftkit.config.data import DataSpec
 from ftkit.data.cases import make_evaluation_set
 from ftkit.data.packing import IGNORED
 from ftkit.data.rows import Row
-from ftkit.errors import DataError
+from ftkit.errors import DataError, PrerequisiteError
 from ftkit.evaluate.generate import ChatSession, Decoding, generate_rows
 from ftkit.evaluate.loaded_model import LoadedModel, load_model
 from ftkit.evaluate.source import ModelFolder
+from ftkit.evaluate.vllm import VllmModel
 
 QUESTION = {"type": "text", "text": "What is it?"}
 
@@ -81,12 +84,10 @@ def test_completions_are_those_of_the_models_own_inputs(folder: Path, model: Loa
     assert len(session.messages[0].pictures) == 1
 
 
-def test_losses_are_those_of_the_models_own_inputs(folder: Path, model: LoadedModel) -> None:
+@pytest.mark.parametrize("data", [DataSpec.model_validate({"source": "./rows.jsonl", "pictures": True}), None])
+def test_losses_are_those_of_the_models_own_inputs(folder: Path, model: LoadedModel, data: DataSpec | None) -> None:
     columns = {"question": "What is it?", "answer": "a cat"}
     rows = [("", Row({**columns, "image": str(folder / name)}, "rows.jsonl:1")) for name in ("a.png", "b.png")]
-    from ftkit.config.data import DataSpec
-
-    data = DataSpec.model_validate({"source": "./rows.jsonl", "pictures": True})
     found = make_evaluation_set(model.input, rows, data, print)
     sums = model.losses([document for _, document in found.documents])
     for name, (loss, number, _), (_, document) in zip(("a.png", "b.png"), sums, found.documents, strict=True):
@@ -104,5 +105,27 @@ def test_a_picture_for_a_model_that_sees_none_is_refused(folder: Path, model: Lo
     blind = LoadedModel(model.label, model.tokenizer, model.generation, model.hf_model, model.device)
     with pytest.raises(DataError, match="picture"):
         list(generate_rows(blind, [row(folder, "a.png")], None, {}, Decoding(), 1))
-    with pytest.raises(DataError, match="picture"):
+    with pytest.raises(DataError, match="tiny sees no pictures"):
         ChatSession(blind, Decoding(), {}).ask("?", None, [folder / "a.png"])
+
+
+def test_turns_before_a_later_picture_are_reported_as_not_completed(folder: Path, model: LoadedModel) -> None:
+    turns = []
+    for name in ("a.png", "b.png"):
+        turns.append({"role": "user", "content": [{"type": "image", "path": name}, QUESTION]})
+        turns.append({"role": "assistant", "content": "a cat"})
+    said: list[str] = []
+    rows = [("", Row({"messages": turns}, f"rows.jsonl:{number}", str(folder))) for number in (1, 2)]
+    found = make_evaluation_set(model.input, rows, None, said.append)
+    assert [case.number for case in found.cases] == [0, 1]
+    assert said == ["not completed, but in the loss: 2 turns before later pictures"]
+
+
+def test_vllm_gets_no_pictures(folder: Path, model: LoadedModel, capfd: pytest.CaptureFixture[str]) -> None:
+    engine: Any = None
+    served = VllmModel("tiny", model.tokenizer, model.generation, engine, folder)
+    with pytest.raises(PrerequisiteError, match="no pictures"):
+        next(generate_rows(served, [row(folder, "a.png")], None, {}, Decoding(), 1))
+    assert served.input.processor(is_needed=False) is None
+    assert main(["chat", str(folder), "--image", str(folder / "a.png"), "--engine", "vllm"]) == 5
+    assert "ftkit gives vLLM's engine no pictures" in capfd.readouterr().err
