@@ -33,8 +33,8 @@ SENTENCEPIECE_FILE = "tokenizer.model"  # a SentencePiece model, from which `tok
 ADDED_TOKENS_FILE = "added_tokens.json"  # tokens with their ids that are not in a SentencePiece model
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's `max_lora_rank`, which reserves memory for adapters of that rank."""
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-"""Files of a multimodal model's processor, of transformers 5 and of 4."""
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+"""Files of a multimodal model's processor, of transformers 5 and of 4, and of its processor of videos, which those of Qwen load too."""
 EXPORT_RECORD = "ftkit-export.json"  # file of ftkit in an export, with the digests of its weights
 _TIED = "tie_word_embeddings"
 _MAX_SHOWN: Final = 3
@@ -168,8 +168,9 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 def read_processor(folder: Path) -> dict[str, Any]:
     """Return the configuration of a multimodal model's processor of pictures; empty without one."""
-    whole, own = (read_json_if_valid(folder / name, dict[str, Any]) or {} for name in PROCESSOR_FILES)
-    return {**whole, **whole.get("image_processor", {}), **own}
+    whole, own = (read_json_if_valid(folder / name, dict[str, Any]) or {} for name in PROCESSOR_FILES[:2])
+    part = whole.get("image_processor")
+    return {**whole, **(part if isinstance(part, dict) else {}), **own}
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

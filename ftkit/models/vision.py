@@ -27,7 +27,7 @@ class VisionPlan:
         hidden, intermediate: widths of a layer.
         patch: side of a patch in pixels.
         tiles: parts of the largest picture that don't attend to each other.
-        patches: patches of the largest picture, in all tiles.
+        patches: patches of the largest picture, in all tiles; 0, as `tokens`, if its size is not known.
         tokens: tokens that it takes in the text.
         is_counted: whether the parameters are counted on the model's class, not estimated.
     """
@@ -82,8 +82,9 @@ def _read_sizes(
     inverse = next((each[key] for each in places for key in _INVERSE_MERGE if isinstance(each.get(key), float)), 1.0)
     side = max(side, round(1 / inverse))
     tiles, pixels = _largest_picture(config, processor, vision)
-    patches = max(1, pixels // patch**2)
-    tokens = next((number for each in places if (number := _number(each, *_NUM_TOKENS))), 0) or ceil(patches / side**2)
+    patches = max(1, pixels // patch**2) if pixels else 0
+    fixed = next((number for each in places if (number := _number(each, *_NUM_TOKENS))), 0)
+    tokens = (fixed or ceil(patches / side**2)) if patches else 0
     width = _number(config.get("text_config") or config, "hidden_size")
     positions = (_number(vision, "image_size") // patch) ** 2
     matrices = 3 if vision.get("hidden_act") == "silu" else 2  # with a gate
@@ -101,7 +102,8 @@ def _largest_picture(
     if pixels := _number(processor, "max_pixels") or _number(size, "max_pixels"):
         return 1, pixels
     longest = _number(size, "longest_edge")
-    if "min_pixels" in processor or _number(size, "shortest_edge") > longest**0.5 > 0:  # Qwen's are numbers of pixels
+    shortest = _number(size, "shortest_edge")  # those of Qwen and GLM are numbers of pixels
+    if "min_pixels" in processor or shortest > longest**0.5 > 0 or (shortest and longest and not own):
         return 1, longest
     if tile := _number(processor.get("max_image_size") or {}, "longest_edge"):  # Idefics 3: tiles, and a whole picture
         return 1 + ceil(longest / tile) ** 2 * (processor.get("do_image_splitting") is not False), tile**2

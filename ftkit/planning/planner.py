@@ -60,10 +60,9 @@ def plan_run(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | Non
     """Resolve recipe, cluster, image and request into a plan; ConfigError with every reason why that is impossible."""
     model = request.model or plan_model(recipe.model, None)
     shape = model.architecture
-    training = recipe.training.with_targets(default_targets(shape))
-    recipe = recipe.model_copy(update={"training": training})
+    recipe = recipe.model_copy(update={"training": recipe.training.with_targets(default_targets(shape))})
     job = _plan_job(cluster, request, recipe.resources, recipe.name)
-    placement = job["placement"]
+    training, placement = recipe.training, job["placement"]
     run = RunInputs(recipe, model, cluster, image, request, placement)
     if problems := find_problems(run):
         raise ConfigError(problems)
@@ -270,7 +269,8 @@ def _notes_on_fit(run: RunInputs, predicted: Fit) -> Iterator[str]:
             f"predicted peak of {predicted.memory.total:.0f} GiB is more than this GPU's {gpu.memory_gib:g} GiB can "
             "hold: expect an out-of-memory error"
         )
-        can_divide = run.recipe.data.packing != "off" and not why_undivided(run)
+        data = run.recipe.data
+        can_divide = data.packing != "off" and not data.pictures and not why_undivided(run)
         for suggestion in suggest_changes(setup, cluster, gpu.usable_gib, can_divide_packs=can_divide):
             yield f"predicted to fit: {suggestion}"
 

@@ -102,6 +102,10 @@ def notes_on_pictures(run: RunInputs, setup: Setup) -> Iterator[str]:
     if not vision.layers:
         yield "memory and time of the vision tower are not planned: its config.json lacks them, and torch is not here"
         return
+    if not vision.tokens:
+        what = "activations and time of the vision tower are not planned"
+        yield f"{what}: the size of pictures is not known, which preprocessor_config.json sets"
+        return
     what = "memory and time" if vision.is_counted else "parameters, memory, and time"
     yield f"{what} of the vision tower are estimates, for packs full of the processor's largest pictures"
     fix = "if the model takes other sizes, preprocessor_config.json sets them: half the sides, a quarter of the tokens"

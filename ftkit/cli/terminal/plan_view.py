@@ -280,8 +280,9 @@ def _pictures(plan: RunPlan) -> Facts:
     parts = f"tower {count(vision.tower)} and projector {count(vision.projector)} parameters"
     sizes = "size not known"
     if vision.tokens:
-        fitting = max(1, training.sequence_length // vision.tokens)
-        sizes = f"up to {vision.tokens:,} tokens of {vision.patches:,} patches each, at least {fitting:,} per pack"
+        fitting = training.sequence_length // vision.tokens
+        packs = f"at least {fitting:,} per pack" if fitting else "the largest does not fit a pack"
+        sizes = f"up to {vision.tokens:,} tokens of {vision.patches:,} patches each, {packs}"
     return [("pictures", f"{sizes}; {vision.family}, {parts}, vision {training.vision}{own}")]
 
 

@@ -14,7 +14,8 @@ from ftkit.config.context import Context
 from ftkit.config.image_reference import ImageFile
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
-from ftkit.planning.planner import plan_run
+from ftkit.models.vision import VisionPlan
+from ftkit.planning.planner import plan_model, plan_run
 
 NOWHERE = Context(Path("/nowhere/project"), Path("/nowhere/user"), {})
 
@@ -39,6 +40,22 @@ def test_the_method_is_printed_with_the_precision_of_trained_and_frozen_weights(
     recipe = load_recipe("olmo3-7b-full", NOWHERE, overrides)
     made = plan_run(recipe, load_cluster("a3-ultragpu-8g", NOWHERE), None, request)
     assert str(dict(plan_facts(made))["method"]).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fitting"), [(4096, "at least 2 per pack"), (8193, "the largest does not fit a pack")]
+)
+def test_pictures_are_printed_with_how_many_fit_a_pack(tokens: int, fitting: str) -> None:
+    now = datetime(2026, 1, 2, tzinfo=UTC)
+    recipe = load_recipe("olmo3-7b-full", NOWHERE, ("data.pictures=true", "training.sequence_length=8192"))
+    model = plan_model(recipe.model, None)
+    vision = VisionPlan("olmo3", 1, 1, layers=1, hidden=8, intermediate=8, patch=14, patches=tokens, tokens=tokens)
+    shape = model.architecture.model_copy(update={"vision": vision})
+    model = model.model_copy(update={"vision": vision, "architecture": shape})
+    request = RunRequest(None, None, None, None, False, Path("/shared/me"), "/venv/bin/python", now, "ab12")
+    request = replace(request, image=ImageFile(Path("/images/olmo3.sqsh")), model=model)
+    made = plan_run(recipe, load_cluster("a3-ultragpu-8g", NOWHERE), None, request)
+    assert f"each, {fitting}; " in str(dict(plan_facts(made))["pictures"])
 
 
 @pytest.mark.parametrize(("nodes", "fits"), [(2, False), (4, True)])

@@ -18,6 +18,7 @@ from ftkit.models.folder import (
     check_folder,
     holds_adapters,
     read_model_config,
+    read_processor,
 )
 from ftkit.models.weight_files import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX, readable_tensors, tensors_of_model
 
@@ -264,3 +265,14 @@ def test_a_pipe_in_a_model_folder_is_not_waited_for(name: str, tmp_path: Path) -
     os.mkfifo(tmp_path / name)
     with pytest.raises(NotFoundError):
         check_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "sizes"), [({"size": 4, "max_pixels": 8}, {"size": 2, "max_pixels": 8}), (None, {"size": 2})]
+)
+def test_a_processor_has_its_own_file_before_its_part_of_the_common_one(
+    tmp_path: Path, part: object, sizes: dict[str, int]
+) -> None:
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": part}))
+    (tmp_path / "preprocessor_config.json").write_text('{"size": 2}')
+    assert read_processor(tmp_path) == sizes | {"image_processor": part}

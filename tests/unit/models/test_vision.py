@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,13 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "spatial_merge_size": 2,
         }},
         {"min_pixels": 3136, "max_pixels": 12_845_056, "patch_size": 14, "merge_size": 2},
+    ),
+    "qwen2_5_vl by size": (
+        {"hidden_size": 3584, "vision_config": {
+            "depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420, "patch_size": 14,
+            "spatial_merge_size": 2,
+        }},
+        {"size": {"longest_edge": 12_845_056, "shortest_edge": 3136}, "patch_size": 14, "merge_size": 2},
     ),
     "qwen3_vl": (
         {"text_config": {"hidden_size": 2560}, "vision_config": {
@@ -60,6 +68,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         ("gemma3", 1, 4096, 256, 412),
         ("llava", 1, 576, 576, 303),
         ("qwen2_5_vl", 1, 65_536, 16_384, 668),
+        ("qwen2_5_vl by size", 1, 65_536, 16_384, 668),
         ("qwen3_vl", 1, 65_536, 16_384, 305),
         ("idefics3", 17, 17 * 676, 17 * 169, 412),
         ("internvl", 13, 13 * 1024, 13 * 256, 303),
@@ -79,6 +88,12 @@ def test_the_largest_picture_and_the_tower_of_published_configurations_are_known
 def test_a_text_model_has_no_vision_part_and_an_unknown_tower_only_a_name() -> None:
     assert read_vision({"model_type": "llama", "vision_config": None}, {}) is None
     assert read_vision({"model_type": "new", "vision_config": {}}, {}) == VisionPlan("new")
+
+
+def test_without_a_processor_pictures_of_any_size_have_no_known_number_of_tokens() -> None:
+    config, processor = PUBLISHED["qwen3_vl"]
+    found = read_vision({"model_type": "qwen3_vl", **config}, {})
+    assert found == replace(read_vision({"model_type": "qwen3_vl", **config}, processor), patches=0, tokens=0)
 
 
 @pytest.mark.parametrize(

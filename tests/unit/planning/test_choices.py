@@ -17,6 +17,7 @@ from ftkit.config.load import load_cluster, load_image, load_recipe, shipped_con
 from ftkit.config.recipe import RecipePlan
 from ftkit.config.request import RunRequest
 from ftkit.errors import ConfigError
+from ftkit.models.vision import VisionPlan
 from ftkit.planning.choices import (
     MODES,
     ROOM,
@@ -201,13 +202,20 @@ def test_disabling_unneeded_activation_checkpointing_is_suggested() -> None:
 LONG = "training.sequence_length=65536"
 
 
-def notes_on(*overrides: str, cluster: str = "a3-megagpu-8g", image: str = "olmo3:26.05", gpu: str = "") -> list[str]:
+def notes_on(
+    *overrides: str,
+    cluster: str = "a3-megagpu-8g",
+    image: str = "olmo3:26.05",
+    gpu: str = "",
+    vision: VisionPlan | None = None,
+) -> list[str]:
     spec = load_recipe("olmo3-32b-malware-full", NOWHERE, (LONG, *overrides))
     created, named = datetime(2026, 1, 1, tzinfo=UTC), NamedImage(image)
     request = RunRequest(None, None, None, named, True, Path("/w"), "python", created, "a")
     model = plan_model(spec.model, shipped_config(spec.model.weights))
     site, defined = load_cluster(cluster, NOWHERE), load_image(named.reference, NOWHERE)
     site = site.model_copy(update={"gpu": gpu or site.gpu})
+    model = model.model_copy(update={"vision": vision})
     return list(plan_run(spec, site, defined, replace(request, model=model)).notes)
 
 
@@ -232,6 +240,9 @@ def test_dividing_packs_is_suggested_and_the_plan_with_it_fits() -> None:
     (override,) = [note.split()[3] for note in notes_on() if "context_parallel=" in note]
     assert not any("out-of-memory" in note for note in notes_on(override))
     assert not any("out-of-memory" in note for note in notes_on("training.context_parallel=8"))
+    with_pictures = [note for note in notes_on("data.pictures=true", vision=VisionPlan("olmo3")) if "to fit" in note]
+    assert with_pictures
+    assert not any("context_parallel=" in note for note in with_pictures)
 
 
 @pytest.mark.parametrize(

@@ -156,8 +156,8 @@ def test_what_can_not_be_combined_with_pictures_is_refused_by_the_plan(override:
     assert any(found in str(problem) for problem in caught.value.problems)
 
 
-def of_gemma3(method: str, vision: str, *more: str) -> RunPlan:
-    """Return the plan of Gemma 3 4B on one H200, with pictures."""
+def of_gemma3(method: str, vision: str, *more: str, tokens: int = 256) -> RunPlan:
+    """Return the plan of Gemma 3 4B on one H200, with pictures of so many tokens; 0: of no known size."""
     config = shipped_config("google/gemma-3-4b-pt")
     assert config is not None
     base = ("model.weights=google/gemma-3-4b-pt", "model.architecture=gemma3-4b", "data.pictures=true")
@@ -166,7 +166,8 @@ def of_gemma3(method: str, vision: str, *more: str) -> RunPlan:
     model = plan_model(recipe.model, config)
     found = read_vision(config, {})
     assert found is not None
-    seen = replace(found, tower=417_000_000, projector=3_000_000)
+    patches = found.patches if tokens else 0
+    seen = replace(found, tower=417_000_000, projector=3_000_000, patches=patches, tokens=tokens)
     shape = model.architecture.model_copy(update={"vision": seen})
     model = model.model_copy(update={"vision": seen, "architecture": shape})
     return plan(recipe, profile_of_gpu("h200", 1), request=replace(REQUEST, model=model))
@@ -184,6 +185,15 @@ def test_the_tower_takes_memory_and_time_by_what_of_it_is_trained() -> None:
     assert states[2].total > states[1].total + 14 * 420e6 / GIB
     seconds = [predict_step_time(each, GPUS["h200"]).step_seconds for each in (text, frozen.setup, full.setup)]
     assert seconds[0] < seconds[1] < seconds[2]
+
+
+def test_pictures_of_no_known_size_are_noted_and_take_no_memory_but_the_weights() -> None:
+    known, unknown = (of_gemma3("lora", "frozen", tokens=tokens) for tokens in (256, 0))
+    text = replace(known.setup, shape=known.recipe.model.architecture.model_copy(update={"vision": None}))
+    assert Fit(text).memory.total < unknown.memory.total < known.memory.total
+    assert [any("of the vision tower are not planned" in note for note in run.notes) for run in (known, unknown)] == [
+        False, True,
+    ]  # fmt: skip
 
 
 def test_memory_and_time_with_pictures_are_within_8_percent_of_a_recorded_run() -> None:
