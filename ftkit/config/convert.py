@@ -141,8 +141,10 @@ def _set_targets(it: Conversion) -> None:
 def _set_vision(it: Conversion) -> None:
     for part, trained in (("vision_tower", "full"), ("vision_projector", "projector")):
         for row in it.take(part, "frozen, as by default here"):
-            if row.value is False:
+            if row.value is False and it.recipe["training.method"] == "full":
                 it.put("training.vision", trained, row)
+            elif row.value is False:
+                row.note = f"with adapters, the vision part is frozen here unless training.vision is set: {trained}"
 
 
 def _set_length(it: Conversion) -> None:

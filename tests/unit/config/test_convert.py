@@ -557,13 +557,18 @@ def test_no_word_of_a_table_has_two_meanings() -> None:
         assert sorted(words) == sorted(set(words)), path.name
 
 
+SFT = "stage: sft\nfinetuning_type: "
+
+
 @pytest.mark.parametrize(
     ("text", "vision"),
     [
-        ("stage: sft\nfreeze_multi_modal_projector: false\nfreeze_vision_tower: false", "full"),
-        ("stage: sft\nfreeze_multi_modal_projector: false", "projector"),
+        (f"{SFT}full\nfreeze_multi_modal_projector: false\nfreeze_vision_tower: false", "full"),
+        (f"{SFT}full\nfreeze_multi_modal_projector: false", "projector"),
+        (f"{SFT}lora\nfreeze_multi_modal_projector: false\nfreeze_vision_tower: false", None),
         ("stage: sft\nfreeze_vision_tower: true\nimage_max_pixels: 262144", None),
         ("base_model: org/model\nfreeze_mm_modules: false\nimage_size: 512", "full"),
+        ("base_model: org/model\nadapter: lora\nfreeze_mm_modules: false", None),
     ],
 )
 def test_the_parts_of_a_multimodal_model_that_another_tool_trains_are_trained(
@@ -572,3 +577,5 @@ def test_the_parts_of_a_multimodal_model_that_another_tool_trains_are_trained(
     found = converted(tmp_path, {"a.yaml": text})
     assert training(found).get("vision") == vision
     assert not [row.key for row in found.rows if row.status == "unknown"]
+    trained = {row.key: row.note for row in found.rows if row.key.startswith("freeze") and row.value is False}
+    assert all(("training.vision" in note) == (vision is None) for note in list(trained.values())[-1:]), trained
