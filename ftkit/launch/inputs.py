@@ -21,7 +21,7 @@ from ftkit.data.selection import first_rows, peek_rows
 from ftkit.data.source_files import find_files, stamp, walk
 from ftkit.errors import DataError, FtkitError, NotFoundError, UnreachableError
 from ftkit.files import read_json_if_valid
-from ftkit.hub.client import find_tokenizer
+from ftkit.hub.client import find_folder, find_tokenizer
 from ftkit.models.folder import PROCESSOR_FILES, read_end_tokens
 from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.paths import fixed_folder, is_address, is_pattern
@@ -201,7 +201,8 @@ def _read_lengths(plan: RunPlan, environment: Mapping[str, str]) -> tuple[list[t
     """
     recipe = plan.recipe
     environment = {**environment, **plan.cluster.environment}
-    folder = find_tokenizer(recipe.model, environment, Workspace(plan.workspace).hub_home)
+    home = Workspace(plan.workspace).hub_home
+    folder = find_tokenizer(recipe.model, environment, home)
     if folder is None or find_spec("transformers") is None:
         return [], None
     from ftkit.data.encoding import RowEncoder  # noqa: PLC0415 - seconds of imports
@@ -209,6 +210,8 @@ def _read_lengths(plan: RunPlan, environment: Mapping[str, str]) -> tuple[list[t
     from ftkit.data.tokenizers import load_listed_tokenizer  # noqa: PLC0415
     from ftkit.data.workers import share_saved  # noqa: PLC0415
 
+    weights = find_folder(recipe.model, environment, home) or folder
+    model = recipe.model.model_copy(update={"weights": str(weights), "revision": None})  # without the hub
     lengths: list[tuple[str, int]] = []
     good: list[list[Document]] = []
     rows: list[tuple[Row, Format]] = []
@@ -223,7 +226,7 @@ def _read_lengths(plan: RunPlan, environment: Mapping[str, str]) -> tuple[list[t
         for form, pairs in groupby(rows, itemgetter(1)):
             template = None if form.kind == "text" else recipe.data.chat_template
             tokenizer = load_listed_tokenizer(folder, recipe.model, template)
-            pictures = PictureProcessor.of(recipe.model, tokenizer) if recipe.data.pictures else None
+            pictures = PictureProcessor.of(model, tokenizer) if recipe.data.pictures else None
             encoder = RowEncoder.of(tokenizer, recipe.data, form, recipe.model.architecture.vocab_size, ends, pictures)
             for documents in encoder.encode([row for row, _ in pairs]):
                 if not isinstance(documents, DataError):

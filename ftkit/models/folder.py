@@ -34,7 +34,7 @@ ADDED_TOKENS_FILE = "added_tokens.json"  # tokens with their ids that are not in
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's `max_lora_rank`, which reserves memory for adapters of that rank."""
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-"""Files of a multimodal model's processor, of transformers 5 and of 4, and of its processor of videos, which those of Qwen load too."""
+"""Files of a multimodal model's processor, of transformers 5 and of 4, and that of videos, which Qwen's loads too."""
 EXPORT_RECORD = "ftkit-export.json"  # file of ftkit in an export, with the digests of its weights
 _TIED = "tie_word_embeddings"
 _MAX_SHOWN: Final = 3

@@ -35,6 +35,8 @@ from ftkit.train.model.pretrained import open_pretrained
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ftkit.planning.plan import RunPlan
+
 
 def write_export(root: Path, family: str, *words: str) -> Path:
     """Write the export of a run that changed all weights that it trains, without training."""
@@ -43,6 +45,7 @@ def write_export(root: Path, family: str, *words: str) -> Path:
     export.mkdir()
     torch.manual_seed(0)
     write_model(folder, family, has_weights=True)
+    (folder / "video_preprocessor_config.json").write_text("{}")
     recipe = load_recipe("demo", nothing, ("data.pictures=true", *words))
     model = resolve_model(ModelSpec(weights=str(folder)), {}, Workspace(root))
     recipe_plan = RecipePlan.extend(recipe, model=model, training=least_memory(recipe.training))
@@ -98,6 +101,7 @@ def test_an_export_computes_the_recorded_logits_of_a_picture(
     export = write_export(tmp_path, family, *words)
     has_adapters = (export / "adapter_config.json").is_file()
     assert has_adapters == (words == ("training.method=lora",))  # files of adapters have no place for a projector
+    assert (export / "video_preprocessor_config.json").is_file()  # as processors of Qwen need
     assert not failed(export)
     record = json.loads((export / "ftkit-export.json").read_text())
     assert len(record["trained"]) == len(record["prompts"]) + 1
@@ -115,17 +119,30 @@ def test_an_export_whose_processor_differs_is_found(tmp_path: Path) -> None:
     assert failed(export)[0] == "processor of pictures"
 
 
+def count_rows(root: Path, model: str) -> RunPlan:
+    """Return the plan of a run on two rows, one with a picture, with the numbers of their documents."""
+    Image.new("RGB", (40, 30)).save(root / "a.png")
+    rows = [{"question": "?", "answer": "!", "image": "a.png"}, {"question": "?", "answer": "!"}]
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "mine.yaml").write_text(f"model: {model}\ndata: ./rows.jsonl\n")
+    environment = {"FTKIT_WORKSPACE": str(root / "w"), "CUDA_VISIBLE_DEVICES": ""}
+    args = RunArgs(str(root / "mine.yaml"), ("training.sequence_length=64",))
+    (counted,) = count_documents([resolve(args, Context(root, root / "user", environment))], {})
+    return counted
+
+
+def test_the_plan_counts_the_tokens_of_pictures_of_a_downloaded_model(tmp_path: Path) -> None:
+    snapshot = Workspace(tmp_path / "w").hub_home / "hub" / "models--org--seen" / "snapshots" / "main"
+    write_model(snapshot, "llava", has_weights=True)
+    found = count_rows(tmp_path, "org/seen").documents
+    assert found is not None
+    assert found.num_fitting == 2
+
+
 def test_the_plan_counts_the_tokens_of_pictures(tmp_path: Path) -> None:
     write_model(tmp_path / "model", "llava", has_weights=True)
-    Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
-    rows = [{"question": "?", "answer": "!", "image": "a.png"}, {"question": "?", "answer": "!"}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "mine.yaml").write_text("model: ./model\ndata: ./rows.jsonl\n")
-    environment = {"FTKIT_WORKSPACE": str(tmp_path / "w"), "CUDA_VISIBLE_DEVICES": ""}
-    args = RunArgs(str(tmp_path / "mine.yaml"), ("training.sequence_length=64",))
-    plan = resolve(args, Context(tmp_path, tmp_path / "user", environment))
-    (counted,) = count_documents([plan], {})
-    manifest = PreparedData(prepare(plan, lambda _: None, 1).root).read_manifest()
+    counted = count_rows(tmp_path, "./model")
+    manifest = PreparedData(prepare(counted, lambda _: None, 1).root).read_manifest()
     assert counted.documents is not None
     assert counted.documents.num_fitting == manifest.num_train_documents == 2
     assert counted.documents.longest == manifest.max_seqlen
