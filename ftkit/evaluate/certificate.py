@@ -23,6 +23,7 @@ from ftkit.data.cases import encode_text, prompt_of, read_evaluation_rows, rende
 from ftkit.data.completion_metrics import read_calls
 from ftkit.data.conversations import Conversation, Message
 from ftkit.data.limits import run_in_fork
+from ftkit.data.preferences import conversations_of, with_pictures
 from ftkit.data.prepared_data import PreparedData
 from ftkit.data.template_probes import shapes
 from ftkit.errors import DataError, plural
@@ -80,10 +81,11 @@ class _Sample:
 
 def held_out(plan: RunPlan) -> dict[str, Conversation]:
     """Return the prompts of a run's first validation rows; none if its data was removed, or has no conversations."""
-    found = {}
+    found, data = {}, plan.recipe.data
     with suppress(DataError):
         for _, row in read_evaluation_rows(PreparedData(plan.data_directory), None, _NUM_ROWS):
-            found[f"validation row {row.where}"] = prompt_of(row.columns, plan.recipe.data.format)
+            prompt = with_pictures(prompt_of(row.columns, data.format), row.columns, data)
+            (found[f"validation row {row.where}"],) = conversations_of(prompt)
     return found
 
 
@@ -126,7 +128,10 @@ def certify(  # noqa: PLR0913, PLR0917 - what the user gives
 
 
 class _Prompts:
-    """Conversations that end before an assistant turn, and their tokens in training: those that the template takes."""
+    """Conversations that end before an assistant turn, and their tokens in training: those that the template takes.
+
+    Those with pictures are only counted.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, base: Path, rows: Mapping[str, Conversation]) -> None:
         self.tokenizer = tokenizer
@@ -137,7 +142,9 @@ class _Prompts:
         words = tokenizer(" ".join(map(str, range(wanted))), add_special_tokens=False)["input_ids"]
         long = tokenizer.decode(words[: min(wanted, longest - 128)])
         special = next(iter(tokenizer.all_special_tokens), "")
-        self.conversations = {**rows, "long": _asked(str(long)), **_conversations(special)}
+        texts = {name: each for name, each in rows.items() if not any(turn.pictures for turn in each.messages)}
+        self.num_with_pictures = len(rows) - len(texts)
+        self.conversations = {**texts, "long": _asked(str(long)), **_conversations(special)}
         rendered = dict(zip(self.conversations, self._tokens_of(*self.conversations.values()), strict=True))
         self.length = min(longest, max(len(each or ()) for each in rendered.values()) + _LONG_TOKENS)
         room = self.length - _COMPLETION_TOKENS
@@ -212,6 +219,8 @@ def _compare_prompts(engine: Engine, prompts: _Prompts, samples: list[_Sample]) 
             wrong = f"; token {place + 1} of '{name}' is {texts[0]}, in training {texts[1]}: {prompts.why(name, found)}"
     text = f"{same} of {plural(len(prompts.expected), 'conversation')} have the tokens of training{wrong}"
     text += f"; it refuses {len(refused)}, such as {refused[0]}" if refused else ""
+    if prompts.num_with_pictures:
+        text += f"; left out: {plural(prompts.num_with_pictures, 'row')} with pictures"
     return Check("prompts", text, passed=not wrong and same >= len(refused))
 
 

@@ -22,6 +22,7 @@ from tiny_exports import write_adapters, write_export
 
 from ftkit.cli.main import cli
 from ftkit.data.conversations import Conversation, Message
+from ftkit.data.rows import Row
 from ftkit.evaluate.certificate import certify, held_out
 from ftkit.evaluate.engines import ENGINES
 from ftkit.evaluate.verify_export import read_record, verify_export
@@ -190,6 +191,23 @@ def test_rows_of_the_validation_split_are_among_the_conversations(finished_run: 
     assert all(each.messages[-1].role == "user" for each in rows.values())
     gone = replace(finished_run.plan, workspace=finished_run.plan.workspace / "gone")
     assert held_out(gone) == {}
+
+
+def test_rows_with_pictures_are_left_out_and_counted(
+    finished_run: Run, export: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = {"messages": [{"role": "user", "content": "<image>What is it?"}], "image": "a.png"}
+    given = [("", Row(columns, f"rows.jsonl:{number}")) for number, columns in enumerate((seen, {"prompt": "hi"}))]
+    monkeypatch.setattr("ftkit.evaluate.certificate.read_evaluation_rows", lambda *_: given)
+    recipe = finished_run.plan.recipe
+    data = recipe.data.model_copy(update={"pictures": True})
+    rows = held_out(replace(finished_run.plan, recipe=recipe.model_copy(update={"data": data})))
+    assert [[turn.pictures for turn in each.messages] for each in rows.values()] == [[("a.png",)], [()]]
+    texts = [{}, {name: each for name, each in rows.items() if name.endswith(":1")}, rows]
+    checks = [served(export("full"), "vllm", tmp_path, rows=chosen).checks for chosen in texts]
+    without, with_text, with_both = (next(each.found for each in found if each.name == "prompts") for found in checks)
+    assert int(with_text.split()[0]) == int(without.split()[0]) + 1
+    assert with_both == f"{with_text}; left out: 1 row with pictures"
 
 
 def test_the_certificate_is_signed_and_of_these_files(export: Callable[[str], Path], tmp_path: Path) -> None:
