@@ -112,7 +112,7 @@ def trained_turns(conversation: Conversation, train_on: str | list[Role]) -> lis
 
 def for_template(message: Message, *, in_parts: bool) -> TemplateTurn:
     """Return a turn as templates expect it, without keys that have no value, since some templates test for keys."""
-    pieces = filter(None, re.split(f"({PICTURE})", message.content)) if message.pictures else [message.content]
+    pieces = re.split(f"({PICTURE})", message.content) if message.pictures else [message.content]
     parts = [{"type": "image"} if each == PICTURE else {"type": "text", "text": each} for each in pieces if each]
     turn: TemplateTurn = {"role": message.role, "content": parts if in_parts or message.pictures else message.content}
     if message.reasoning is not None:
@@ -318,9 +318,8 @@ def picture_source(value: object) -> object:
     """
     if not isinstance(value, dict):
         return value
-    if unknown := [
-        key for key in value if key not in (*PICTURE_KEYS, "type", "text", "index", "detail") and value[key]
-    ]:
+    known = (*PICTURE_KEYS, "type", "text", "index", "detail")
+    if unknown := [key for key in value if key not in known and value[key]]:
         raise _bad(f"a picture has unknown keys: {', '.join(map(str, unknown))}", value)
     key = next((key for key in PICTURE_KEYS if value.get(key)), "index")
     return f"data:;base64,{value[key]}" if key == "base64" else picture_source(value.get(key))

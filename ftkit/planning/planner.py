@@ -37,11 +37,10 @@ from ftkit.planning.plan import (
     setup_of,
 )
 from ftkit.planning.step_time import PADDING, predict_step_time
-from ftkit.planning.suggestions import suggest_changes, suggest_faster
+from ftkit.planning.suggestions import notes_on_pictures, suggest_changes, suggest_faster
 from ftkit.planning.training_checks import (
     RunInputs,
     notes_on_forwards,
-    notes_on_pictures,
     notes_on_settings,
     why_undivided,
 )

@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, NamedTuple
 from ftkit.errors import MemoryExhaustedError
 from ftkit.planning import choices
 from ftkit.planning.fit import Fit
+from ftkit.planning.step_time import predict_step_time, vision_seconds
 
 if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile
     from ftkit.planning.plan import RunPlan
+    from ftkit.planning.training_checks import RunInputs
     from ftkit.planning.training_setup import Gpu, Setup
 
 NUM_SUGGESTIONS = 3
 SHORTEST = 512  # minimum tokens of a pack in suggestions: shorter packs are not useful
+_LARGE_SHARE = 0.3  # of a step in the vision tower
 CERTAINLY_TOO_LARGE = 2.0  # a run is refused if its predicted memory exceeds this multiple of the available memory
 
 Change = dict[str, object]  # fields of `training`, or `num_nodes`, with their new values
@@ -215,3 +218,29 @@ def _format_override(change: Mapping[str, object]) -> str:
     return " ".join(
         f"--nodes {value}" if field == "num_nodes" else f"training.{field}={value}" for field, value in words.items()
     )
+
+
+def notes_on_pictures(run: RunInputs, setup: Setup) -> Iterator[str]:
+    """Yield what is not known of the pictures, and advice if they take most of a pack or of a step."""
+    length, vision = run.training.sequence_length, run.shape.vision
+    if run.model.vision is not None and run.recipe.data.pictures is None:
+        yield "the first rows can't be read here: set data.pictures=true if they have pictures, which are refused else"
+    if vision is None:
+        return
+    if not vision.layers:
+        yield "memory and time of the vision tower are not planned: its config.json lacks them, and torch is not here"
+        return
+    if not vision.tokens:
+        what = "activations and time of the vision tower are not planned"
+        yield f"{what}: the size of pictures is not known, which preprocessor_config.json sets"
+        return
+    what = "memory and time" if vision.is_counted else "parameters, memory, and time"
+    yield f"{what} of the vision tower are estimates, for packs full of the processor's largest pictures"
+    fix = "if the model takes other sizes, preprocessor_config.json sets them: half the sides, a quarter of the tokens"
+    if 2 * vision.tokens > length:
+        yield f"a picture takes up to {vision.tokens:,} of a pack's {length:,} tokens; {fix}"
+    if setup.gpu is not None:
+        share = setup.tokens * vision_seconds(setup, setup.gpu) * setup.num_micro_batches
+        share /= predict_step_time(setup, setup.gpu).step_seconds
+        if share > _LARGE_SHARE:
+            yield f"the vision tower takes up to {share:.0%} of a step; {fix}"

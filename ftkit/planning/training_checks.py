@@ -19,14 +19,13 @@ from ftkit.models.architecture import ArchitecturePlan, ModelPlan
 from ftkit.models.families import MEASURED, WITHOUT_OUT_PROJ_ADAPTERS
 from ftkit.models.parameters import count_model
 from ftkit.planning.plan import PlacementPlan
-from ftkit.planning.step_time import predict_forward_hours, predict_step_time, vision_seconds
+from ftkit.planning.step_time import predict_forward_hours
 from ftkit.planning.training_setup import GPUS, Setup
 
 if TYPE_CHECKING:
     from ftkit.config.training import TrainingSpec
 
 _MANY_EPOCHS = 30
-_LARGE_SHARE = 0.3  # of a step in the vision tower
 problem = partial(Problem, "")  # a problem with a key of the recipe; `find_problems` adds the key's file and line
 
 
@@ -90,32 +89,6 @@ def notes_on_forwards(run: RunInputs, setup: Setup, teacher: Setup | None) -> It
         passes = 2 if run.training.objective == "kto" else 1  # also of mismatched completions
         hours = passes * predict_forward_hours(setup, gpu, tokens[0])
         yield f"reference: log-probabilities take about {hours:.2g} GPU hours before step 1, {per}"
-
-
-def notes_on_pictures(run: RunInputs, setup: Setup) -> Iterator[str]:
-    """Yield what is not known of the pictures, and advice if they take most of a pack or of a step."""
-    length, vision = run.training.sequence_length, run.shape.vision
-    if run.model.vision is not None and run.recipe.data.pictures is None:
-        yield "the first rows can't be read here: set data.pictures=true if they have pictures, which are refused else"
-    if vision is None:
-        return
-    if not vision.layers:
-        yield "memory and time of the vision tower are not planned: its config.json lacks them, and torch is not here"
-        return
-    if not vision.tokens:
-        what = "activations and time of the vision tower are not planned"
-        yield f"{what}: the size of pictures is not known, which preprocessor_config.json sets"
-        return
-    what = "memory and time" if vision.is_counted else "parameters, memory, and time"
-    yield f"{what} of the vision tower are estimates, for packs full of the processor's largest pictures"
-    fix = "if the model takes other sizes, preprocessor_config.json sets them: half the sides, a quarter of the tokens"
-    if 2 * vision.tokens > length:
-        yield f"a picture takes up to {vision.tokens:,} of a pack's {length:,} tokens; {fix}"
-    if setup.gpu is not None:
-        share = setup.tokens * vision_seconds(setup, setup.gpu) * setup.num_micro_batches
-        share /= predict_step_time(setup, setup.gpu).step_seconds
-        if share > _LARGE_SHARE:
-            yield f"the vision tower takes up to {share:.0%} of a step; {fix}"
 
 
 def check_training(run: RunInputs) -> Iterator[Problem]:

@@ -145,7 +145,10 @@ class CausalLM(nn.Module):
         self.objective, self._distill = objective, distill
         self._autocast = autocast
         looks_ahead = sees_pictures(hf_model) and sees_whole_pictures(type(hf_model), hf_model.config)
-        self._trains_projector = any(weight.requires_grad for weight in vision_parameters(hf_model)[1].values())
+        projector = vision_parameters(hf_model)[1]
+        places = (name.rpartition(".") for name in projector if any(each.requires_grad for each in projector.values()))
+        # Engines put other tensors there; searching for them in each micro-batch would take milliseconds.
+        self._trained_projector = [(hf_model.get_submodule(owner), name) for owner, _, name in places]
         self._masks = masks_of_places if looks_ahead else nullcontext
 
     def forward(self, *, compute: Callable[..., Any] | None = None, **inputs: Any) -> Any:
@@ -195,10 +198,10 @@ class CausalLM(nn.Module):
         So the same weights have gradients on all ranks, of which some may have no pictures in a micro-batch, or none of
         several tiles: ranks that reduce the gradients of others would wait forever.
         """
-        used: list[torch.Tensor] = []
-        if batch.pictures is not None and self._trains_projector:
-            used += vision_parameters(self.hf_model)[1].values()
-        if batch.pictures is not None and not batch.has_pictures:
+        if batch.pictures is None:
+            return 0.0
+        used: list[torch.Tensor] = [getattr(module, name) for module, name in self._trained_projector]
+        if not batch.has_pictures:
             used += _features_of_sample(self.hf_model, batch)
         return sum(each.sum().float() for each in used) * 0.0
 

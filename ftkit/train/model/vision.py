@@ -118,7 +118,7 @@ def _attention_in_chunks(  # noqa: PLR0913 - the interface is transformers'
 
     Shapes: query, key and value [1, H, T, D]; returns [1, T, H, D].
     """
-    if cu_seq_lens_q is None or max_length_q is None:  # an older transformers: the chunks one after the other
+    if cu_seq_lens_q is None or max_length_q is None:  # older versions of transformers call this for each chunk
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
         return output, None
     scale = 1.0 if scaling is None else scaling * math.sqrt(query.shape[-1])  # of the kernel's own
