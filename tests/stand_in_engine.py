@@ -205,7 +205,7 @@ def answer(kind: str, model: Model, path: str, body: dict[str, Any]) -> Any:  # 
         listed = [{"id": int(token), "logprob": float(value)} for value, token in zip(values, ids, strict=True)]
         return {"completion_probabilities": [{"top_logprobs": listed}]}
     if path == "/v1/completions" and "prompt_logprobs" not in body:
-        return {"choices": [{"token_ids": model.complete(body["prompt"], body)[0]}]}
+        return {"choices": [{"token_ids": model.complete(prompt, body)[0]} for prompt in body["prompt"]]}
     tokens = body["prompt" if path == "/v1/completions" else "input_ids"]
     rows = model.scores(tokens)
     pairs = list(zip(tokens[1:], rows[range(len(tokens) - 1), tokens[1:]].tolist(), strict=True))

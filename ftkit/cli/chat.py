@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypedDict, Unpack
@@ -32,7 +32,8 @@ from ftkit.launch.side_jobs import plan_serving, submit, tunnel, wait_for_server
 from ftkit.planning.layout import Workspace
 
 if TYPE_CHECKING:
-    from ftkit.evaluate.vllm import EngineName
+    from ftkit.evaluate.generate import ChatSession
+    from ftkit.evaluate.served_model import EngineName
     from ftkit.launch.render import SideJob
 
 _HELP = """/reset  clear the conversation
@@ -102,29 +103,33 @@ def chat_command(
         sources = {"before": target.before, "after": target.source}
     options = target.data.template_options if target.data else {}
     tools = read_tools(tools_file.read_text(encoding="utf-8")) if tools_file else ()
-    models = {
-        name: load_into_engine(source, engine, terminal, has_pictures=bool(images)) for name, source in sources.items()
-    }
-    sessions = {
-        name: ChatSession(model, Decoding(**decoding), options, system, tools) for name, model in models.items()
-    }
-    if tools:
-        terminal.say(f"tools: {', '.join(tool['function']['name'] for tool in tools)}")
-    for turn in _turns(terminal):
-        if turn == "/reset":
-            for session in sessions.values():
-                session.messages.clear()
-            continue
-        if len(sessions) == 1:
-            reply = sessions["answer"].ask(turn, terminal.data, images)
-            terminal.data("\n")
-            if not reply.is_ended:
-                most = decoding["max_new_tokens"]
-                terminal.say(Styled(f"(truncated after {most} tokens: --max-new-tokens)", "yellow"))
-        else:
-            for name, session in sessions.items():  # print each when it is done: one model may be slow
-                terminal.facts([(f"{name:<6}", session.ask(turn, None, images).text)], is_data=True)
-        images = ()
+    with ExitStack() as stack:
+        sessions = {}
+        for name, source in sources.items():
+            model = stack.enter_context(load_into_engine(source, engine, terminal, has_pictures=bool(images)))
+            sessions[name] = ChatSession(model, Decoding(**decoding), options, system, tools)
+        if tools:
+            terminal.say(f"tools: {', '.join(tool['function']['name'] for tool in tools)}")
+        for turn in _turns(terminal):
+            if turn == "/reset":
+                for session in sessions.values():
+                    session.messages.clear()
+                continue
+            _answer(sessions, turn, images, terminal)
+            images = ()
+
+
+def _answer(sessions: Mapping[str, ChatSession], turn: str, images: Sequence[Path], terminal: Terminal) -> None:
+    if len(sessions) == 1:
+        (session,) = sessions.values()
+        reply = session.ask(turn, terminal.data, images)
+        terminal.data("\n")
+        if not reply.is_ended:
+            most = session.decoding.max_new_tokens
+            terminal.say(Styled(f"(truncated after {most} tokens: --max-new-tokens)", "yellow"))
+        return
+    for name, session in sessions.items():  # print each when it is done: one model may be slow
+        terminal.facts([(f"{name:<6}", session.ask(turn, None, images).text)], is_data=True)
 
 
 def _turns(terminal: Terminal) -> Iterator[str]:
@@ -191,7 +196,7 @@ def generate_command(
     form, options = (data.format, data.template_options) if data else (None, {})
     file: IO[str] | None = None
     with ExitStack() as stack:
-        model = load_into_engine(target.source, engine, terminal) if left else None
+        model = stack.enter_context(load_into_engine(target.source, engine, terminal)) if left else None
         batches = model and generate_rows(model, left, form, options, Decoding(**decoding), batch_size)
         for batch in batches or ():
             lines = "".join(json.dumps(each, ensure_ascii=False, default=str) + "\n" for each in batch)

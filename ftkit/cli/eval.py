@@ -27,8 +27,8 @@ from ftkit.runs.lease import current_holder
 if TYPE_CHECKING:
     from ftkit.evaluate.results import Example, Result
     from ftkit.evaluate.scoring import Measurements
+    from ftkit.evaluate.served_model import EngineName
     from ftkit.evaluate.source import Target
-    from ftkit.evaluate.vllm import EngineName
 
 _MAX_SHOWN = 300
 """Maximum characters of a prompt or a completion in an example."""
@@ -189,7 +189,7 @@ def _report(  # noqa: PLR0913 - what was measured, and how it is shown
 
 def _engine_of(target: Target, engine: EngineName) -> EngineName:
     """Return the engine for both models. It must be the same, because engines round differently."""
-    from ftkit.evaluate.vllm import takes_vllm
+    from ftkit.evaluate.served_model import takes_vllm
 
     sources = [target.source, *([target.before] if target.before else [])]
     return "vllm" if all(takes_vllm(source, engine) for source in sources) else "transformers"

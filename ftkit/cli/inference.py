@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -17,7 +19,7 @@ from ftkit.evaluate.source import ModelSource, Target, find_target
 if TYPE_CHECKING:
     from ftkit.cli.terminal.console import Terminal
     from ftkit.evaluate.loaded_model import GeneratingModel, LoadedModel
-    from ftkit.evaluate.vllm import EngineName
+    from ftkit.evaluate.served_model import EngineName
 
 model_argument = click.argument("reference", metavar="RUN|MODEL", shell_complete=complete_run_step)
 engine_option = click.option(
@@ -44,16 +46,19 @@ def find_model(reference: str) -> Target:
     return target
 
 
+@contextmanager
 def load_into_engine(
     source: ModelSource, engine: EngineName, terminal: Terminal, *, has_pictures: bool = False
-) -> GeneratingModel:
-    """Load a model into the selected engine, and print where it is loaded."""
-    from ftkit.evaluate.vllm import load_with_vllm, takes_vllm
+) -> Iterator[GeneratingModel]:
+    """Load a model into the selected engine for the block, and print where it is loaded."""
+    from ftkit.evaluate.served_model import served_by_vllm, takes_vllm
 
     if takes_vllm(source, engine, has_pictures=has_pictures):
         terminal.say(f"loading {source.label} with vLLM")
-        return load_with_vllm(source)
-    return load_here(source, terminal)
+        with served_by_vllm(source, terminal.say) as model:
+            yield model
+    else:
+        yield load_here(source, terminal)
 
 
 def load_here(source: ModelSource, terminal: Terminal) -> LoadedModel:

@@ -28,9 +28,9 @@ from ftkit.data.prepared_data import PreparedData
 from ftkit.data.template_probes import shapes
 from ftkit.errors import DataError, plural
 from ftkit.evaluate.engines import ENGINES, LARGEST_BIAS, Engine, EngineError, RefusedError, Setup, serve
+from ftkit.evaluate.served_model import takes_vllm
 from ftkit.evaluate.source import ModelFolder
 from ftkit.evaluate.verify_export import CLOSER_THAN_BASE, base_of, loaded
-from ftkit.evaluate.vllm import takes_vllm
 from ftkit.models.config_json import text_part
 from ftkit.models.folder import read_model_config
 from ftkit.runs.certificate import Check, EngineResult

@@ -11,7 +11,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,12 +28,16 @@ from ftkit.models.config_json import text_part
 from ftkit.models.folder import max_lora_rank, read_model_config
 
 if TYPE_CHECKING:
+    import subprocess
+
     from ftkit.data.conversations import Conversation
 
 _HOST = "127.0.0.1"
 _START_SECONDS = 1800.0
 _ANSWER_SECONDS = 600.0
 _SHOWN_LINES = 8
+_MAX_PROMPTS = 256
+"""Prompts of a request: as many as vLLM computes at once by default."""
 LARGEST_BIAS = 100
 """Largest bias of a logit in OpenAI's API."""
 _NUM_PROBABILITIES = 2000
@@ -49,7 +53,11 @@ class EngineError(TrainingError):
     last_line = ""
 
 
-class RefusedError(Exception):
+class RequestError(Exception):
+    """A server does not answer a request."""
+
+
+class RefusedError(RequestError):
     """A server refuses a request, with an HTTP status from 400 on."""
 
 
@@ -112,7 +120,7 @@ class Engine(ABC):
 
     @abstractmethod
     def command(self, length: int) -> list[str]:
-        """Return the command line that serves texts of up to `length` tokens, without the port."""
+        """Return the command line that serves texts of up to `length` tokens (0: of the model), without the port."""
 
     @abstractmethod
     def version(self) -> str: ...
@@ -171,6 +179,8 @@ class Engine(ABC):
             connection.request("GET" if body is None else "POST", path, data, headers)
             response = connection.getresponse()
             text = response.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise RequestError(one_line(error)) from error
         finally:
             connection.close()
         if response.status >= http.client.BAD_REQUEST:
@@ -180,7 +190,7 @@ class Engine(ABC):
 
 @contextmanager
 def serve(engine: Engine, length: int, report: Callable[[str], None]) -> Iterator[None]:
-    """Serve an export in the block; the log of a server that was started is removed only if the block succeeds.
+    """Serve an export in the block, for texts as `command` has them; a log is removed only if the block succeeds.
 
     Raises `EngineError`, with the log's last lines, if the server ends or stops answering.
     """
@@ -189,7 +199,7 @@ def serve(engine: Engine, length: int, report: Callable[[str], None]) -> Iterato
             engine.address = url.removeprefix("http://").rstrip("/")
             engine.model = engine.call("/v1/models")["data"][-1]["id"]  # adapters follow their base
             yield
-        except (OSError, http.client.HTTPException, RefusedError) as error:
+        except RequestError as error:
             raise EngineError(
                 f"{engine.name} does not serve {engine.setup.folder} at {url}: {one_line(error)}",
                 meaning="it is not http://HOST:PORT, not ready, another engine, or requires a key",
@@ -206,13 +216,9 @@ def serve(engine: Engine, length: int, report: Callable[[str], None]) -> Iterato
     report(f"starting {engine.name}; its log: {name}")
     with process.running(words, log=Path(name)) as program:
         try:
-            deadline = time.monotonic() + _START_SECONDS
-            while not _is_ready(engine):
-                if program.poll() is not None or time.monotonic() > deadline:
-                    raise ConnectionError("it ended" if program.poll() is not None else "it does not answer")
-                time.sleep(0.5)
+            _wait_until_ready(engine, program)
             yield
-        except (OSError, http.client.HTTPException, RefusedError) as error:
+        except RequestError as error:
             lines = [*filter(str.strip, Path(name).read_text(encoding="utf-8", errors="replace").splitlines())]
             failed = EngineError(
                 f"{engine.name} does not serve {engine.setup.folder}: {one_line(error)}",
@@ -224,18 +230,17 @@ def serve(engine: Engine, length: int, report: Callable[[str], None]) -> Iterato
     Path(name).unlink()
 
 
-def _is_ready(engine: Engine) -> bool:
-    try:
-        engine.call("/health")
-    except (OSError, RefusedError, http.client.HTTPException):
-        return False
-    return True
-
-
-def num_gpus_for_vllm(base: Path) -> int:
-    """Return the most GPUs of this machine that divide a model's attention heads, as vLLM requires; 1 without GPUs."""
-    heads = int(text_part(read_model_config(base)).get("num_attention_heads", 1))
-    return next(num for num in range(max(1, torch.cuda.device_count()), 0, -1) if heads % num == 0)
+def _wait_until_ready(engine: Engine, program: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        with suppress(RequestError):
+            engine.call("/health")
+            return
+        if program.poll() is not None:
+            raise RequestError("it ended")
+        if time.monotonic() > deadline:
+            raise RequestError("it does not answer")
+        time.sleep(0.5)
 
 
 class Vllm(Engine):
@@ -247,11 +252,13 @@ class Vllm(Engine):
             self.tool_settings, self.parses_calls = {"tool_choice": "none"}, False
 
     def command(self, length: int) -> list[str]:
-        setup = self.setup
+        setup, num_heads = self.setup, int(text_part(read_model_config(self.setup.base)).get("num_attention_heads", 1))
+        # The most GPUs of this machine that divide the attention heads, as vLLM requires; 1 without GPUs.
+        num_gpus = next(num for num in range(max(1, torch.cuda.device_count()), 0, -1) if num_heads % num == 0)
         words = [
             setup.python, "-m", "vllm.entrypoints.cli.main", "serve", str(setup.base), "--tokenizer", str(setup.folder),
-            "--generation-config", str(setup.folder), "--max-model-len", str(length),
-            "--tensor-parallel-size", str(num_gpus_for_vllm(setup.base)),
+            "--generation-config", str(setup.folder), *(("--max-model-len", str(length)) if length else ()),
+            "--tensor-parallel-size", str(num_gpus),
             *(() if torch.cuda.is_available() else ("--enforce-eager",)),  # compiling takes a CPU minutes
         ]  # fmt: skip
         if not setup.rank:
@@ -268,18 +275,19 @@ class Vllm(Engine):
 
     def distributions(self, tokens: Sequence[int], places: Sequence[int], number: int) -> list[dict[int, float]]:
         """Return log-probabilities after `tokens[: place + 1]`: of the next token, and `number` of the likeliest."""
-        answer = self._choice(tokens, 1, prompt_logprobs=number)["prompt_logprobs"]
+        answer = self._choices(tokens, 1, prompt_logprobs=number)[0]["prompt_logprobs"]
         return [{int(token): each["logprob"] for token, each in answer[place + 1].items()} for place in places]
 
-    def complete(self, prompt: Sequence[int], max_tokens: int, *, ignores_end: bool) -> list[int]:
-        """Return the greedy completion of a prompt."""
-        settings = {"ignore_eos": ignores_end, "repetition_penalty": 1.0, "return_token_ids": True}
-        tokens: list[int] = self._choice(prompt, max_tokens, **settings)["token_ids"]
-        return tokens
+    def complete(self, prompts: Sequence[Sequence[int]], max_tokens: int, **settings: object) -> list[list[int]]:
+        """Return the completion of each prompt, greedy unless `settings` of a request change that."""
+        settings = {"repetition_penalty": 1.0, "return_token_ids": True} | settings
+        parts = [prompts[first : first + _MAX_PROMPTS] for first in range(0, len(prompts), _MAX_PROMPTS)]
+        choices = [choice for part in parts for choice in self._choices(part, max_tokens, **settings)]
+        return [choice["token_ids"] for choice in choices]
 
-    def _choice(self, prompt: Sequence[int], max_tokens: int, **settings: object) -> dict[str, Any]:
-        body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
-        found: dict[str, Any] = self.call("/v1/completions", body | settings)["choices"][0]
+    def _choices(self, prompt: Sequence[object], max_tokens: int, **settings: object) -> list[dict[str, Any]]:
+        body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        found: list[dict[str, Any]] = self.call("/v1/completions", body | settings)["choices"]
         return found
 
 
@@ -294,7 +302,7 @@ class Sglang(Engine):
         setup = self.setup
         words = [
             setup.python, "-m", "sglang.launch_server", "--model-path", str(setup.base), "--served-model-name", "base",
-            "--tokenizer-path", str(setup.folder), "--context-length", str(length),
+            "--tokenizer-path", str(setup.folder), *(("--context-length", str(length)) if length else ()),
         ]  # fmt: skip
         self.model = f"base:{_MODEL}" if setup.rank else "base"
         lora = ["--lora-paths", f"{_MODEL}={setup.folder}", "--max-lora-rank", str(setup.rank)]
@@ -378,9 +386,9 @@ class LlamaCpp(Engine):
                 return dict(list(found.items())[:number]) | {token: found[token]}  # the most probable ones come first
         raise RefusedError(f"token {token} is not in the file's vocabulary")
 
-    def complete(self, prompt: Sequence[int], max_tokens: int, *, ignores_end: bool) -> list[int]:
-        tokens: list[int] = self._completion(prompt, max_tokens, ignore_eos=ignores_end)["tokens"]
-        return tokens
+    def complete(self, prompts: Sequence[Sequence[int]], max_tokens: int, **settings: object) -> list[list[int]]:
+        """Return the same as vLLM's."""
+        return [self._completion(prompt, max_tokens, **settings)["tokens"] for prompt in prompts]
 
     def _completion(self, prompt: Sequence[int], max_tokens: int, **settings: object) -> dict[str, Any]:
         body = {"prompt": list(prompt), "n_predict": max_tokens, "temperature": 0, "return_tokens": True}

@@ -81,9 +81,6 @@ class GeneratingModel(ABC):
     def losses(self, documents: Sequence[Document]) -> list[list[float]]:
         """Return each document's summed loss, its number of labels, and how many labels are the most probable token."""
 
-    def close(self) -> None:  # noqa: B027 - a model in this process has nothing to end
-        """End other processes of the model, and free their memory."""
-
 
 @dataclass(frozen=True)
 class LoadedModel(GeneratingModel):

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import AutoConfig, GenerationConfig, TextStreamer
+from transformers import AutoConfig
 
 from ftkit.data.cases import EvaluationSet, ModelInput, Prompt
 from ftkit.data.packing import IGNORED, Document
@@ -30,6 +30,7 @@ from ftkit.evaluate.export_formats import QUANTIZE, find_program, run_converter
 from ftkit.evaluate.loaded_model import GeneratingModel, LoadedModel, available_devices, find_generation, load_model
 from ftkit.evaluate.results import compare
 from ftkit.evaluate.scoring import Measured, Ranks, evaluation_set, measure
+from ftkit.evaluate.served_model import Distributions, ServedModel
 from ftkit.evaluate.source import MeasureSettings, ModelFolder
 from ftkit.files import publish, read_json, write_json
 from ftkit.models.folder import EXPORT_RECORD
@@ -57,8 +58,7 @@ _CALIBRATION_DOCUMENTS = 512
 _CALIBRATION_TOKENS = 2**20
 _INCREASE = "increase"
 _FALLBACK = re.compile(r"(\d+ of \d+) tensor\(s\) required fallback")
-_Distributions = list[Mapping[int, float]]
-_Measured = tuple[Measured, _Distributions]
+_Measured = tuple[Measured, Distributions]
 """Losses and scores of rows, and the distributions at each label."""
 _SMALLEST = 1e-12
 """Smallest probability of all tokens together that are not among the most probable ones."""
@@ -82,13 +82,13 @@ class Quantizer(ABC):
         """Write a file, or the folder of a model, into a folder; return it, and a note for the model card."""
 
     @abstractmethod
-    def open(self, path: Path, length: int, targets: _Distributions) -> AbstractContextManager[GeneratingModel]:
+    def open(self, path: Path, length: int, targets: Distributions) -> AbstractContextManager[GeneratingModel]:
         """Run what is in `path`, for texts of up to `length` tokens; losses append the distribution at each label."""
 
     @contextmanager
-    def served(self, engine: Vllm | LlamaCpp, length: int, targets: _Distributions) -> Iterator[GeneratingModel]:
+    def served(self, engine: Vllm | LlamaCpp, length: int, targets: Distributions) -> Iterator[GeneratingModel]:
         with serve(engine, length, self.report):
-            yield _Served(engine.dtype, self.tokenizer, self.generation, engine, targets)
+            yield ServedModel(engine.dtype, self.tokenizer, self.generation, engine, _NUM_COMPARED, targets)
 
     def name_of(self, path: Path) -> str:
         return self.record.precision if path == self.export else path.name
@@ -113,7 +113,7 @@ class Gguf(Quantizer):
         note = f"{larger[1]} tensors have a larger type: their rows do not fit the blocks of {name}" if larger else ""
         return path, note
 
-    def open(self, path: Path, length: int, targets: _Distributions) -> AbstractContextManager[GeneratingModel]:
+    def open(self, path: Path, length: int, targets: Distributions) -> AbstractContextManager[GeneratingModel]:
         setup = Setup(self.export, self.export, self.record.precision, (), "", None, path.parent, path)
         return self.served(LlamaCpp(setup), length, targets)
 
@@ -149,7 +149,7 @@ class Compressed(Quantizer):
         return path, note if documents else ""
 
     @contextmanager
-    def open(self, path: Path, length: int, targets: _Distributions) -> Iterator[GeneratingModel]:
+    def open(self, path: Path, length: int, targets: Distributions) -> Iterator[GeneratingModel]:
         if self._server:
             options = ("--max-logprobs", str(_NUM_COMPARED))
             setup = Setup(path, path, self.name_of(path), options, self._server, None, path)
@@ -228,41 +228,10 @@ def format_table(files: Sequence[QuantizedFiles]) -> tuple[list[str], list[list[
 
 
 @dataclass(frozen=True)
-class _Served(GeneratingModel):
-    """A model that an engine's server serves; `targets` are the distributions at each label, once measured."""
-
-    schedules: ClassVar[bool] = True
-    engine: Vllm | LlamaCpp
-    targets: _Distributions
-
-    @property
-    def input(self) -> ModelInput:
-        return ModelInput.of(self.tokenizer, self.label, AutoConfig.from_pretrained(self.engine.setup.folder))
-
-    def complete(
-        self, prompts: Sequence[Sequence[int]], config: GenerationConfig, streamer: TextStreamer | None = None
-    ) -> list[list[int]]:
-        del streamer
-        length, ignores_end = int(config.max_new_tokens or 1), bool(config.min_new_tokens)
-        return [self.engine.complete(prompt, length, ignores_end=ignores_end) for prompt in prompts]
-
-    def losses(self, documents: Sequence[Document]) -> list[list[float]]:
-        sums = []
-        for document in documents:
-            places = np.flatnonzero(document.labels != IGNORED)
-            found = self.engine.distributions(document.tokens.tolist(), places.tolist(), _NUM_COMPARED)
-            self.targets.extend(found)
-            pairs = [(each[label], each) for label, each in zip(document.labels[places].tolist(), found, strict=True)]
-            num_best = sum(logprob == max(each.values()) for logprob, each in pairs)
-            sums.append([-math.fsum(logprob for logprob, _ in pairs), float(len(pairs)), float(num_best)])
-        return sums
-
-
-@dataclass(frozen=True)
 class _Loaded(LoadedModel):
-    """A model of transformers; `targets` are as those of `_Served`."""
+    """A model of transformers; `targets` are as those of `ServedModel`."""
 
-    targets: _Distributions = field(default_factory=list)
+    targets: Distributions = field(default_factory=list)
 
     def label_logits(self, documents: Sequence[Document]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for logits, labels in super().label_logits(documents):
@@ -304,7 +273,7 @@ def _measure(
     """Return the measurements of a file or folder, and the tokens per second of one generated completion."""
     prompts = [each.prompt for each in data.cases] or [Prompt(each.tokens[:1].tolist()) for _, each in data.documents]
     length = max(*(len(each.tokens) for _, each in data.documents), *(map(len, prompts))) + settings.max_new_tokens
-    targets: _Distributions = []
+    targets: Distributions = []
     with quantizer.open(path, min(length, max_length or length), targets) as model:
         rows = measure(model, data, metrics, settings, Ranks())
         timed = model.generation.greedy(model.tokenizer, _TIMED_TOKENS)

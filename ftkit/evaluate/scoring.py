@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -140,26 +140,25 @@ def evaluation_set(
 def measure_target(
     target: Target,
     settings: MeasureSettings,
-    load: Callable[[ModelSource], GeneratingModel],
+    load: Callable[[ModelSource], AbstractContextManager[GeneratingModel]],
     report: Callable[[str], None],
     ranks: Ranks | None = None,
 ) -> Measurements:
     """Measure a model, and the model before training on the same rows if there is one. Collective."""
-    model, ranks = load(target.source), ranks or Ranks()
-    tokenizer = model.tokenizer
-    data, metrics = evaluation_set(model.input, target.plan, settings, report)
-    completions = f", {plural(len(data.cases), 'completion')}" if metrics else ""
-    report(f"measuring {plural(len(data.rows), 'row')}{completions}")
-    after, before = measure(model, data, metrics, settings, ranks), None
+    ranks, before = ranks or Ranks(), None
+    with load(target.source) as model:
+        tokenizer = model.tokenizer
+        data, metrics = evaluation_set(model.input, target.plan, settings, report)
+        completions = f", {plural(len(data.cases), 'completion')}" if metrics else ""
+        report(f"measuring {plural(len(data.rows), 'row')}{completions}")
+        after = measure(model, data, metrics, settings, ranks)
     for metric in metrics if settings.metrics else ():
         if all(score is None for score in after.scores[metric.name]):
             report(f"{metric.name} applies to none of these rows")
-    model.close()
     if target.before and target.before != target.source:
         del model  # only one model at a time is in memory
-        model = load(target.before)
-        before = measure(model, data, metrics, settings, ranks)
-        model.close()
+        with load(target.before) as model:
+            before = measure(model, data, metrics, settings, ranks)
     return Measurements(tokenizer, data, metrics, after, before)
 
 

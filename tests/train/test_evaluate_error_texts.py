@@ -11,9 +11,9 @@ from ftkit.data.rows import Row
 from ftkit.evaluate.checkpoint_export import ExportRequest, export_run
 from ftkit.evaluate.export_formats import check_format, find_converter
 from ftkit.evaluate.generate import count_done
+from ftkit.evaluate.served_model import takes_vllm
 from ftkit.evaluate.source import ModelFolder, find_target
 from ftkit.evaluate.verify_export import check_memory, read_record, require_passed
-from ftkit.evaluate.vllm import takes_vllm
 from ftkit.planning.layout import Workspace
 from ftkit.runs.certificate import Check
 
@@ -46,7 +46,7 @@ def failures(run: Run, folder: Path) -> Iterator[tuple[str, Callable[[], object]
 def test_error_texts(make_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("FTKIT_GGUF_CONVERTER", raising=False)
-    monkeypatch.setattr("ftkit.evaluate.vllm.find_spec", lambda _: None)
+    monkeypatch.setattr("ftkit.evaluate.served_model.find_spec", lambda _: None)
     folder = tmp_path / "here"
     folder.mkdir()
     check_error_texts("evaluate", failures(make_run("demo-20260102T030505Z-0001"), folder), {str(folder): "/here"})

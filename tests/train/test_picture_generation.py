@@ -18,10 +18,11 @@ from ftkit.data.cases import make_evaluation_set
 from ftkit.data.packing import IGNORED
 from ftkit.data.rows import Row
 from ftkit.errors import DataError, PrerequisiteError
+from ftkit.evaluate.engines import Setup, Vllm
 from ftkit.evaluate.generate import ChatSession, Decoding, generate_rows
 from ftkit.evaluate.loaded_model import LoadedModel, load_model
+from ftkit.evaluate.served_model import ServedModel
 from ftkit.evaluate.source import ModelFolder
-from ftkit.evaluate.vllm import VllmModel
 
 QUESTION = {"type": "text", "text": "What is it?"}
 
@@ -122,8 +123,8 @@ def test_turns_before_a_later_picture_are_reported_as_not_completed(folder: Path
 
 
 def test_vllm_gets_no_pictures(folder: Path, model: LoadedModel, capfd: pytest.CaptureFixture[str]) -> None:
-    engine: Any = None
-    served = VllmModel("tiny", model.tokenizer, model.generation, engine, folder)
+    engine = Vllm(Setup(folder, folder, "", (), "", None, folder))
+    served = ServedModel("tiny", model.tokenizer, model.generation, engine)
     with pytest.raises(PrerequisiteError, match="no pictures"):
         next(generate_rows(served, [row(folder, "a.png")], None, {}, Decoding(), 1))
     assert served.input.processor(is_needed=False) is None

@@ -7,17 +7,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import stand_in_engine
 import torch
-from transformers import AutoModelForCausalLM
 
 from ftkit.cli.main import main
 from ftkit.config.data import AutoFormat, MessagesFormat
@@ -247,74 +242,11 @@ def test_a_harness_task_runs_before_and_after_training_without_network(
     assert main(["eval", "tried", "--harness", "nonesuch"]) == 4
 
 
-@dataclass(kw_only=True)
-class _SamplingParams:
-    """The subset of vLLM's parameters that ftkit sets."""
-
-    max_tokens: int
-    temperature: float
-    detokenize: bool
-    seed: int | None = None
-    stop_token_ids: Sequence[int] = ()
-    prompt_logprobs: int | None = None
-    flat_logprobs: bool = False
-
-    def __post_init__(self) -> None:
-        assert (self.temperature, self.seed, self.detokenize) == (0, None, False)
-        assert self.flat_logprobs == (self.prompt_logprobs == 0)
-
-
-class _Llm:
-    """vLLM's LLM on transformers: generates up to an end token, which is part of the completion."""
-
-    def __init__(
-        self, *, model: str, tokenizer: str, tensor_parallel_size: int, generation_config: str, enforce_eager: bool
-    ) -> None:
-        assert (tokenizer, tensor_parallel_size, generation_config, enforce_eager) == (model, 1, "vllm", True)
-        self.model = AutoModelForCausalLM.from_pretrained(model)
-        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
-
-    def generate(
-        self, prompts: list[dict[str, list[int]]], params: _SamplingParams, *, use_tqdm: bool, lora_request: object
-    ) -> list[Any]:
-        assert not use_tqdm
-        assert lora_request is None
-        outputs = []
-        for prompt in prompts:
-            tokens = list(prompt["prompt_token_ids"])
-            completion: list[int] = []
-            while len(completion) < params.max_tokens and not (completion and completion[-1] in params.stop_token_ids):
-                with torch.inference_mode():
-                    logits = self.model(input_ids=torch.tensor([[*tokens, *completion]])).logits
-                completion.append(int(logits[0, -1].argmax()))
-            answer = SimpleNamespace(token_ids=tuple(completion))
-            scored = self._score(tokens) if params.flat_logprobs else None
-            outputs.append(SimpleNamespace(outputs=[answer], prompt_logprobs=scored))
-        return outputs
-
-    def _score(self, tokens: list[int]) -> SimpleNamespace:
-        """Return log-probability and rank of each token but the first, which has none."""
-        with torch.inference_mode():
-            found = self.model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
-        own = [(row[token], (row >= row[token]).sum()) for row, token in zip(found, tokens[1:], strict=False)]
-        return SimpleNamespace(
-            start_indices=[0, *range(len(own))],
-            logprobs=[float(value) for value, _ in own],
-            ranks=[int(rank) for _, rank in own],
-        )
-
-
 @pytest.fixture
 def stand_in_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, content in (
-        ("vllm", {"LLM": _Llm, "SamplingParams": _SamplingParams}),
-        ("vllm.lora", {}),
-        ("vllm.lora.request", {"LoRARequest": object}),
-    ):
-        module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
+    """Have a server that computes with transformers in place of vLLM's."""
+    monkeypatch.setattr("ftkit.evaluate.engines.process.running", stand_in_engine.running)
+    monkeypatch.setattr("ftkit.evaluate.served_model.find_spec", lambda _: "vllm")
 
 
 def test_a_missing_vllm_is_reported_with_the_image_that_has_it(
@@ -337,7 +269,7 @@ def test_evaluations_with_vllm_and_transformers_agree(
     for one, other in zip(by_vllm.pop("metrics"), by_transformers.pop("metrics"), strict=True):
         for key, value in other.items():
             is_measured = key in ("after", "interval")
-            assert one[key] == (pytest.approx(value, rel=1e-4) if is_measured else value), other["metric"]
+            assert one[key] == (pytest.approx(value, rel=1e-2) if is_measured else value), other["metric"]
     assert by_vllm == by_transformers
     assert main(["eval", "tried", "--engine", "vllm"]) == 5  # random weights are in no file
     assert "--no-before" in capfd.readouterr().err

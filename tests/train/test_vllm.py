@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +23,9 @@ from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.evaluate.certificate import certify
 from ftkit.evaluate.loaded_model import load_model
 from ftkit.evaluate.scoring import measure_target
+from ftkit.evaluate.served_model import served_by_vllm
 from ftkit.evaluate.source import MeasureSettings, ModelFolder, Target, TrainedStep
 from ftkit.evaluate.verify_export import read_record
-from ftkit.evaluate.vllm import load_with_vllm
 from ftkit.launch.side_jobs import serve_command
 from ftkit.models.folder import ADAPTER_FILE
 from ftkit.train.components.generation import Generation
@@ -102,8 +103,10 @@ def test_evaluations_with_vllm_and_transformers_agree(method: str, runs: dict[st
     run = runs[method]
     target = Target(ModelFolder(run.layout.export, "it"), run.plan, TrainedStep(run.layout, run.plan, 0))
     settings = MeasureSettings(limit=6, max_new_tokens=8)
-    by_vllm = measure_target(target, settings, load_with_vllm, print)
-    expected = measure_target(target, settings, lambda source: load_model(source, torch.device("cpu")), print)
+    by_vllm = measure_target(target, settings, lambda source: served_by_vllm(source, print), print)
+    expected = measure_target(
+        target, settings, lambda source: nullcontext(load_model(source, torch.device("cpu"))), print
+    )
     for one, other in ((by_vllm.after, expected.after), (by_vllm.before, expected.before)):
         assert one is not None
         assert other is not None

@@ -1,0 +1,69 @@
+"""vLLM's server, by a stand-in that fails as it does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit.cli.main import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from conftest import Run
+
+pytestmark = pytest.mark.train
+
+SERVER = """
+import os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        print(*(f"frame {number}" for number in range(30)), "OutOfMemoryError: CUDA", sep="\\n", flush=True)
+        os._exit(1)
+
+if "REFUSED":
+    sys.exit("ValueError: REFUSED")
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that installs a server, which ends at once if it gets a reason."""
+
+    def install(refusal: str = "") -> None:
+        folder = tmp_path / "packages"
+        for name, content in {
+            "vllm/__init__": "",
+            "vllm/entrypoints/__init__": "",
+            "vllm/entrypoints/cli/__init__": "",
+            "vllm/entrypoints/cli/main": SERVER.replace("REFUSED", refusal),
+        }.items():
+            path = folder / f"{name}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+        monkeypatch.syspath_prepend(str(folder))
+
+    return install
+
+
+@pytest.mark.parametrize(("refusal", "last"), [("", "OutOfMemoryError: CUDA"), ("unknown model", "unknown model")])
+def test_a_server_that_ends_is_reported_with_its_last_lines(
+    refusal: str, last: str, finished_run: Run, program: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program(refusal)
+    words = ["generate", str(finished_run.layout.export), "--input", "Hello", "--engine", "vllm"]
+    assert main(words) == 9
+    out, err = capfd.readouterr()
+    assert not out
+    assert "--engine transformers" in err
+    assert last in err.splitlines()[-1]
+    assert err.count("frame") == (0 if refusal else 7)
