@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -171,6 +171,11 @@ def is_turn(value: object, style: str) -> bool:
     """Tell whether a value looks like a turn of a style."""
     keys = {"role"} if style == "openai" else {"from", "value"}
     return isinstance(value, dict) and keys <= value.keys()
+
+
+def style_of(turns: Sequence[object]) -> str | None:
+    """Return the style of turns, by the first one; None if that is no turn."""
+    return next((style for style in ("openai", "sharegpt") if turns and is_turn(turns[0], style)), None)
 
 
 def turns_in(value: object) -> list[object]:

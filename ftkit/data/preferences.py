@@ -20,10 +20,10 @@ from ftkit.data.conversations import (
     PlainText,
     blank_turn,
     check_calls,
-    is_turn,
     picture_source,
     read_tools,
     read_turns,
+    style_of,
     turns_in,
 )
 from ftkit.errors import DataError, plural
@@ -195,7 +195,7 @@ def read_preferences(columns: Columns, form: PreferencesFormat, ignored: Collect
     """Read the pairs of a row; the turns that its completions share at the beginning belong to the prompt."""
     _check_scores(columns, form)
     chosen, rejected = (columns.get(name) for name in (form.chosen, form.rejected))
-    several = rejected if isinstance(rejected, list) and rejected and not _are_turns(rejected) else [rejected]
+    several = rejected if isinstance(rejected, list) and rejected and not style_of(rejected) else [rejected]
     sides = [_turns_of(chosen, form.chosen, ignored), *(_turns_of(each, form.rejected, ignored) for each in several)]
     prompt: Turns = ()
     if (asked := columns.get(form.prompt)) not in (None, "", []):
@@ -244,17 +244,12 @@ def _check_scores(columns: Columns, form: PreferencesFormat) -> None:
         )
 
 
-def _are_turns(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and any(is_turn(value[0], style) for style in ("openai", "sharegpt"))
-
-
 def _turns_of(value: Any, column: str, ignored: Collection[str]) -> Turns:
     """Return a completion, or a conversation that ends with it."""
     if isinstance(value, dict):
         value = [value]
     turns = turns_in(value)
-    if _are_turns(turns):
-        style = "openai" if is_turn(turns[0], "openai") else "sharegpt"
+    if style := style_of(turns):
         return tuple(read_turns(turns, column, style, ignored))
     if not isinstance(value, str):
         raise DataError(

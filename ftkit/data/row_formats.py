@@ -36,6 +36,7 @@ from ftkit.data.conversations import (
     is_turn,
     read_tools,
     read_turns,
+    style_of,
     turns_in,
 )
 from ftkit.data.preferences import PICTURE_COLUMNS, Example, read_preferences, with_pictures
@@ -314,10 +315,8 @@ def _turns_of(columns: Columns, text: str, ignored: Collection[str]) -> tuple[Me
     pieces = parse_format_string(text)
     column = pieces[0][1] if len(pieces) == 1 and pieces[0][0] == "" else None
     value = columns.get(column) if column else None
-    if column is None or not isinstance(value, list) or not value:
-        return None
-    style = "sharegpt" if is_turn(value[0], "sharegpt") else "openai"
-    return tuple(read_turns(value, column, style, ignored)) if is_turn(value[0], style) else None
+    style = style_of(value) if isinstance(value, list) else None
+    return tuple(read_turns(value, str(column), style, ignored)) if style else None
 
 
 def _prompt(columns: Columns, form: PromptCompletionFormat | JinjaFormat) -> tuple[str | None, str]:
