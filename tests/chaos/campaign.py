@@ -19,6 +19,7 @@ MARGIN = 24
 """Last steps of a run without faults, since a run fails if its last checkpoint can't be written."""
 RESIZED = "resumed at another size"
 """A run with this fault has no others, and is compared with a tolerance."""
+RELEASED = ", and Slurm held the job until `scontrol release`"
 TOLERANCE = 1e-5
 
 
@@ -137,7 +138,12 @@ class Campaign:
                 break
             source, tolerance = next(sources)
             run = self.site.start(f"disturbed-{number}")
-            self._disturb_until_completed(run, source)
+            try:
+                self._disturb_until_completed(run, source)
+            except Exception as error:  # noqa: BLE001 - the faults before it count, and other runs follow
+                self.results.wrong.append(f"{self.name}given up, see {self.site.abandon(run)}: {error!r}")
+                self._tell(self.results.wrong[-1])
+                continue
             found = differences(run, reference, tolerance=tolerance)
             self.results.wrong += [f"{self.name}{run.folder.name}: {each}" for each in found]
             self.results.num_equal += not found
@@ -164,7 +170,7 @@ class Campaign:
         """Inject a fault into a run; wait until it trains again."""
         before, begun, num_starts = run.step(), time.time(), len(run.records("start"))
         self._tell(f"{time.strftime('%H:%M:%S')}  {run.folder.name}  step {before:4}  {kind}")
-        tally = self.results.tallies[kind]
+        tally, num_releases = self.results.tallies[kind], run.num_releases
         tally.faults += 1
         self.site.faults[kind](run, self.chance)
         before = max(before, run.step()) if len(run.records("start")) == num_starts else before
@@ -175,6 +181,10 @@ class Campaign:
             return bool(found) or run.is_completed() or run.is_over()
 
         wait_for(run, is_decided)
+        if run.num_releases > num_releases:  # a row of its own
+            tally.faults -= 1
+            tally = self.results.tallies[kind + RELEASED]
+            tally.faults += 1
         if not found and not run.is_completed():
             self._tell(f"          not survived: {run.output()}")
             self.site.resume(run)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import subprocess
+import sys
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -72,12 +75,14 @@ class DevCluster:
         """Run a command on the login node."""
         return self.call("exec", "--", *command, check=check)
 
+    def nodes_in(self, state: str) -> list[str]:
+        """Return the nodes in a state."""
+        command = ("sinfo", "--noheader", "--Node", "--partition=dev", f"--states={state}", "--format=%N")
+        return self.slurm(*command).split()
+
     def resume_nodes(self) -> None:
         """Let nodes take jobs again that Slurm has drained."""
-        drained = self.slurm(
-            "sinfo", "--noheader", "--Node", "--partition=dev", "--states=drain", "--format=%N"
-        ).split()
-        for node in drained:
+        for node in self.nodes_in("drain"):
             self.call("node", node, "--", "scontrol", "update", f"nodename={node}", "state=resume", check=False)
 
     def ftkit(self, *arguments: str) -> str:
@@ -150,8 +155,13 @@ class SlurmRun(Run):
         answer = next((row.split()[1:] for row in rows if row.split()[:1] == [job]), [])
         if "DRAINED" in answer:  # by Slurm, after a node that had no network came back with steps of the last start
             self.cluster.resume_nodes()
-        if answer[-1:] == ["held"]:  # for the same reason: the run has not survived
-            self.cluster.slurm("scancel", job)
+        if answer[-1:] == ["held"]:  # for the same reason, which no job can prevent: do what `ftkit status` says
+            command = f"scontrol release {job}"
+            if command not in " ".join(self.cluster.ftkit("status", self.id).split()):
+                raise AssertionError(f"ftkit status does not say: {command}")
+            self.cluster.resume_nodes()
+            self.cluster.slurm(*command.split(), check=True)
+            self.num_releases += 1
         return not answer or answer[0] not in ACTIVE
 
     def output(self) -> str:
@@ -219,12 +229,28 @@ class SlurmSite:
     def resume(self, run: Run) -> None:
         self.cluster.ftkit("resume", run.folder.name, "--no-follow")
 
+    def abandon(self, run: Run) -> Path:
+        kept = Path(tempfile.mkdtemp(prefix=f"ftkit-chaos-{self.cluster.name}-"))
+        shutil.copytree(run.folder, kept / "run", ignore=shutil.ignore_patterns("checkpoints"))
+        shutil.copytree(self.cluster.state / "log", kept / "log")
+        asked = ("scontrol --all show job; scontrol show node; squeue --states=all --long; sinfo --Node --long; "
+                 f"{ROOT}/.venv/bin/ftkit status {run.folder.name}")  # fmt: skip
+        (kept / "slurm").write_text(self.cluster.slurm("bash", "-c", f"({asked}) 2>&1"))
+        self.cluster.slurm("scancel", "--user", self.cluster.user)
+        self.repair()
+        return kept
+
     def repair(self) -> None:
         while self.dead:
             node = self.dead.pop()
             self.cluster.call("revive-node", node)
             self.cluster.mount_workspace(node)
         self.cluster.resume_nodes()
+        for node in self.cluster.nodes_in("down"):
+            if not self.cluster.call("node", node, "--", "pgrep", "-x", "slurmd", check=False):
+                log = (self.cluster.state / "log" / f"slurmd-{node}.log").read_text(errors="replace")[-1500:]
+                sys.stdout.write(f"{self.cluster.name}: slurmd of {node} does not run: started again. {log}\n")
+                start_slurmd(self.cluster, node)
 
     @property
     def faults(self) -> dict[str, Callable[[SlurmRun, Random], object]]:
@@ -259,7 +285,12 @@ def kill_slurmd(run: SlurmRun, chance: Random) -> None:
     node = chance.choice(wait_for(run, run.nodes))
     run.cluster.call("node", node, "--", "pkill", "-KILL", "-x", "slurmd", check=False)
     time.sleep(chance.choice([3, 25]))
-    run.cluster.call("node", node, "--", "sh", "-c", "exec setsid --fork slurmd -D >/dev/null 2>&1")
+    start_slurmd(run.cluster, node)
+
+
+def start_slurmd(cluster: DevCluster, node: str) -> None:
+    """Start a node's slurmd."""
+    cluster.call("node", node, "--", "sh", "-c", "exec setsid --fork slurmd -D >/dev/null 2>&1")
 
 
 def fill_disk(run: SlurmRun, chance: Random) -> None:

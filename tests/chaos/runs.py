@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
@@ -31,11 +31,13 @@ class Run(ABC):
     Attributes:
         folder: of the run.
         num_steps: after which it is completed.
+        num_releases: how often Slurm held its job, and the command that `ftkit status` shows released it.
         poll_seconds: the pause between two looks at it.
     """
 
     folder: Path
     num_steps: int
+    num_releases: int = field(default=0, kw_only=True)
     poll_seconds: ClassVar[float] = 0.1
 
     @abstractmethod
@@ -112,6 +114,9 @@ class Site(Protocol):
 
     def resume(self, run: Run) -> None:
         """Restart a run that is over."""
+
+    def abandon(self, run: Run) -> Path:
+        """End a run that no longer trains; return a folder with its files and the site's logs."""
 
     def repair(self) -> None:
         """Repair nodes that faults have broken."""

@@ -71,6 +71,9 @@ class ForkedSite:
     def resume(self, run: Run) -> None:
         raise AssertionError(run.output())
 
+    def abandon(self, run: Run) -> Path:
+        raise AssertionError(run.output())
+
     def repair(self) -> None:
         pass
 
