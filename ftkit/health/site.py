@@ -26,7 +26,6 @@ _LIST_PARTITIONS: Final = ("sinfo", "--local", "--noheader", "--format=%P|%a|%D|
 """Without the partitions of other clusters in a federation, where this cluster's jobs can't name them."""
 _TIMEOUT_SECONDS: Final = 2.0
 _SITE_SECONDS: Final = 2.5
-_NO_ANSWER: Final = re.compile("contact slurm controller|timed out|connection refused|connect failure", re.IGNORECASE)
 _SHARED_TYPES: Final = re.compile(
     r"nfs4?|lustre|gpfs|beegfs|wekafs|ceph|glusterfs|panfs|pvfs2|orangefs|virtiofs|9p|cifs|smb3|fuse\.(juicefs|sshfs|ceph.*)"
 )
@@ -148,7 +147,7 @@ def _ask(words: Sequence[str], environment: Mapping[str, str]) -> str | None:
         return ""
     if done.returncode == 0:
         return done.stdout
-    return None if _NO_ANSWER.search(done.stderr) else ""
+    return None if re.search(process.SLURM_NO_ANSWER, done.stderr, re.IGNORECASE) else ""
 
 
 def parse_partitions(text: str, limits: str = "") -> tuple[Partition, ...]:

@@ -398,6 +398,7 @@ NO_ANSWERS = (
     "srun: error: Unable to confirm allocation for job 1: Unable to contact slurm controller (connect failure)",
     "srun: error: Unable to confirm allocation for job 1: Socket timed out on send/recv operation",
     "srun: error: Unable to confirm allocation for job 1: Unspecified error",
+    "srun: error: Unable to confirm allocation for job 1: Insane message length",
     "srun: error: Unable to create step for job 1: Job/step already completing or completed",
 )
 
