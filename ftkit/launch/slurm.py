@@ -136,7 +136,7 @@ _REASONS = {
     "InvalidAccount": "its account may no longer be used: it will never start",
     "InvalidQOS": "its quality of service may no longer be used: it will never start",
     "JobArrayTaskLimit": "as many runs of its sweep train as --max-parallel allows",
-    "JobHeldAdmin": "an administrator holds it",
+    "JobHeldAdmin": "an administrator or Slurm holds it; to release it: scontrol release {job}",
     "JobHeldUser": "it is held; to release it: scontrol release {job}",
     "JobHoldMaxRequeue": "it was requeued too often, and is held; to release it: scontrol release {job}",
     "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": (
@@ -150,7 +150,8 @@ _REASONS = {
     "Resources": "it waits for free nodes",
     "job_requeued_in_held_state": "it was requeued and is held; to release it: scontrol release {job}",
     "launch_failed_requeued_held": (
-        "a node could not start it, and Slurm holds it; to let it start again: scontrol release {job}"
+        "a node could not start it ('sinfo -R' lists drained ones), and Slurm holds it; to release it: "
+        "scontrol release {job}"
     ),
 }
 _STATES_IN_WORDS = {
@@ -225,7 +226,7 @@ def _explain(state: str, reason: str, submission: Submission) -> str:
     if word in _STATES_IN_WORDS:
         return _STATES_IN_WORDS[word]
     printed = reason.strip("()")
-    code = printed if printed.replace(" ", "_") in _REASONS else printed.partition(",")[0]
+    code, details = (printed, "") if printed.replace(" ", "_") in _REASONS else printed.partition(",")[::2]
     code = code.replace(" ", "_")
     if code in ("", "None", "null", "NonZeroExitCode") or word == "CANCELLED":  # then it is why the job was pending
         return ""
@@ -235,7 +236,7 @@ def _explain(state: str, reason: str, submission: Submission) -> str:
     waits = {"the job that prepares its data and weights": submission.preparation_job_id,
              f"job {submission.after_job_id} of its sweep (--max-parallel)": submission.after_job_id}  # fmt: skip
     other = " and ".join(what for what, job_id in waits.items() if job_id) or "another job"
-    meaning = meaning.format(job=submission.job_id, other=other)
+    meaning = meaning.format(job=submission.job_id, other=other) + (details and f" ({details.strip()})")
     return meaning if "," in code else f"{code}: {meaning}"
 
 

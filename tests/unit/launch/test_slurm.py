@@ -374,8 +374,14 @@ def test_what_sbatch_printed_is_reported_if_it_does_not_end(
             "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions",
             "its nodes are down or reserved",
         ),
-        ("ReqNodeNotAvail, Reserved for maintenance", "ReqNodeNotAvail: its nodes are down or reserved"),
-        ("ReqNodeNotAvail, UnavailableNodes:n[1-4]", "ReqNodeNotAvail: its nodes are down or reserved"),
+        (
+            "ReqNodeNotAvail, Reserved for maintenance",
+            "ReqNodeNotAvail: its nodes are down or reserved (Reserved for maintenance)",
+        ),
+        (
+            "ReqNodeNotAvail, UnavailableNodes:n[1-4]",
+            "ReqNodeNotAvail: its nodes are down or reserved (UnavailableNodes:n[1-4])",
+        ),
         (
             "job requeued in held state",
             "job_requeued_in_held_state: it was requeued and is held; to release it: scontrol release 77",
