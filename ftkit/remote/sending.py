@@ -177,28 +177,27 @@ def find_missing(login: Login, paths: Sequence[str]) -> list[str]:
 
 def send_files(login: Login, paths: Sequence[str]) -> None:
     """Send local files into `files/` there: with rsync, which continues a partial file, if both sides have it."""
-    target, code, output = f"{login.folder}/files", _NO_RSYNC[0], ""
+    target, done = f"{login.folder}/files", None
     if shutil.which("rsync"):
         with tempfile.NamedTemporaryFile() as listed:
             listed.write(os.fsencode("\0".join(paths)))
             listed.flush()
             ssh = shlex.join(["ssh", *login.options])
             options = ["--times", "--perms", "--copy-links", "--partial", "--from0", f"--files-from={listed.name}"]
-            command, lines = ["rsync", *options, "-e", ssh, "/", f"{login.address}:{target}/"], list[str]()
-            code = process.run_lines(command, lines.append, cwd=Path("/"))
-            output = "\n".join(lines)
+            words = ["rsync", *options, "-e", ssh, "/", f"{login.address}:{target}/"]
+            done = process.run_with_input(words, lambda _: None)
 
     def write_tar(stdin: IO[bytes]) -> None:
         with tarfile.open(fileobj=stdin, mode="w|", dereference=True) as archive:
             for path in paths:
                 archive.add(path, arcname=path.lstrip("/"), recursive=False)
 
-    if code in _NO_RSYNC:
+    if done is None or done.returncode in _NO_RSYNC:
         done = process.run_with_input(login.ssh(f"tar -x -p -C {target} -f -"), write_tar)
-        code, output = done.returncode, done.stderr
-    if code:
+    if done.returncode:
+        reason = one_line(done.stderr) if done.stderr.strip() else done.returncode
         raise PrerequisiteError(
-            f"the local files could not be sent to {login.address}: {one_line(output) if output.strip() else code}",
+            f"the local files could not be sent to {login.address}: {reason}",
             meaning="the connection was lost, or there is no disk space there; nothing was submitted",
             fix="repeat the command: files that have arrived are not sent again",
         )
