@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import IO, TYPE_CHECKING, cast
@@ -22,7 +22,7 @@ from ftkit.cli.terminal.record_lines import record_line
 from ftkit.cli.terminal.run_view import show_end
 from ftkit.errors import FtkitError, RunFailedError
 from ftkit.files import copy_new
-from ftkit.launch.job_states import observe_all
+from ftkit.launch.job_states import Overview, observe_all
 from ftkit.launch.scheduler import scheduler_for
 from ftkit.runs.ends import excluded_nodes
 from ftkit.runs.job import Job, RunState, SubmittedRun
@@ -105,24 +105,44 @@ def _show_until_the_end(run: SubmittedRun, tail: RecordTail, view: PlainView, ou
     return last
 
 
+def follow_sweep(runs: Sequence[SubmittedRun], terminal: Terminal) -> None:
+    """Say each change of the runs' states until all have ended; RunFailedError if one did not complete."""
+    states: dict[str, Job] = {}
+    for overview in _poll(runs):
+        for run_id, seen in overview.states.items() if overview else ():
+            if str(seen) != str(states.get(run_id)):
+                terminal.say(f"{run_id}: {seen}")
+            states[run_id] = seen
+    if others := [run_id for run_id, seen in states.items() if seen.state is not RunState.COMPLETED]:
+        what = f"{len(others)} of {len(runs)} runs did not complete"
+        raise RunFailedError(what, fix=f"see why: ftkit status {others[0]}")
+
+
 def poll_states(run: SubmittedRun) -> Iterator[Job | None]:
     """Yield the state after each poll of the scheduler, and None in between, when it is time to read the records.
 
     Ends after a final state.
     """
-    pause = scheduler_for(run.submission.scheduler).poll_seconds
+    for overview in _poll([run]):
+        yield overview and overview.states[run.id]
+
+
+def _poll(runs: Sequence[SubmittedRun]) -> Iterator[Overview | None]:
+    """Yield what each poll finds, one question for all runs, and None in between; ends after their final states."""
+    pause = max(scheduler_for(run.submission.scheduler).poll_seconds for run in runs)
     last_known = time.monotonic()
     while True:
-        overview = observe_all([run])
-        seen = overview.states[run.id]
-        yield seen
-        if seen.is_final:
+        overview = observe_all(runs)
+        yield overview
+        if all(seen.is_final for seen in overview.states.values()):
             return
         polled = time.monotonic()
-        if seen.state is not RunState.UNKNOWN or overview.warnings:
+        lost = [run_id for run_id, seen in overview.states.items() if seen.state is RunState.UNKNOWN]
+        if not lost or overview.warnings:
             last_known = polled
         elif polled - last_known > _LOST_SECONDS:
-            raise RunFailedError(f"lost track of {run.id}: {seen.reason}", fix=f"read its log: ftkit logs {run.id}")
+            what = f"lost track of {lost[0]}: {overview.states[lost[0]].reason}"
+            raise RunFailedError(what, fix=f"read its log: ftkit logs {lost[0]}")
         while time.monotonic() < polled + pause:
             time.sleep(_READ_SECONDS)
             yield None

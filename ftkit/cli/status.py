@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import click
 
-from ftkit.cli.arguments import get_run, get_submission, get_sweep, json_option, run_argument
+from ftkit.cli.arguments import get_run, get_run_or_sweep, get_submission, get_sweep, json_option, run_argument
 from ftkit.cli.forwarded import forwarded_command
 from ftkit.errors import FtkitError, NoAnswerError, NotFoundError
 
 
 @forwarded_command("status", "ftkit status last", "ftkit status demo --follow", "ftkit status 123456 --json")
 @run_argument
-@click.option("--follow", "-f", is_flag=True, help="Follow the run until it ends.")
+@click.option("--follow", "-f", is_flag=True, help="Follow the run, or all of a sweep, until it ends.")
 @json_option
 def status_command(reference: str, *, follow: bool, as_json: bool) -> None:
     """Show a run: its state, progress, results, the error that ended it, and what to do next.
@@ -24,9 +24,13 @@ def status_command(reference: str, *, follow: bool, as_json: bool) -> None:
     from ftkit.cli.terminal.console import Terminal
 
     if follow:
-        from ftkit.cli.follow import follow as follow_run
+        from ftkit.cli import follow as following
 
-        follow_run(get_submission(get_run(reference)), Terminal())
+        first, *others = [get_submission(each) for each in get_run_or_sweep(reference)]
+        if others:
+            following.follow_sweep([first, *others], Terminal())
+        else:
+            following.follow(first, Terminal())
         return
     try:
         folder = get_run(reference)

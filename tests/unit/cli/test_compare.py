@@ -352,6 +352,22 @@ def test_a_sweep_is_canceled_and_its_logs_are_printed_by_its_name(
     assert [call.split()[-1] for call in programs.calls("scancel")] == [second.submission.job_id]
 
 
+@pytest.mark.usefixtures("quick")
+def test_a_sweep_is_followed_with_one_question_for_all_of_its_runs(
+    ftkit: Callable[..., Result], make_run: RunMaker, sacct_line: Callable[..., str], programs: FakePrograms
+) -> None:
+    runs = [make_run(f"try-{number}", job_id=f"7{number}") for number in (1, 2)]
+    for run in runs:
+        plan = json.loads(run.layout.plan.read_text())
+        run.layout.plan.write_text(json.dumps(plan | {"sweep": {"id": "try-new", "name": "try", "values": {}}}))
+    programs.answer("squeue")
+    programs.answer("sacct", "".join(map(sacct_line, runs, ("COMPLETED", "TIMEOUT"))))
+    followed = ftkit("status", "try", "--follow")
+    assert (followed.code, [f"{run.id}: " in followed.err for run in runs]) == (7, [True, True])
+    assert "1 of 2 runs did not complete" in followed.err
+    assert [call.split()[-1] for call in programs.calls("squeue")] == ["--jobs=71,72"]
+
+
 def test_a_run_that_may_have_a_job_is_not_said_to_have_none_while_slurm_does_not_answer(
     ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms
 ) -> None:
