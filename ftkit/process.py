@@ -340,9 +340,9 @@ cluster that squeue asks, that is told to stop and requeued."""
 
 
 SLURM_NO_ANSWER = (
-    "contact slurm controller|timed out|connection refused|unable to connect|zero bytes were|not connected|"
-    "message (send|receive) failure|unexpected message|insane message|socket error|connection reset|broken pipe|"
-    "communication (connection|shutdown) failure|header lengths|standby mode|rate limit"
+    "contact slurm controller|timed out|connection (refused|reset|rejected|forced closed)|unable to connect|"
+    "zero bytes were|not connected|message (send|receive) failure|unexpected message|insane message|socket error|"
+    "broken pipe|communication (connection|shutdown) failure|header lengths|standby mode|rate limit"
 )
 """Messages after which a job or step may exist: Slurm's protocol failed, or its answer is lost; for re and grep -E."""
 

@@ -393,12 +393,13 @@ def test_failed_training_restarts_until_it_fails_too_often_in_a_row(plan: RunPla
     assert starts == [str(number) for number in range(len(starts))]
 
 
-# What Slurm 22.05 printed while its controller was down, stopped, or answered with garbage.
+# What Slurm 22.05 printed while its controller was down, stopped, or answered with garbage; newer ones limit rates.
 NO_ANSWERS = (
     "srun: error: Unable to confirm allocation for job 1: Unable to contact slurm controller (connect failure)",
     "srun: error: Unable to confirm allocation for job 1: Socket timed out on send/recv operation",
     "srun: error: Unable to confirm allocation for job 1: Unspecified error",
     "srun: error: Unable to confirm allocation for job 1: Insane message length",
+    "srun: error: Unable to create step for job 1: Rate limit exceeded, please retry momentarily",
     "srun: error: Unable to create step for job 1: Job/step already completing or completed",
 )
 

@@ -124,6 +124,7 @@ def test_a_rejection_by_sbatch_is_reported_with_a_fix(message: str, hint: str) -
         "Batch job submission failed: Zero Bytes were transmitted or received",
         "Batch job submission failed: Transport endpoint is not connected",
         "Batch job submission failed: Insane message length",
+        "Batch job submission failed: Rate limit exceeded, please retry later",
     ],
 )
 def test_an_uncertain_submission_is_distinguished_from_a_rejection(message: str) -> None:
