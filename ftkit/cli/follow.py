@@ -124,7 +124,7 @@ def poll_states(run: SubmittedRun) -> Iterator[Job | None]:
     Ends after a final state.
     """
     for overview in _poll([run]):
-        yield overview and overview.states[run.id]
+        yield overview.states[run.id] if overview else None
 
 
 def _poll(runs: Sequence[SubmittedRun]) -> Iterator[Overview | None]:
