@@ -44,9 +44,12 @@ class Activations:
         size: float = layer_bytes(shape, width, compiled=self._compiled, adapters=adapters)
         if self._recomputes_inputs and self._has_fused_feed_forward:
             size -= width * _count_numbers(self._savings.recomputed_inputs, shape)
-        if adapters is not None and adapters.use_dora:  # the output of each adapted matrix, which its magnitudes scale
+        if adapters is not None and adapters.use_dora:
+            # The magnitudes' gradients read the outputs of the adapted matrices. Only those that are added to the
+            # residual stream are not saved anyway; with dropout, what the adapters add is saved too.
             adapted = (each for each in self._counts.linears if each.name in adapters.targets)
-            size += width * sum(each.count * each.outputs for each in adapted) / shape.num_hidden_layers
+            outputs = sum(each.count * each.outputs for each in adapted) / shape.num_hidden_layers
+            size += width * (outputs if adapters.dropout else 2 * shape.hidden_size * (not self._savings.norms_follow))
         if training.context_parallel > 1:  # attention's output, before its heads are exchanged for tokens
             size += width * shape.num_attention_heads * shape.head_dim
         # All-gathered tokens of the other GPUs: inputs of attention and feed-forward layer, and an output to be summed.
@@ -59,13 +62,15 @@ class Activations:
         That is in the feed-forward layer, besides the gradient of the layer's output. A compiled kernel reads gate, up,
         and the gradient of their product, and writes the gradients of both. One of these takes the place of `up`, which
         makes four wide tensors, unless the kernel also recomputes the product: then Inductor reuses none of six (seen
-        in its code). What `except_attention` recomputes for attention comes later.
+        in its code), seven with adapters, whose part of the product's gradient is apart. What `except_attention`
+        recomputes for attention comes later.
         """
         size = self.layer + self.hidden
         if not self._has_fused_feed_forward:
             return size + self.hidden
         saved, recomputed = self._savings.compiled, self._savings.recomputed_inputs
         wide = 6 if self._recomputes_inputs or mode in {"selective", "except_attention"} else 4
+        wide += self._training.adapters is not None
         wide -= saved.intermediate - (recomputed.intermediate if self._recomputes_inputs else 0)
         size += self._bytes_per_number * wide * self._counts.feed_forward
         if mode == "except_attention":

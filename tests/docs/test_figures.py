@@ -104,11 +104,11 @@ def test_a_field_that_no_record_has_is_named(field: str) -> None:
 
 
 def test_a_measured_run_is_planned_again_by_the_planner_of_the_checkout() -> None:
-    (run,) = (each for each in pages.plan_again() if each.name == "train-llama3-8b-dora")
-    assert run.memory_error == pytest.approx(run.gib / 40.9 - 1)
+    (run,) = (each for each in pages.plan_again() if each.name == "train-h200-llama3-8b-dora-4096")
+    assert run.memory_error == pytest.approx(run.gib / 30.43 - 1, abs=1e-3)
     row = next(line for line in pages.table("planned-1").splitlines() if "use_dora" in line)
-    assert f"| 40.9 | {run.gib:.1f} |" in row
-    text = "<!--= {plan[train-llama3-8b-dora].gib:.1f} -->1.0<!--/-->"
+    assert f"| 30.4 | {run.gib:.1f} |" in row
+    text = "<!--= {plan[train-h200-llama3-8b-dora-4096].gib:.1f} -->1.0<!--/-->"
     assert f"-->{run.gib:.1f}<!--" in pages.filled(text)
 
 

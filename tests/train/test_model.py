@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, get_args
@@ -168,6 +169,29 @@ def test_one_process_computes_what_fsdp2_computes(
     assert norm == norm_of_fsdp2
     torch.testing.assert_close(weights, weights_of_fsdp2, rtol=0, atol=0)
     assert all(weight.dtype == torch.float32 for weight in weights.values())
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_the_last_backward_frees_the_copy_of_each_weight_after_its_last_use(
+    checkpointing: ActivationCheckpointing, tokenizer: PreTrainedTokenizerBase, world: World
+) -> None:
+    tokens = np.arange(32, dtype=np.int32)
+    pack = build_pack([Document(tokens, np.append(tokens[1:], -100).astype(np.int32))], 32)
+    training = TRAINING.model_copy(update={"precision": "bf16", "activation_checkpointing": checkpointing})
+    engine = Fsdp2Engine(build("llama", tokenizer), training, world)
+    layers = find_decoder_layers(engine.model.hf_model)
+    copies: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def count(_: torch.Tensor) -> None:
+        alive.append(sum(each() is not None for each in copies))
+
+    layers[0].get_parameter("self_attn.q_proj.weight").register_post_accumulate_grad_hook(count)
+    for is_last in (False, True):
+        loss = engine.forward(to_micro_batch(pack[None], world.device))
+        copies[:] = [weakref.ref(each) for layer in layers[1:] for each in layer.parameters()]
+        engine.backward(loss, 62, is_last=is_last)
+    assert alive == [len(copies), 0]
 
 
 @pytest.mark.parametrize("odd", [{"intermediate_size": 50}, {"hidden_size": 36}])

@@ -65,7 +65,7 @@ class Fsdp2Engine:
     On one process nothing is sharded, unless parameters are offloaded: FSDP2 would copy each weight into a buffer and
     out of it, and keep the host busier than the GPU (docs/adr/0001). The arithmetic is FSDP2's: from a step's first
     forward to its last backward, the model has copies of its weights in the compute dtype, whose gradients are added to
-    those of the fp32 weights. Adapters are cast where they are used.
+    those of the fp32 weights. That backward frees each copy after its last use. Adapters are cast where they are used.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class Fsdp2Engine:
         self._training = training
         self._is_unsharded = world.size == 1 and training.offload != "all"
         self._weights_of_step: ExitStack | None = None
+        self._is_last_backward = False
         self._chosen = chosen
         _check_support(hf_model, world, is_sharded=not self._is_unsharded)
         is_empty = any(parameter.is_meta for parameter in hf_model.parameters())
@@ -96,6 +97,9 @@ class Fsdp2Engine:
         self._shards = list(hf_model.parameters())
         """The sharded parameters; during forward and backward, the model has unsharded ones in their place."""
         self._parameters = ReplacedParameters(hf_model)
+        if self._is_unsharded and training.adapters is None:
+            for parameter in filter(lambda each: each.requires_grad, self._shards):
+                parameter.register_post_accumulate_grad_hook(self._free_copy)
         self.optimizer = make_optimizer(hf_model, training)
         self._update_scales()
 
@@ -131,6 +135,10 @@ class Fsdp2Engine:
             return nullcontext()
         return self._parameters.by(lambda parameter: parameter.to(dtype))
 
+    def _free_copy(self, parameter: torch.Tensor) -> None:
+        if self._is_last_backward:
+            self._parameters.restore(parameter)
+
     def forward(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
         if self._weights_of_step is None:
             self._weights_of_step = ExitStack()
@@ -150,11 +158,12 @@ class Fsdp2Engine:
         if self._chosen.defers_sync:
             root.set_requires_gradient_sync(is_last)
             root.set_reshard_after_backward(is_last or not self._chosen.keeps_weights)
+        self._is_last_backward = is_last and self._weights_of_step is not None
         # FSDP2 averages gradients over the ranks that share a layer; the loss is a mean over the labels of all ranks.
         torch.autograd.backward(loss * (self._world.num_layer_ranks / num_labels))
-        if is_last and self._weights_of_step is not None:
+        if self._is_last_backward and self._weights_of_step is not None:
             self._weights_of_step.close()
-            self._weights_of_step = None
+            self._weights_of_step, self._is_last_backward = None, False
 
     @contextmanager
     def inference(self) -> Iterator[CausalLM]:

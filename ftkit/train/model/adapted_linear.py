@@ -76,11 +76,16 @@ class AdaptedLinear(nn.Module):
         draw = None
         if self.training and self.dropout is not None:
             draw = self.dropout.draw(inputs, self._input_part)
-        adapted = self._up(self._down(inputs, draw)) * (self.effect * self.lora.scaling)
+        # Scaled here, not at the output's width, the gradient needs no scaled copy of that width.
+        adapted = self._up(self._down(inputs, draw) * (self.effect * self.lora.scaling))
         if not self.lora.use_dora:
             return (output + adapted).to(output.dtype)
-        base = self._without_bias(output) if draw is None else self._multiply(draw.drop(inputs))
         scales = self._weight_of(self.lora_magnitude_vector[ADAPTER]) / self._norms()
+        if draw is None:
+            base = self._without_bias(output)
+            scaled: torch.Tensor = _Scaled.apply(base + adapted, 1 + self.effect * (scales - 1))  # type: ignore[no-untyped-call]
+            return scaled if self.bias is None else (scaled + self.bias).to(output.dtype)
+        base = self._multiply(draw.drop(inputs))
         return (output + self.effect * (scales - 1) * base + scales * adapted).to(output.dtype)
 
     def _norms(self) -> torch.Tensor:
@@ -126,6 +131,22 @@ def merged_squares(base: torch.Tensor, down: torch.Tensor, up: torch.Tensor, sca
     crossed = (base @ down.to(base.dtype).T).float()
     changes = (up * (2 * crossed + scaling * (up @ square))).sum(dim=1)
     return (base.float().square().sum(dim=1) + scaling * changes).clamp_min(0)
+
+
+class _Scaled(torch.autograd.Function):
+    """`inputs * scales`, [..., N] by [N]. Its output is saved, which layers mostly save anyway, not its inputs."""
+
+    @staticmethod
+    def forward(ctx: Ctx, inputs: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        output = (inputs * scales).to(inputs.dtype)
+        ctx.save_for_backward(output, scales)
+        return output
+
+    @staticmethod
+    def backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output, scales = ctx.saved_tensors
+        of_products = (gradient.float() * output.float()).flatten(0, -2).sum(dim=0)
+        return (gradient * scales).to(gradient.dtype), of_products / scales
 
 
 def token_keys(numbers: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -77,8 +77,11 @@ class ReplacedParameters:
 
     def __init__(self, module: torch.nn.Module) -> None:
         """Find the places of the parameters, which must not be replaced otherwise from then on."""
-        owners = [each._parameters for each in module.modules()]  # noqa: SLF001
-        self._places = [(owner, name, each) for owner in owners for name, each in owner.items() if each is not None]
+        self._places: dict[torch.Tensor, list[tuple[dict[str, Any], str]]] = {}
+        for owner in (each._parameters for each in module.modules()):  # noqa: SLF001
+            for name, parameter in owner.items():
+                if parameter is not None:
+                    self._places.setdefault(parameter, []).append((owner, name))
 
     @contextmanager
     def by(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
@@ -86,14 +89,21 @@ class ReplacedParameters:
 
         A backward pass that recomputes activations calls modules again: it belongs inside.
         """
-        changed = {id(parameter): change(parameter) for *_, parameter in self._places}
-        for owner, name, parameter in self._places:
-            owner[name] = changed[id(parameter)]  # type: ignore[assignment]
+        for parameter in self._places:
+            self._put(parameter, change(parameter))
         try:
             yield
         finally:
-            for owner, name, parameter in self._places:
-                owner[name] = parameter
+            for parameter in self._places:
+                self.restore(parameter)
+
+    def restore(self, parameter: torch.Tensor) -> None:
+        """Put a parameter back before the end of `by`: nothing else holds what replaced it, so its memory is free."""
+        self._put(parameter, parameter)
+
+    def _put(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
+        for owner, name in self._places[parameter]:
+            owner[name] = value
 
 
 def complete_cpu_streams() -> None:
@@ -232,9 +242,13 @@ def checkpoint_index_names() -> tuple[Any, ...]:
 
 
 def record_memory_history(max_entries: int) -> None:
-    """Start to record CUDA allocations with Python stacks; 0 entries stop it."""
+    """Start to record CUDA allocations with Python stacks; 0 entries stop it.
+
+    Frees are recorded without stacks: reading the stack clears the exception by which a checkpoint ends its
+    recomputation early, and the backward pass fails ("returned NULL without setting an exception", torch 2.11).
+    """
     if max_entries:
-        torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")  # noqa: SLF001
+        torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python", context="alloc")  # noqa: SLF001
     else:
         torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001
 
