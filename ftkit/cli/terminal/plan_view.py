@@ -227,6 +227,9 @@ _MOMENTS: dict[Moment, str] = {
 }
 
 
+_NOTED_SLOWDOWN = 1.1  # the plan's own error
+
+
 def _speed(plan: RunPlan) -> str:
     speed = plan.speed
     if speed is None:
@@ -238,6 +241,9 @@ def _speed(plan: RunPlan) -> str:
         text += " with full packs"
     if speed.bound != "gpu":
         text += f", limited by the {speed.bound}"
+    slowdown = speed.slow_host_seconds / speed.step_seconds
+    if slowdown > _NOTED_SLOWDOWN:
+        text += f", {count(each / slowdown)} beside a slow CPU"
     if plan.training_seconds is None:
         return text
     cost = plan.cost_of(plan.training_seconds)

@@ -100,6 +100,15 @@ def test_small_micro_batches_are_host_bound(architecture: Shapes, training: Spec
     assert predict_step_time(Setup(architecture("gemma3-1b"), spec), H200).bound == "host"
 
 
+def test_a_slow_host_slows_only_steps_that_are_short_for_their_layers(architecture: Shapes, training: Specs) -> None:
+    small = training(sequence_length=2048, micro_batch_size=4, global_batch_size=4)
+    speed = predict_step_time(Setup(architecture("gemma3-1b"), small), GPUS["h100-80gb"])
+    slow = 4 * 2048 / speed.slow_host_seconds
+    assert slow < 43_426 < speed.tokens_per_second  # measured beside a slow host: docs/reference/benchmarks.md
+    large = predict_step_time(Setup(architecture("llama3-8b"), training(global_batch_size=1)), H200)
+    assert large.slow_host_seconds == large.step_seconds
+
+
 def test_the_host_needs_longer_for_frozen_weights_in_fp8(architecture: Shapes, training: Specs) -> None:
     spec = training(method="lora", base_precision="fp8", sequence_length=2048, global_batch_size=1)
     speed = predict_step_time(Setup(architecture("gemma3-12b"), spec), H200)
