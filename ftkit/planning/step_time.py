@@ -94,8 +94,8 @@ documents are assumed to be log-uniform."""
 HOST_SECONDS_PER_LAYER = {"fsdp2": 0.004, "zero3": 0.008}
 """Time in which the host launches the kernels of a layer, forward and backward."""
 SLOW_HOST = 1.8
-"""How many times as long the slowest host took that was measured: Gemma 3 1B in four packs of 2,048 tokens, 189 ms a step
-beside an H100."""
+"""How many times as long the slowest host took that was measured: Gemma 3 1B in four packs of 2,048 tokens, 189 ms a
+step beside an H100."""
 FP8_HOST_SECONDS_PER_LAYER = 0.00096
 """Time that it needs in addition for the kernels around FP8 matmuls, which round and transpose. Fitted to Gemma 3 12B
 LoRA with frozen weights in FP8 at 2,048 tokens on an H200, in which the host limits the step."""
