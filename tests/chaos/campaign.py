@@ -141,8 +141,9 @@ class Campaign:
             try:
                 self._disturb_until_completed(run, source)
             except Exception as error:  # noqa: BLE001 - the faults before it count, and other runs follow
-                self.results.wrong.append(f"{self.name}given up, see {self.site.abandon(run)}: {error!r}")
-                self._tell(self.results.wrong[-1])
+                lost = f"{run.folder.name}: given up, see {self.site.abandon(run)}: {error!r}"
+                self.results.wrong.append(self.name + lost)
+                self._tell(lost)
                 continue
             found = differences(run, reference, tolerance=tolerance)
             self.results.wrong += [f"{self.name}{run.folder.name}: {each}" for each in found]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -231,8 +230,7 @@ class SlurmSite:
 
     def abandon(self, run: Run) -> Path:
         kept = Path(tempfile.mkdtemp(prefix=f"ftkit-chaos-{self.cluster.name}-"))
-        shutil.copytree(run.folder, kept / "run", ignore=shutil.ignore_patterns("checkpoints"))
-        shutil.copytree(self.cluster.state / "log", kept / "log")
+        subprocess.run(["cp", "-r", str(run.folder), str(self.cluster.state / "log"), str(kept)], check=False)
         asked = ("scontrol --all show job; scontrol show node; squeue --states=all --long; sinfo --Node --long; "
                  f"{ROOT}/.venv/bin/ftkit status {run.folder.name}")  # fmt: skip
         (kept / "slurm").write_text(self.cluster.slurm("bash", "-c", f"({asked}) 2>&1"))
