@@ -193,7 +193,7 @@ class TrainingSpec(ObjectiveSpec):
     def with_targets(self, targets: tuple[str, ...]) -> Self:
         """Return the settings with these targets of adapters, if there are adapters and the recipe sets no targets."""
         lora = self.lora or LoraSpec.model_construct()
-        if self.method == "full" or lora.targets or targets == ALL_PROJECTIONS:
+        if self.method == "full" or lora.targets:
             return self
         return self.model_copy(update={"lora": lora.model_copy(update={"targets": targets})})
 

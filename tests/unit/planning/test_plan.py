@@ -630,11 +630,11 @@ def test_adapters_target_the_linear_layers_of_the_model(
         linears=tuple(Linear(name, 8, 8, 2) for name in linears),
     )
     model = plan_model(recipe.model, None, counts)
-    adapters = plan(recipe, request=replace(REQUEST, model=model)).recipe.training.adapters
+    adapters = plan(recipe, request=replace(REQUEST, model=model)).recipe.training.lora
     assert adapters is not None
     assert adapters.targets == expected
     named = demo("training.method=lora", "training.lora.targets=[o_proj]", "model.architecture.family=starcoder2")
-    adapters = plan(named, request=replace(REQUEST, model=model)).recipe.training.adapters
+    adapters = plan(named, request=replace(REQUEST, model=model)).recipe.training.lora
     assert adapters is not None
     assert adapters.targets == ("o_proj",)
 
