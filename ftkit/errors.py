@@ -311,9 +311,9 @@ _SECRETS = tuple(
         (r"\b(?:hf_|sk-|gh[oprsu]_|github_pat_|glpat-|nvapi-|xox[a-z]-|AIza|ya29\.)[\w-]{8,}", _HIDDEN),
         (r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}\b", _HIDDEN),
         (r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*", _HIDDEN),
-        # TOKEN@ or USER:PASSWORD@ before a host. An image's digest also follows an @.
+        # TOKEN@ or USER:PASSWORD@ before a host; not IMAGE@sha256:DIGEST or run:NAME@STEP.
         (r"(?<=://)[^/\s\"'<>]*@(?!sha256:)", rf"{_HIDDEN}@"),
-        (r"(?<![\w/.:@-])[\w.+-]+:[^\s/\"'<>]+@(?!sha256:)(?=\w)", rf"{_HIDDEN}@"),
+        (r"(?<![\w/.:@-])(?!run:)[\w.+-]+:[^\s/\"'<>]+@(?!sha256:)(?=\w)", rf"{_HIDDEN}@"),
         # Authorization: SCHEME VALUE; NAME=VALUE; "NAME": VALUE; --NAME VALUE.
         (r"(?i)\b((?:authorization|cookie)[\"']?\s*[:=]\s*[\"']?)[^\n\"']+", rf"\1{_HIDDEN}"),
         (r"(?i)\b((?:bearer|basic)\s+)[\w.~+/=-]{8,}", rf"\1{_HIDDEN}"),

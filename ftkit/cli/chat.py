@@ -188,6 +188,8 @@ def generate_command(
 
     output = output or (as_data and as_data.with_name(f"{as_data.name}.completions"))
     rows = read_inputs(given)
+    for path in filter(None, (output, as_data)):
+        path.parent.mkdir(parents=True, exist_ok=True)
     num_done = count_done(output, rows, target.source.label) if output else 0
     if num_done:
         terminal.say(f"{num_done:,} of {len(rows):,} prompts already completed")

@@ -92,6 +92,12 @@ class RowEncoder:
                 meaning="the model would never learn to end a completion, and would generate up to the token limit",
                 fix="set data.chat_template to a template whose tokens the tokenizer has",
             )
+        if renderer is None and tokenizer.eos_token is None:
+            raise DataError(
+                "the tokenizer has no end token, and a text ends with it",
+                meaning="the model would never learn to end a text",
+                fix="set eos_token in its tokenizer_config.json, or set model.tokenizer.source to another tokenizer",
+            )
         backend = tokenizer.backend_tokenizer
         backend.no_truncation()  # some tokenizer.json files set them
         backend.no_padding()

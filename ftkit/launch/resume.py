@@ -71,7 +71,8 @@ class Change:
     def is_harmless(self) -> bool:
         """Whether the optimizer's inputs stay."""
         if self.key in _LENGTHS:
-            return isinstance(self.before, int) and isinstance(self.after, int) and self.after > self.before
+            before, after = self.before, self.after
+            return isinstance(before, int | float) and isinstance(after, int | float) and after > before
         return any(fnmatchcase(self.key, pattern) for pattern in _HARMLESS)
 
 

@@ -283,8 +283,7 @@ def _override_for_more_steps(plan: RunPlan) -> str:
     end = read_last_record(plan.layout.metrics)
     if isinstance(end, EndRecord) and end.early_stopping_patience is not None:
         return "evaluation.early_stopping_patience=null"
-    key = f"training.{'max_steps' if plan.recipe.training.num_epochs is None else 'num_epochs'}"
-    return f"{key}=N --allow {key}"
+    return f"training.{'max_steps' if plan.recipe.training.num_epochs is None else 'num_epochs'}=N"
 
 
 def cancel(runs: Sequence[SubmittedRun]) -> dict[str, Job]:

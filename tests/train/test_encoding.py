@@ -449,6 +449,13 @@ def test_a_tokenizer_that_is_unsuitable_for_packs_is_rejected(changes: dict[str,
         _with_padding(SimpleNamespace(**(whole | changes)), "org/model")
 
 
+def test_texts_need_an_end_token(chatml: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder(chatml, {"text": "a"})
+    monkeypatch.setattr(type(chatml), "eos_token", None, raising=False)
+    with pytest.raises(DataError, match="no end token"):
+        encoder(chatml, {"text": "a"})
+
+
 def test_a_custom_template_is_used_and_one_of_another_family_is_rejected(chatml: PreTrainedTokenizerBase) -> None:
     own = SimpleNamespace(chat_template=None)
     _set_template(own, "org/model", REWRITING)

@@ -107,7 +107,7 @@ def test_completions_with_an_end_are_written_as_a_data_set_with_a_card(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
-    prompts, data = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts, data = tmp_path / "prompts.jsonl", tmp_path / "new" / "answers.jsonl"
     prompts.write_text('{"prompt": "How many?"}\n{"messages": [{"role": "user", "content": "Which?"}]}\n')
     words = ["generate", "tried", "--input", str(prompts), "--as-data", str(data), "--max-new-tokens", "2"]
     assert main(words) == 0
@@ -115,7 +115,7 @@ def test_completions_with_an_end_are_written_as_a_data_set_with_a_card(
     assert card["weights_sha256"].keys() == {"model.safetensors"}
     assert card["rows"] + card["without_end"] == 2
     assert {"model", "prompts", "engine", "max_new_tokens", "temperature", "seed", "created"} < card.keys()
-    completions = tmp_path / "answers.jsonl.completions"
+    completions = data.with_name("answers.jsonl.completions")
     done = [json.loads(line) | {"finish_reason": "stop"} for line in completions.read_text().splitlines()]
     done[0] |= {"finish_reason": "length"}
     completions.write_text("".join(json.dumps(each) + "\n" for each in done))

@@ -24,6 +24,7 @@ JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmNHl0w5N"
         ("model.architecture.num_key_value_heads=4", "model.architecture.num_key_value_heads=4"),
         ("model.tokenizer.source=trained", "model.tokenizer.source=trained"),
         ("olmo3:25.02@sha256:0123", "olmo3:25.02@sha256:0123"),
+        ("model=run:careless@best", "model=run:careless@best"),
         ("docker://nvcr.example#team/olmo3:25.02@sha256:0123", "docker://nvcr.example#team/olmo3:25.02@sha256:0123"),
     ],
 )

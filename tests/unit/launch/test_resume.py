@@ -98,6 +98,13 @@ def test_changes_that_affect_the_result_must_be_allowed_by_key(override: str, pl
     assert key in " ".join(changed.warnings)
 
 
+def test_more_epochs_are_accepted(plan: RunPlan, ctx: Context) -> None:
+    two = replan(plan, RunArgs(overrides=("training.num_epochs=2",)), ctx, allowed=("training.num_epochs",)).plan
+    more = replan(two, RunArgs(overrides=("training.num_epochs=2.5",)), ctx)
+    assert [(change.key, change.after) for change in more.changes] == [("training.num_epochs", 2.5)]
+    assert "--allow training.num_epochs" in refusal(two, RunArgs(overrides=("training.num_epochs=1",)), ctx)
+
+
 def test_another_seed_keeps_the_order_of_the_data(plan: RunPlan, ctx: Context) -> None:
     changed = replan(plan, RunArgs(overrides=("training.seed=9",)), ctx, allowed=("training.seed",))
     training = changed.plan.recipe.training
