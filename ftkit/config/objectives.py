@@ -190,9 +190,12 @@ class ObjectiveSpec(Spec):
         desirable, undesirable = options.desirable_weight * num_desirable, options.undesirable_weight * num_undesirable
         if 0.995 * undesirable <= desirable <= 1.34 * undesirable:
             return ""
+        counts = f"kto: {num_desirable:,} desirable and {num_undesirable:,} undesirable completions"
+        if not (num_desirable and num_undesirable):
+            return f"{counts}: it learns from the difference, which needs both"
         key = "undesirable_weight" if desirable > undesirable else "desirable_weight"
-        weight = getattr(options, key) * max(desirable, undesirable) / max(1, min(desirable, undesirable))
+        weight = getattr(options, key) * max(desirable, undesirable) / min(desirable, undesirable)
         return (
-            f"kto: {num_desirable:,} desirable and {num_undesirable:,} undesirable completions, by their weights "
-            f"{desirable:g} to {undesirable:g}; 1 to 1.33 : 1 is advised, for example training.kto.{key}={weight:.3g}"
+            f"{counts}, by their weights {desirable:g} to {undesirable:g}; 1 to 1.33 : 1 is advised, for example "
+            f"training.kto.{key}={weight:.3g}"
         )

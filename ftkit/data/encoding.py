@@ -94,8 +94,7 @@ class RowEncoder:
             )
         if renderer is None and tokenizer.eos_token is None:
             raise DataError(
-                "the tokenizer has no end token, and a text ends with it",
-                meaning="the model would never learn to end a text",
+                "the tokenizer has no end token (eos_token), with which each text ends",
                 fix="set eos_token in its tokenizer_config.json, or set model.tokenizer.source to another tokenizer",
             )
         backend = tokenizer.backend_tokenizer

@@ -366,7 +366,8 @@ def test_kto_trains_padded_rows_unless_its_reference_is_stored() -> None:
         ({}, (300, 100), "undesirable_weight=3"),
         ({"undesirable_weight": 2.5}, (300, 100), None),
         ({"desirable_weight": 0.5}, (100, 100), "desirable_weight=1"),
-        ({}, (0, 100), "0 desirable and 100 undesirable"),
+        ({"undesirable_weight": 0.25}, (10, 2), "undesirable_weight=5"),
+        ({}, (0, 100), "0 desirable and 100 undesirable completions: it learns from the difference"),
     ],
 )
 def test_unbalanced_labels_are_warned_of_with_a_weight(
