@@ -202,6 +202,7 @@ def stats_command(words: tuple[str, ...], *, as_json: bool, **options: Unpack[Ru
 def _facts(stats: DataStats, length: int) -> Facts:
     num_rows = sum(source.num_rows for source in stats.sources)
     validation = f" for training, {stats.num_validation:,} for validation" if stats.num_validation else ""
+    in_both = f"; {plural(stats.num_in_both, 'validation document')} also trained on" if stats.num_in_both else ""
     is_other = stats.num_renderings != stats.num_documents + stats.num_validation
     rewritten = f", from {stats.num_renderings:,} renderings" if is_other else ""
     facts: Facts = [
@@ -210,7 +211,7 @@ def _facts(stats: DataStats, length: int) -> Facts:
         ("documents", f"{stats.num_documents:,}{validation}{rewritten}"),
         ("lengths", f"median {stats.median:,.0f}, mean {stats.mean:,.0f}, longest {plural(stats.longest, 'token')}"),
         ("too long", f"{stats.num_too_long:,} for packs of {length:,} (data.too_long: {stats.too_long})"),
-        ("duplicates", f"{stats.num_duplicates:,}"),
+        ("duplicates", f"{stats.num_duplicates:,}{in_both}"),
         ("tokens", f"{stats.num_tokens:,}, {stats.num_trained:,} of them trained"),
         ("packs", f"{stats.num_packs:,} of {length:,} tokens, {stats.fill_ratio:.1%} full"),
     ]

@@ -175,6 +175,7 @@ class DataStats:
     num_renderings: int
     num_documents: int
     num_validation: int
+    num_in_both: int  # of validation, with the tokens of a training document; of pairs, not counted
     num_tokens: int
     num_trained: int
     num_too_long: int
@@ -339,13 +340,13 @@ class DataInspector:
         length = self.recipe.training.sequence_length
         totals = Totals(self.encoder)
         lengths: Counter[int] = Counter()
-        digests = array("Q")  # 8 bytes per document: the only memory that grows with the data
+        digests, held_out = array("Q"), array("Q")  # 8 bytes per document: the only memory that grows with the data
         per_sample = self.recipe.training.documents_per_sample
         packer, trained = Packer(length, documents_per_sample=per_sample), np.zeros(2)
-        num_validation = num_packs = 0
+        num_packs = 0
         for encoded in self.check():
             totals.add(encoded)
-            num_validation += len(encoded.validation.lengths)
+            held_out.frombytes(b"".join(digest[: held_out.itemsize] for digest in encoded.validation.digests()))
             lengths.update((encoded.train.lengths + encoded.train.starts).tolist())
             if per_sample > 1 and len(encoded.train.lengths):
                 digests.frombytes(b"".join(digest[: digests.itemsize] for _, digest, *_ in encoded.pairs))
@@ -364,7 +365,8 @@ class DataInspector:
             num_bad=totals.num_bad,
             num_renderings=totals.num_documents,
             num_documents=num_documents,
-            num_validation=num_validation,
+            num_validation=len(held_out),
+            num_in_both=int(np.isin(np.frombuffer(held_out, np.uint64), np.frombuffer(digests, np.uint64)).sum()),
             num_tokens=num_tokens,
             num_trained=sum(source.num_targets for source in totals.sources),
             num_too_long=totals.too_long.total(),

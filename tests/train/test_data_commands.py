@@ -167,6 +167,16 @@ def test_long_texts_are_split_by_default_and_long_conversations_are_refused(
     assert f"{texts}:1" not in out
 
 
+def test_validation_documents_that_are_trained_on_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = {"messages": TALK}, {"messages": TALK[:1] + TALK[3:]}
+    held_out = write(tmp_path / "validation.jsonl", one, one, two)
+    words = (write(tmp_path / "chats.jsonl", one), f"data.validation.file={held_out}")
+    assert "; 2 validation documents also trained on" in call(capsys, "stats", *words)[1]
+    assert json.loads(call(capsys, "stats", *words, "--json")[1])["num_in_both"] == 2
+
+
 def test_statistics_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows: list[dict[str, Any]] = [{"messages": TALK}] * 3 + [{"messages": TALK[:1] + TALK[3:]}, {"messages": TALK[:2]}]
     file = write(tmp_path / "chats.jsonl", *rows)
