@@ -198,7 +198,7 @@ class Campaign:
         if has_lost:
             tally.restarted.append(resumed[0]["time"] - begun)
             tally.noticed += run.seconds_to_notice(begun)
-            tally.reasons += run.restart_reasons()[num_starts - 1 : num_starts]
+            tally.reasons += run.restart_reasons()[-1:]
 
     def _tell(self, line: str) -> None:
         print(self.name + line, file=self.output, flush=True)
