@@ -26,6 +26,7 @@ from ftkit.cli.terminal.plan_view import say_overridden
 from ftkit.config.image_reference import parse_image
 from ftkit.config.load import load_cluster
 from ftkit.data.conversations import read_tools
+from ftkit.data.rows import Row, errors_at
 from ftkit.errors import NotFoundError, TrainingError
 from ftkit.evaluate.source import ModelFolder, Target, find_target, weights_digests
 from ftkit.launch.side_jobs import plan_serving, submit, tunnel, wait_for_server
@@ -102,7 +103,8 @@ def chat_command(
             )
         sources = {"before": target.before, "after": target.source}
     options = target.data.template_options if target.data else {}
-    tools = read_tools(tools_file.read_text(encoding="utf-8")) if tools_file else ()
+    with errors_at(Row({}, str(tools_file))):
+        tools = read_tools(tools_file.read_bytes()) if tools_file else ()
     with ExitStack() as stack:
         sessions = {}
         for name, source in sources.items():

@@ -334,7 +334,7 @@ def _as_list(value: object, key: str) -> list[object]:
     """Return a list, or one from JSON text."""
     if value in (None, "", [], {}):
         return []
-    if isinstance(value, str):
+    if isinstance(value, str | bytes):
         value = _parse_json(value, key)
     if isinstance(value, dict):
         value = [value]
@@ -343,7 +343,7 @@ def _as_list(value: object, key: str) -> list[object]:
     return value
 
 
-def _parse_json(text: str, key: str) -> object:
+def _parse_json(text: str | bytes, key: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -103,6 +103,15 @@ def test_an_interrupted_output_is_resumed_and_batch_size_changes_nothing(
     assert "another model" in capfd.readouterr().err
 
 
+def test_a_file_of_tools_that_is_not_utf_8_is_named(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
+    (tmp_path / "tools.json").write_bytes(b'[{"name": "\xe4"}]')
+    assert main(["chat", "tried", "--tools", str(tmp_path / "tools.json")]) == 8
+    assert f"{tmp_path / 'tools.json'}: can't read tools as JSON" in capsys.readouterr().err.replace("\n", "")
+
+
 def test_completions_with_an_end_are_written_as_a_data_set_with_a_card(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
