@@ -26,7 +26,7 @@ _DOCUMENTS: Final = (
 _LOADERS: Final = ("json", "csv", "parquet", "arrow", "text")
 """Names of `load_dataset` for files."""
 _OF_SOURCE: Final = ("path", "subset", "split", "revision", "files", "num")
-_DETECTED: Final = "the format is detected from the first rows, one for all sources (data.format)"
+_DETECTED: Final = "the format of each source is detected from its first rows (data.format sets one for all)"
 _FILE_NAMES: Final = (".file_name", ".hf_hub_url", ".script_url")
 """Keys of the entries of `dataset_info.json`."""
 
@@ -188,8 +188,9 @@ def _set_batch(it: Conversion, num_gpus: int | None, mean_length: int | None) ->
     size_here, length = sequences, it.recipe.get("training.sequence_length")
     is_packed = any(row.value and not isinstance(row.value, Code) for row in packed)
     if not is_packed and mean_length and isinstance(length, int):
-        size_here = max(1, round(sequences * mean_length / max(1, length)))
+        size_here = gpus * max(1, round(sequences * mean_length / max(1, length) / gpus))
         note += f", each one document: × {mean_length} tokens / {length} = {plural(size_here, 'pack')}"
+        note += f", a multiple of {plural(gpus, 'GPU')}" * (gpus > 1)
     elif not is_packed:
         note += _DOCUMENTS
     rows = by_total or [*by_each, *by_steps, *by_gpus]
@@ -205,7 +206,9 @@ def _set_schedule(it: Conversion) -> None:
         it.remove("training.warmup_ratio", "the number of steps counts")
     if steps is not None and (steps < 1 or total):
         ratio, note = (steps, "") if steps < 1 else (min(1.0, round(steps / total, 4)), f"{steps:g} of {total} steps")
-        it.put("training.warmup_ratio", ratio, *rows, note=note)
+        is_cut = steps > max(total, 1)
+        note += ": there, training ends before the learning rate is reached; here, it is reached at the end" * is_cut
+        it.put("training.warmup_ratio", ratio, *rows, note=note, is_changed=is_cut)
     lowest, by_lowest = it.number("min_lr")
     highest = it.recipe.get("training.learning_rate")
     if lowest is not None and isinstance(highest, int | float) and highest > 0:
@@ -289,7 +292,7 @@ def _set_datasets(it: Conversion) -> None:
     number = next((entry.pop("num") for entry in entries.values() if "num" in entry), None)
     sources: list[Any] = []
     forms: list[Any] = []
-    notes = ["examples are sampled, not the first ones"] * (number is not None)
+    notes = ["examples are sampled, not the first ones; lower num_train if there are fewer"] * (number is not None)
     train_on = ""
     for entry in (entries[index] for index in sorted(entries) if entries[index]):
         kind = str(entry.get("type", "")).partition(":")[0]

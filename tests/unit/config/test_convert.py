@@ -306,8 +306,25 @@ def test_documents_become_packs_of_as_many_tokens(tmp_path: Path) -> None:
     (row,) = (row for row in found.rows if row.key == "per_device_train_batch_size")
     assert (training(found)["global_batch_size"], row.status) == (64, "changed")
     assert training(converted(tmp_path, documents, mean_length=512))["global_batch_size"] == 64 * 512 // 8192
+    on_three = training(converted(tmp_path, documents, mean_length=512, num_gpus=3))["global_batch_size"]
+    assert (on_three, on_three % 3) == (64 * 3 * 512 // 8192, 0)
+    on_seven = training(converted(tmp_path, documents, mean_length=500, num_gpus=7))["global_batch_size"]
+    assert on_seven == 28, "27.3 packs are not divisible by 7 GPUs"
     packed = {"sft.yaml": documents["sft.yaml"] + "packing: true"}
     assert training(converted(tmp_path, packed, mean_length=512))["global_batch_size"] == 64
+
+
+@pytest.mark.parametrize("name", ["qwen_25", "llama31", "mistral_v1", "gemma_chatml"])
+def test_a_template_that_adds_to_a_shipped_one_is_the_tokenizers_own(tmp_path: Path, name: str) -> None:
+    found = converted(tmp_path, {"chats.yml": f"{AXOLOTL}chat_template: {name}"})
+    (row,) = (row for row in found.rows if row.key == "chat_template")
+    assert (found.recipe["data"]["chat_template"], row.status) == ("model", "changed")
+
+
+def test_more_steps_of_warmup_than_of_training_are_pointed_out(tmp_path: Path) -> None:
+    found = converted(tmp_path, {"chats.yml": f"{AXOLOTL}max_steps: 5"})
+    (row,) = (row for row in found.rows if row.key == "warmup_steps")
+    assert (training(found)["warmup_ratio"], row.status) == (1, "changed")
 
 
 def test_python_is_read_without_running_it(tmp_path: Path) -> None:
@@ -321,6 +338,12 @@ def test_python_is_read_without_running_it(tmp_path: Path) -> None:
     assert "learning_rate" not in values, "TRL's default would be wrong"
 
 
+def test_a_file_of_a_split_is_the_source(tmp_path: Path) -> None:
+    files = TRAINER.replace('data_files="chats.jsonl"', 'data_files={"train": "chats.jsonl", "test": "others.jsonl"}')
+    assert files != TRAINER
+    assert converted(tmp_path, {"train.py": files}).recipe["data"]["source"] == "chats.jsonl"
+
+
 def test_a_notebook_is_read_to_its_first_model(tmp_path: Path) -> None:
     found = converted(tmp_path, {"notebook.ipynb": UNSLOTH})
     values = training(found)
@@ -329,7 +352,7 @@ def test_a_notebook_is_read_to_its_first_model(tmp_path: Path) -> None:
         "unsloth/model",
         "assistant",
     )
-    assert found.recipe["data"]["chat_template"] == "llama3"
+    assert found.recipe["data"]["chat_template"] == "model", "Llama 3.1's adds a system turn with dates"
     assert (values["lora"], values["max_steps"]) == ({"rank": 16, "alpha": 16, "targets": ["q_proj"]}, 60)
     assert (values["warmup_ratio"], values["optimizer"], values["global_batch_size"]) == (0.0833, "adamw8bit", 8)
 
