@@ -46,10 +46,12 @@ class Activations:
             size -= width * _count_numbers(self._savings.recomputed_inputs, shape)
         if adapters is not None and adapters.use_dora:
             # The magnitudes' gradients read the outputs of the adapted matrices. Only those that are added to the
-            # residual stream are not saved anyway; with dropout, what the adapters add is saved too.
+            # residual stream are not saved anyway. With dropout, or uncompiled, they read other tensors of that size.
             adapted = (each for each in self._counts.linears if each.name in adapters.targets)
             outputs = sum(each.count * each.outputs for each in adapted) / shape.num_hidden_layers
-            size += width * (outputs if adapters.dropout else 2 * shape.hidden_size * (not self._savings.norms_follow))
+            if self._compiled and not adapters.dropout:
+                outputs = 2 * shape.hidden_size * (not self._savings.norms_follow)
+            size += width * outputs
         if training.context_parallel > 1:  # attention's output, before its heads are exchanged for tokens
             size += width * shape.num_attention_heads * shape.head_dim
         # All-gathered tokens of the other GPUs: inputs of attention and feed-forward layer, and an output to be summed.

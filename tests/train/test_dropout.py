@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -245,6 +246,30 @@ def test_outputs_and_gradients_are_those_of_peft(base: nn.Module, *, use_dora: b
             output = module.train(is_training)(inputs)
             results.append((output, *torch.autograd.grad(output.square().sum(), [inputs, *trained])))
         torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+
+
+def test_outputs_with_dora_may_be_changed_in_place_and_are_the_same_compiled() -> None:
+    spec = LoraSpec(rank=4, alpha=6, use_dora=True)
+    base = nn.Linear(24, 16, bias=False)
+    layer = Linear(base, "default", LoraConfig(r=4, lora_alpha=6, use_dora=True), 4, 6, use_dora=True)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    base.requires_grad_(False)
+    adapted = AdaptedLinear(layer, spec, torch.ones(()))
+    inputs = torch.randn(3, 24, requires_grad=True)
+
+    def clip(module: nn.Module) -> torch.Tensor:
+        output: torch.Tensor = module(inputs)
+        return output.clamp_(-2, 2)  # as OLMo clips queries
+
+    compiled = torch.compile(partial(clip, adapted), fullgraph=True, backend="aot_eager")
+    results = []
+    for call in (partial(clip, layer), partial(clip, adapted), compiled):
+        output = call()
+        wanted = [inputs, *(each for each in layer.parameters() if each.requires_grad)]
+        results.append((output, *torch.autograd.grad(output.square().sum(), wanted)))
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(results[2], results[0])
 
 
 class Mask(nn.Module):

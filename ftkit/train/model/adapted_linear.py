@@ -82,8 +82,7 @@ class AdaptedLinear(nn.Module):
             return (output + adapted).to(output.dtype)
         scales = self._weight_of(self.lora_magnitude_vector[ADAPTER]) / self._norms()
         if draw is None:
-            base = self._without_bias(output)
-            scaled: torch.Tensor = _Scaled.apply(base + adapted, 1 + self.effect * (scales - 1))  # type: ignore[no-untyped-call]
+            scaled = _scale(self._without_bias(output) + adapted, 1 + self.effect * (scales - 1))
             return scaled if self.bias is None else (scaled + self.bias).to(output.dtype)
         base = self._multiply(draw.drop(inputs))
         return (output + self.effect * (scales - 1) * base + scales * adapted).to(output.dtype)
@@ -133,8 +132,19 @@ def merged_squares(base: torch.Tensor, down: torch.Tensor, up: torch.Tensor, sca
     return (base.float().square().sum(dim=1) + scaling * changes).clamp_min(0)
 
 
+def _scale(inputs: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return `inputs * scales`, [..., N] by [N], in the inputs' dtype.
+
+    Uncompiled, outputs can't be saved for the backward pass: OLMo, among others, changes them in place.
+    """
+    if not torch.compiler.is_compiling():
+        return (inputs * scales).to(inputs.dtype)
+    scaled: torch.Tensor = _Scaled.apply(inputs, scales)  # type: ignore[no-untyped-call]
+    return scaled
+
+
 class _Scaled(torch.autograd.Function):
-    """`inputs * scales`, [..., N] by [N]. Its output is saved, which layers mostly save anyway, not its inputs."""
+    """As `_scale`. Its output is saved, which layers mostly save anyway, not its inputs."""
 
     @staticmethod
     def forward(ctx: Ctx, inputs: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
