@@ -168,9 +168,9 @@ class Engine(ABC):
         tokens: list[int] = answer.get("prompt_token_ids") or answer["choices"][0]["prompt_token_ids"]
         return tokens
 
-    def call(self, path: str, body: object = None) -> Any:
-        """Return the server's JSON answer, to a POST request if there is a body."""
-        connection = http.client.HTTPConnection(self.address, timeout=_ANSWER_SECONDS)
+    def call(self, path: str, body: object = None, num_tokens: int = 0) -> Any:
+        """Return the server's JSON answer, to a POST request if there is a body; a token may take a second."""
+        connection = http.client.HTTPConnection(self.address, timeout=_ANSWER_SECONDS + num_tokens)
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(_KEY):
             headers["Authorization"] = f"Bearer {key}"
@@ -287,7 +287,8 @@ class Vllm(Engine):
 
     def _choices(self, prompt: Sequence[object], max_tokens: int, **settings: object) -> list[dict[str, Any]]:
         body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        found: list[dict[str, Any]] = self.call("/v1/completions", body | settings)["choices"]
+        answer = self.call("/v1/completions", body | settings, len(prompt) * max_tokens)
+        found: list[dict[str, Any]] = answer["choices"]
         return found
 
 
@@ -392,7 +393,7 @@ class LlamaCpp(Engine):
 
     def _completion(self, prompt: Sequence[int], max_tokens: int, **settings: object) -> dict[str, Any]:
         body = {"prompt": list(prompt), "n_predict": max_tokens, "temperature": 0, "return_tokens": True}
-        found: dict[str, Any] = self.call("/completion", body | settings)
+        found: dict[str, Any] = self.call("/completion", body | settings, max_tokens)
         return found
 
 

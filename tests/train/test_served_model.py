@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ftkit.cli.main import main
+from ftkit.evaluate.engines import RequestError, Setup, Vllm
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,3 +72,26 @@ def test_a_server_that_ends_is_reported_with_its_last_lines(
     assert "--engine transformers" in err
     assert last in err.splitlines()[-1]
     assert err.count("frame") == (0 if refusal else 7)
+
+
+def test_a_server_has_a_second_more_for_each_token_that_may_be_generated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            time.sleep(0.5)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"choices": [{"token_ids": [3]} for _ in body["prompt"]]}).encode())
+
+    monkeypatch.setattr("ftkit.evaluate.engines._ANSWER_SECONDS", 0.2)
+    server = HTTPServer(("127.0.0.1", 0), Slow)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    engine = Vllm(Setup(tmp_path, tmp_path, "", (), "", None, tmp_path))
+    engine.address = f"127.0.0.1:{server.server_port}"
+    assert engine.complete([[1], [2]], 4) == [[3], [3]]
+    with pytest.raises(RequestError, match="timed out"):
+        engine.call("/version", {"prompt": []})
+    server.shutdown()
+    server.server_close()
