@@ -134,15 +134,15 @@ def _poll(runs: Sequence[SubmittedRun]) -> Iterator[Overview | None]:
     while True:
         overview = observe_all(runs)
         yield overview
-        if all(seen.is_final for seen in overview.states.values()):
+        left = {run_id: seen for run_id, seen in overview.states.items() if not seen.is_final}
+        if not left:
             return
         polled = time.monotonic()
-        lost = [run_id for run_id, seen in overview.states.items() if seen.state is RunState.UNKNOWN]
-        if not lost or overview.warnings:
+        if overview.warnings or any(seen.state is not RunState.UNKNOWN for seen in left.values()):
             last_known = polled
         elif polled - last_known > _LOST_SECONDS:
-            what = f"lost track of {lost[0]}: {overview.states[lost[0]].reason}"
-            raise RunFailedError(what, fix=f"read its log: ftkit logs {lost[0]}")
+            run_id, seen = next(iter(left.items()))
+            raise RunFailedError(f"lost track of {run_id}: {seen.reason}", fix=f"read its log: ftkit logs {run_id}")
         while time.monotonic() < polled + pause:
             time.sleep(_READ_SECONDS)
             yield None

@@ -368,6 +368,25 @@ def test_a_sweep_is_followed_with_one_question_for_all_of_its_runs(
     assert [call.split()[-1] for call in programs.calls("squeue")] == ["--jobs=71,72"]
 
 
+@pytest.mark.usefixtures("quick")
+def test_a_sweep_is_followed_while_slurm_knows_one_of_its_runs(
+    ftkit: Callable[..., Result], make_run: RunMaker, squeue_line: Callable[..., str],
+    sacct_line: Callable[..., str], programs: FakePrograms, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("ftkit.cli.follow._LOST_SECONDS", 0)
+    known, lost = [make_run(f"try-{number}", job_id=f"7{number}") for number in (1, 2)]
+    for run in (known, lost):
+        plan = json.loads(run.layout.plan.read_text())
+        run.layout.plan.write_text(json.dumps(plan | {"sweep": {"id": "try-new", "name": "try", "values": {}}}))
+    programs.add("squeue", f'if mkdir "{programs.folder}/asked"; then echo "$RUNNING"; fi')
+    monkeypatch.setenv("RUNNING", squeue_line(known, "RUNNING").strip())
+    programs.answer("sacct", sacct_line(known, "COMPLETED"))
+    followed = ftkit("status", "try", "--follow")
+    assert followed.code == 7
+    assert f"{known.id}: completed" in followed.err
+    assert f"lost track of {lost.id}" in followed.err
+
+
 def test_a_run_that_may_have_a_job_is_not_said_to_have_none_while_slurm_does_not_answer(
     ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms
 ) -> None:
