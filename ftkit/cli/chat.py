@@ -108,7 +108,8 @@ def chat_command(
     with ExitStack() as stack:
         sessions = {}
         for name, source in sources.items():
-            model = stack.enter_context(load_into_engine(source, engine, terminal, has_pictures=bool(images)))
+            loaded = load_into_engine(source, engine, terminal, has_pictures=bool(images), num_models=len(sources))
+            model = stack.enter_context(loaded)
             sessions[name] = ChatSession(model, Decoding(**decoding), options, system, tools)
         if tools:
             terminal.say(f"tools: {', '.join(tool['function']['name'] for tool in tools)}")

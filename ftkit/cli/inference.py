@@ -48,14 +48,14 @@ def find_model(reference: str) -> Target:
 
 @contextmanager
 def load_into_engine(
-    source: ModelSource, engine: EngineName, terminal: Terminal, *, has_pictures: bool = False
+    source: ModelSource, engine: EngineName, terminal: Terminal, *, has_pictures: bool = False, num_models: int = 1
 ) -> Iterator[GeneratingModel]:
-    """Load a model into the selected engine for the block, and print where it is loaded."""
+    """Load one of `num_models` models into the selected engine for the block, and print where it is loaded."""
     from ftkit.evaluate.served_model import served_by_vllm, takes_vllm
 
     if takes_vllm(source, engine, has_pictures=has_pictures):
         terminal.say(f"loading {source.label} with vLLM")
-        with served_by_vllm(source, terminal.say) as model:
+        with served_by_vllm(source, terminal.say, num_models) as model:
             yield model
     else:
         yield load_here(source, terminal)

@@ -116,8 +116,11 @@ class ServedModel(GeneratingModel):
 
 
 @contextmanager
-def served_by_vllm(source: ModelSource, report: Callable[[str], None]) -> Iterator[ServedModel]:
-    """Serve what `takes_vllm` accepts in the block, sharded over the GPUs of this machine. Raises as `serve` does."""
+def served_by_vllm(source: ModelSource, report: Callable[[str], None], num_models: int = 1) -> Iterator[ServedModel]:
+    """Serve what `takes_vllm` accepts in the block, sharded over this machine's GPUs, which `num_models` models share.
+
+    Raises as `serve` does.
+    """
     if isinstance(source, ModelFolder):
         base, tokenizer, generation = find_generation(source)
         folder, weights = source.folder, base.folder
@@ -127,8 +130,10 @@ def served_by_vllm(source: ModelSource, report: Callable[[str], None]) -> Iterat
         generation = Generation.of(tokenizer, weights)
     with_tokenizer = folder if (folder / "tokenizer_config.json").is_file() else weights
     # "vllm": only the settings of each request apply, not those of the folder.
-    options = ("--generation-config", "vllm", "--tokenizer", str(with_tokenizer))
-    engine = Vllm(Setup(folder, weights, "", options, sys.executable, None, scratch=weights))
+    options = ["--generation-config", "vllm", "--tokenizer", str(with_tokenizer)]
+    if num_models > 1:  # by default, a server takes about all of their memory
+        options += ["--gpu-memory-utilization", f"{0.9 / num_models:.2f}"]
+    engine = Vllm(Setup(folder, weights, "", (*options,), sys.executable, None, scratch=weights))
     try:
         with serve(engine, 0, report):
             yield ServedModel(source.label, tokenizer, generation, engine)

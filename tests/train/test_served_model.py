@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ftkit.cli.main import main
-from ftkit.evaluate.engines import RequestError, Setup, Vllm
+from ftkit.evaluate.engines import EngineError, RequestError, Setup, Vllm
+from ftkit.evaluate.served_model import served_by_vllm
+from ftkit.evaluate.source import ModelFolder
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from conftest import Run
@@ -72,6 +77,26 @@ def test_a_server_that_ends_is_reported_with_its_last_lines(
     assert "--engine transformers" in err
     assert last in err.splitlines()[-1]
     assert err.count("frame") == (0 if refusal else 7)
+
+
+def test_servers_of_two_models_share_the_memory_of_gpus(finished_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Sequence[str]] = []
+
+    @contextmanager
+    def running(words: Sequence[str], *, log: Path) -> Iterator[SimpleNamespace]:
+        del log
+        started.append(words)
+        yield SimpleNamespace(poll=lambda: 1)
+
+    monkeypatch.setattr("ftkit.evaluate.engines.process.running", running)
+    for num_models in (1, 2):
+        source = ModelFolder(finished_run.layout.export, "model")
+        with pytest.raises(EngineError), served_by_vllm(source, print, num_models):
+            pass
+    option = "--gpu-memory-utilization"
+    alone, together = started
+    assert option not in alone
+    assert 2 * float(together[together.index(option) + 1]) <= 0.9
 
 
 def test_a_server_has_a_second_more_for_each_token_that_may_be_generated(
