@@ -303,6 +303,7 @@ _SENSITIVE_NAME = (
 )
 _SECRET_KEY = re.compile(rf"{_SENSITIVE_NAME}$", re.IGNORECASE)
 _QUOTED_OR_WORD = r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"'&;,)\]}]+)"""
+_STEP_OF_RUN = r"run:[\w.-]+@(?:best|last|\d+)\b(?![.:])"
 _SECRETS = tuple(
     (re.compile(pattern), shown)
     for pattern, shown in (
@@ -313,7 +314,7 @@ _SECRETS = tuple(
         (r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*", _HIDDEN),
         # TOKEN@ or USER:PASSWORD@ before a host; not IMAGE@sha256:DIGEST or run:NAME@STEP.
         (r"(?<=://)[^/\s\"'<>]*@(?!sha256:)", rf"{_HIDDEN}@"),
-        (r"(?<![\w/.:@-])(?!run:)[\w.+-]+:[^\s/\"'<>]+@(?!sha256:)(?=\w)", rf"{_HIDDEN}@"),
+        (rf"(?<![\w/.:@-])(?!{_STEP_OF_RUN})[\w.+-]+:[^\s/\"'<>]+@(?!sha256:)(?=\w)", rf"{_HIDDEN}@"),
         # Authorization: SCHEME VALUE; NAME=VALUE; "NAME": VALUE; --NAME VALUE.
         (r"(?i)\b((?:authorization|cookie)[\"']?\s*[:=]\s*[\"']?)[^\n\"']+", rf"\1{_HIDDEN}"),
         (r"(?i)\b((?:bearer|basic)\s+)[\w.~+/=-]{8,}", rf"\1{_HIDDEN}"),

@@ -25,6 +25,8 @@ JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmNHl0w5N"
         ("model.tokenizer.source=trained", "model.tokenizer.source=trained"),
         ("olmo3:25.02@sha256:0123", "olmo3:25.02@sha256:0123"),
         ("model=run:careless@best", "model=run:careless@best"),
+        ("model=run:try-1.5@300", "model=run:try-1.5@300"),
+        ("proxy=run:secret@host:3128", "proxy=***@host:3128"),
         ("docker://nvcr.example#team/olmo3:25.02@sha256:0123", "docker://nvcr.example#team/olmo3:25.02@sha256:0123"),
     ],
 )
