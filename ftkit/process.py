@@ -175,20 +175,29 @@ def running(args: Sequence[str], *, log: Path) -> Iterator[subprocess.Popen[byte
 
 
 @contextmanager
-def exit_on_termination() -> Iterator[None]:
-    """Raise `SystemExit` on SIGTERM and SIGHUP, so that this process cleans up; ignored signals stay ignored."""
+def exit_on_termination() -> Iterator[list[int]]:
+    """Raise `SystemExit` on SIGTERM and SIGHUP, so that this process cleans up; ignored signals stay ignored.
+
+    Yields the numbers of the signals received so far, SIGINT included.
+    """
+    received: list[int] = []
 
     def exit_by(number: int, _: object) -> NoReturn:
-        raise SystemExit(128 + number)
+        received.append(number)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    handled = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    handled = {
+        number: default
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+        if (default := signal.getsignal(number)) in (signal.SIG_DFL, signal.default_int_handler)
+    }
     for number in handled:
         signal.signal(number, exit_by)
     try:
-        yield
+        yield received
     finally:
-        for number in handled:
-            signal.signal(number, signal.SIG_DFL)
+        for number, default in handled.items():
+            signal.signal(number, default)
 
 
 def run_with_input(

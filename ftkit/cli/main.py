@@ -159,10 +159,11 @@ def main(args: Sequence[str] | None = None) -> int:
     set_home(os.environ)
     if COMPLETE_VARIABLE in os.environ:
         cli.main(words, prog_name=PROGRAM, complete_var=COMPLETE_VARIABLE)
+    received: list[int] = []
     try:
         load_dotenv(Context.here().project, os.environ)
         # Unlike click's own `main`, let every exception through.
-        with process.exit_on_termination(), cli.make_context(PROGRAM, words, obj=words) as context:
+        with process.exit_on_termination() as received, cli.make_context(PROGRAM, words, obj=words) as context:
             cli.invoke(context)
         sys.stdout.flush()
         code = 0
@@ -174,6 +175,10 @@ def main(args: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - reported
         code = _report(error, words)
+    except BaseException:  # SystemExit; torch's CheckpointException, whose cause may be a signal
+        if not received:
+            raise
+        code = 128 + received[-1]
     try:
         sys.stdout.flush()
     except OSError:  # a closed pipe or a full disk: otherwise the interpreter writes what is left when it exits

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -289,6 +290,23 @@ def test_an_interrupt_exits_with_130(ftkit: Callable[..., Result], monkeypatch: 
 
     monkeypatch.setattr("ftkit.cli.config.list_names", interrupt)
     assert ftkit("config", "recipes").code == 130
+
+
+def test_an_interrupt_that_an_exception_of_torch_hides_exits_with_130(
+    ftkit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise Hiding from None
+
+    class Hiding(BaseException):
+        """Like torch's CheckpointException."""
+
+    monkeypatch.setattr("ftkit.cli.config.list_names", interrupt)
+    result = ftkit("config", "recipes")
+    assert (result.code, result.err) == (130, "")
 
 
 def test_a_user_without_home_and_account_has_the_home_of_a_container(
