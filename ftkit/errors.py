@@ -244,15 +244,18 @@ def _as_file_error(error: OSError) -> FtkitError | None:
         )
     if error.errno in _NO_FILE:
         return NotFoundError(
-            f"can't read {shown}: {error.strerror}",
-            meaning="it is damaged, not a regular file, behind symbolic links that point at each other, or its name is "
-            "longer than file systems allow",
+            f"can't use {shown}: {error.strerror}",
+            meaning="it is damaged, a file where a folder should be, not a regular file, behind symbolic links that "
+            "point at each other, or its name is longer than file systems allow",
             fix="check the path, and the file that contains it",
         )
     return None
 
 
-_NO_FILE = (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO, errno.EFBIG)
+_NO_FILE = (
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO, errno.EFBIG),
+    *(errno.EEXIST, errno.ENOTDIR),
+)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_DISK_TEXT = re.compile(
     "|".join(re.escape(os.strerror(number)) for number in _DISK_FULL)

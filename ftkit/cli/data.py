@@ -228,23 +228,24 @@ class _ProblemKind:
     """Rows that can't be used for the same reason, apart from the values in it."""
 
     count: int = 0
-    places: list[str] = field(default_factory=list)  # of the first rows
+    places: list[tuple[str, str]] = field(default_factory=list)  # of the first rows, and their reasons
     reasons: set[str] = field(default_factory=set)  # two, if they differ
 
     def add(self, where: str, reason: str) -> None:
         self.count += 1
         if len(self.places) < _SHOWN_PLACES:
-            self.places.append(where)
+            self.places.append((where, reason))
         if len(self.reasons) <= 1:
             self.reasons.add(reason)
 
 
 def _show_kinds(kinds: dict[tuple[str, str], _ProblemKind], terminal: Terminal) -> None:
     for (kind, fix), found in kinds.items():
-        reason = kind if len(found.reasons) > 1 else next(iter(found.reasons))
-        terminal.text(Styled(f"{plural(found.count, 'row')}: {reason}", "bold"))
-        for line in (fix, *found.places):
-            terminal.text(f"  {line}")
+        differ = len(found.reasons) > 1
+        terminal.text(Styled(f"{plural(found.count, 'row')}: {kind if differ else found.places[0][1]}", "bold"))
+        terminal.text(f"  {fix}")
+        for where, reason in found.places:
+            terminal.text(f"  {where}: {reason}" if differ else f"  {where}")
         if (num_hidden := found.count - len(found.places)) > 0:
             terminal.text(f"  and {num_hidden:,} more: --all lists them")
 

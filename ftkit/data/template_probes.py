@@ -112,7 +112,7 @@ def explain_failure(error: Exception, roles: str) -> DataError:
         return DataError(
             f"{what}: {one_line(error)}",
             meaning="most templates require at most one system turn, then alternating user and assistant turns",
-            fix="correct or remove this example, or choose another data.chat_template",
+            fix="change or leave out these turns, or choose another data.chat_template",
         )
     return DataError(
         f"{what}: line {lines[-1]}: {one_line(error)}",

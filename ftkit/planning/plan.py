@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from ftkit import __version__
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.image_reference import image_file
 from ftkit.config.recipe import RecipePlan, ResourcesSpec
@@ -320,6 +321,7 @@ def parse_plan(text: str | bytes, where: str) -> RunPlan | ScriptPlan:
         return parse_json(text, RunPlan) if header.script is None else parse_json(text, ScriptPlan)
     except InvalidJsonError as error:
         writer = f"ftkit {header.ftkit_version}" if header.ftkit_version else "another version of ftkit"
+        writer = f"another commit of {writer}" if header.ftkit_version == __version__ else writer
         raise PlanError(
             f"can't read the plan in {where}: {error}",
             meaning=f"{writer} wrote it under other rules, or it was edited manually",

@@ -103,6 +103,16 @@ def test_a_full_disk_is_recognized_in_any_exception(number: int) -> None:
     assert as_user_error(found) is found
 
 
+def test_a_file_where_a_folder_should_be_is_not_a_bug(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in ("file", "file/x"):
+        with pytest.raises(OSError, match="file") as caught:
+            (tmp_path / place).mkdir(parents=True, exist_ok=True)
+        found = as_user_error(caught.value)
+        assert isinstance(found, NotFoundError)
+        assert str(tmp_path / "file") in found.what
+
+
 def test_a_full_disk_has_its_exit_code_also_where_a_command_names_the_file() -> None:
     refused = PrerequisiteError("can't write /w/bundle.tar: no space")
     refused.__cause__ = OSError(ENOSPC, os.strerror(ENOSPC))

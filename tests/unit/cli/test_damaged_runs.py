@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ftkit import __version__
 from ftkit.cli.page.run_report import read_report
 from ftkit.cli.page.write import run_page
 from ftkit.runs.failure import RankError, write_rank_error
@@ -116,6 +117,9 @@ def test_a_run_of_an_older_ftkit_is_shown_although_its_plan_is_invalid_now(
     assert refused.code == 15
     for part in (reason, "ftkit 0.0.9 wrote it", "use the ftkit that submitted it; or correct these keys"):
         assert part in " ".join(refused.err.split())
+
+    run.layout.plan.write_text(json.dumps({**plan, "ftkit_version": __version__}))
+    assert f"another commit of ftkit {__version__} wrote it" in ftkit("resume", "victim").err
 
 
 def test_a_copied_run_is_not_resumed_in_place_of_the_original(ftkit: Callable[..., Result], run: SubmittedRun) -> None:
