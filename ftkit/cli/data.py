@@ -202,7 +202,8 @@ def stats_command(words: tuple[str, ...], *, as_json: bool, **options: Unpack[Ru
 def _facts(stats: DataStats, length: int) -> Facts:
     num_rows = sum(source.num_rows for source in stats.sources)
     validation = f" for training, {stats.num_validation:,} for validation" if stats.num_validation else ""
-    in_both = f"; {plural(stats.num_in_both, 'validation document')} also trained on" if stats.num_in_both else ""
+    kind = "pair" if stats.sides else "document"
+    in_both = f"; {plural(stats.num_in_both, f'validation {kind}')} also trained on" if stats.num_in_both else ""
     is_other = stats.num_renderings != stats.num_documents + stats.num_validation
     rewritten = f", from {stats.num_renderings:,} renderings" if is_other else ""
     facts: Facts = [

@@ -175,7 +175,7 @@ class DataStats:
     num_renderings: int
     num_documents: int
     num_validation: int
-    num_in_both: int  # of validation, with the tokens of a training document; of pairs, not counted
+    num_in_both: int  # documents or pairs of validation that are also trained on
     num_tokens: int
     num_trained: int
     num_too_long: int
@@ -340,38 +340,41 @@ class DataInspector:
         length = self.recipe.training.sequence_length
         totals = Totals(self.encoder)
         lengths: Counter[int] = Counter()
-        digests, held_out = array("Q"), array("Q")  # 8 bytes per document: the only memory that grows with the data
+        digests = {"train": array("Q"), "validation": array("Q")}  # 8 bytes each: the only memory that grows
         per_sample = self.recipe.training.documents_per_sample
         packer, trained = Packer(length, documents_per_sample=per_sample), np.zeros(2)
-        num_packs = 0
+        num_validation = num_packs = 0
         for encoded in self.check():
             totals.add(encoded)
-            held_out.frombytes(b"".join(digest[: held_out.itemsize] for digest in encoded.validation.digests()))
+            num_validation += len(encoded.validation.lengths)
+            for split, found in digests.items():
+                batch = encoded.train if split == "train" else encoded.validation
+                of_pairs = (pair.digest for pair in encoded.pairs if pair.split == split)
+                each = of_pairs if per_sample > 1 else batch.digests()
+                found.frombytes(b"".join(digest[: found.itemsize] for digest in each))
             lengths.update((encoded.train.lengths + encoded.train.starts).tolist())
             if per_sample > 1 and len(encoded.train.lengths):
-                digests.frombytes(b"".join(digest[: digests.itemsize] for _, digest, *_ in encoded.pairs))
                 starts = np.cumsum(encoded.train.lengths) - encoded.train.lengths
                 targets = np.add.reduceat(encoded.train.tokens >= TRAINED, starts, dtype=np.int64)
                 trained += targets.reshape(-1, 2).sum(axis=0)
-            else:
-                digests.frombytes(b"".join(digest[: digests.itemsize] for digest in encoded.train.digests()))
             num_packs += sum(len(sizes) for _, sizes in packer.add(encoded.train))
         num_packs += sum(len(sizes) for _, sizes in packer.finish())
         num_tokens = sum(source.num_tokens for source in totals.sources)
         num_documents = lengths.total()
+        of_train, of_validation = (np.frombuffer(each, np.uint64) for each in digests.values())
         return DataStats(
             formats=tuple(describe_format(encoder.format) for encoder in self.encoder.encoders.values()),
             sources=tuple(totals.sources),
             num_bad=totals.num_bad,
             num_renderings=totals.num_documents,
             num_documents=num_documents,
-            num_validation=len(held_out),
-            num_in_both=int(np.isin(np.frombuffer(held_out, np.uint64), np.frombuffer(digests, np.uint64)).sum()),
+            num_validation=num_validation,
+            num_in_both=int(np.isin(of_validation, of_train).sum()),
             num_tokens=num_tokens,
             num_trained=sum(source.num_targets for source in totals.sources),
             num_too_long=totals.too_long.total(),
             too_long=", ".join(totals.too_long),
-            num_duplicates=len(digests) - len(np.unique(np.frombuffer(digests, np.uint64))),
+            num_duplicates=len(of_train) - len(np.unique(of_train)),
             longest=totals.longest,
             mean=sum(length * count for length, count in lengths.items()) / max(1, num_documents),
             median=median_of(lengths),

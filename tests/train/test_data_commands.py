@@ -177,6 +177,17 @@ def test_validation_documents_that_are_trained_on_are_counted(
     assert json.loads(call(capsys, "stats", *words, "--json")[1])["num_in_both"] == 2
 
 
+def test_validation_pairs_that_are_trained_on_are_counted_and_are_no_duplicates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "q", "chosen": chosen, "rejected": "b"} for chosen in "acd"]
+    held_out = write(tmp_path / "validation.jsonl", rows[0], {"prompt": "q", "chosen": "e", "rejected": "b"})
+    words = (write(tmp_path / "pairs.jsonl", *rows), f"data.validation.file={held_out}", "training.objective=dpo")
+    assert "0; 1 validation pair also trained on" in call(capsys, "stats", *words)[1]
+    stats = json.loads(call(capsys, "stats", *words, "--json")[1])
+    assert [stats[name] for name in ("num_in_both", "num_duplicates", "num_validation")] == [1, 0, 4]
+
+
 def test_statistics_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows: list[dict[str, Any]] = [{"messages": TALK}] * 3 + [{"messages": TALK[:1] + TALK[3:]}, {"messages": TALK[:2]}]
     file = write(tmp_path / "chats.jsonl", *rows)
