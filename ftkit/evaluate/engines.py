@@ -222,7 +222,7 @@ def serve(engine: Engine, length: int, report: Callable[[str], None]) -> Iterato
             lines = [*filter(str.strip, Path(name).read_text(encoding="utf-8", errors="replace").splitlines())]
             failed = EngineError(
                 f"{engine.name} does not serve {engine.setup.folder}: {one_line(error)}",
-                meaning="it does not know the model or an option, or has too little memory for it",
+                meaning="it does not take the model, an option, or so long a text, or has too little memory",
                 fix="\n".join([f"see {name}; its last lines:", *lines[-_SHOWN_LINES:]]),
             )
             failed.last_line = next(reversed(lines), "").strip()
