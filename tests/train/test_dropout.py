@@ -253,14 +253,14 @@ def test_outputs_with_dora_may_be_changed_in_place_and_are_the_same_compiled() -
     base = nn.Linear(24, 16, bias=False)
     layer = Linear(base, "default", LoraConfig(r=4, lora_alpha=6, use_dora=True), 4, 6, use_dora=True)
     for parameter in layer.parameters():
-        nn.init.normal_(parameter)
+        nn.init.normal_(parameter, std=0.2)
     base.requires_grad_(False)
     adapted = AdaptedLinear(layer, spec, torch.ones(()))
     inputs = torch.randn(3, 24, requires_grad=True)
 
     def clip(module: nn.Module) -> torch.Tensor:
         output: torch.Tensor = module(inputs)
-        return output.clamp_(-2, 2)  # as OLMo clips queries
+        return output.clamp_(-0.5, 0.5)  # as OLMo clips queries
 
     compiled = torch.compile(partial(clip, adapted), fullgraph=True, backend="aot_eager")
     results = []
@@ -268,8 +268,8 @@ def test_outputs_with_dora_may_be_changed_in_place_and_are_the_same_compiled() -
         output = call()
         wanted = [inputs, *(each for each in layer.parameters() if each.requires_grad)]
         results.append((output, *torch.autograd.grad(output.square().sum(), wanted)))
-    torch.testing.assert_close(results[1], results[0])
-    torch.testing.assert_close(results[2], results[0])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(results[2], results[0], rtol=1e-4, atol=1e-4)
 
 
 class Mask(nn.Module):
