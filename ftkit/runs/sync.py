@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -70,7 +70,7 @@ class RunCopy:
         self._versions: dict[str, tuple[int, float]] = {}
 
     def update(self) -> SyncStatus:
-        """Copy new files; record the progress, or the error."""
+        """Copy new files; record the progress, or the error, if the run is this user's."""
         error = None
         try:
             self._copy(Store(self._address))
@@ -81,7 +81,8 @@ class RunCopy:
         waiting = tuple(name for name in self._folders() if name not in self._done)
         done = tuple(sorted(self._done))
         status = SyncStatus(self._address, time.time(), socket.gethostname(), done, waiting, error)
-        write_json(self._layout.sync, status)
+        with suppress(PermissionError):  # of another user's run, this user may copy the files, and not record it there
+            write_json(self._layout.sync, status)
         return status
 
     def follow(self, is_over: Callable[[], bool], wait: Callable[[float], object]) -> SyncStatus:

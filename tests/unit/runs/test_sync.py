@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 
@@ -66,6 +67,12 @@ def test_existing_files_are_not_copied_again(run: SubmittedRun, tmp_path: Path) 
     assert (tmp_path / "copies" / run.id / "checkpoints" / "step-000005" / MARKER).is_file()
     again = RunCopy(run.layout, str(tmp_path / "copies"), pytest.fail).update()
     assert (again.error, again.done) == (None, ("checkpoints/step-000005",))
+
+
+def test_the_run_of_another_user_is_copied(run: SubmittedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftkit.runs.sync.write_json", Mock(side_effect=PermissionError(13, "Permission denied")))
+    copied = RunCopy(run.layout, str(tmp_path / "copies"), print).update()
+    assert (copied.error, copied.done) == (None, ("checkpoints/step-000005",))
 
 
 def test_a_pipe_in_a_run_folder_ends_the_copy(run: SubmittedRun, tmp_path: Path) -> None:
