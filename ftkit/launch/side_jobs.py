@@ -58,7 +58,7 @@ def plan_serving(  # noqa: PLR0913 - one for each option
     """
     plan = replace(plan, cluster=cluster)
     _check_on_slurm(plan, "ftkit serve", "choose a Slurm cluster with --cluster; here: vllm serve FOLDER")
-    plan, num_gpus = _served(plan, image, num_gpus, ctx)
+    plan, num_gpus = _served(plan, image, num_gpus, words, ctx)
     path, log = plan.layout.serving_script, plan.layout.logs / "serving.log"
     job = SideJob("serve", plan, num_gpus, path, log, time_limit, (str(folder),), ("VLLM_API_KEY",))
     return render_side_job(job, ctx.project, words=[*serve_command(folder, plan, num_gpus), *words], port=port)
@@ -70,7 +70,7 @@ def plan_verification(  # noqa: PLR0913 - one for each option
 ) -> SideJob:  # fmt: skip
     """Render the script of the job that serves an export as `plan_serving` does, and verifies it in the run's image."""
     _check_on_slurm(plan, "--as-job", "omit --as-job to verify the export here")
-    served, num_gpus = _served(plan, image, num_gpus, ctx)
+    served, num_gpus = _served(plan, image, num_gpus, words, ctx)
     path, log = plan.layout.verification_script, plan.layout.logs / "verification.log"
     job = SideJob("verify", plan, num_gpus, path, log, time_limit, (str(folder),), ("VLLM_API_KEY",))
     return render_side_job(
@@ -79,9 +79,14 @@ def plan_verification(  # noqa: PLR0913 - one for each option
     )  # fmt: skip
 
 
-def _served(plan: RunPlan, image: AnyImage | None, num_gpus: int | None, ctx: Context) -> tuple[RunPlan, int]:
+def _served(
+    plan: RunPlan, image: AnyImage | None, num_gpus: int | None, words: Sequence[str], ctx: Context
+) -> tuple[RunPlan, int]:
     """Return the plan with the image that serves, and the number of GPUs, by default as many as the weights need."""
     cluster = plan.cluster
+    if any(word.partition("=")[0] == "--port" for word in words):
+        what, fix = "the job script sets the server's port.", "Omit it; 'ftkit serve' has an option --port of its own."
+        raise ConfigError([Problem("command line", "-- --port", what, fix)])
     if cluster.runtime != "none":
         plan = _with_image(plan, image or NamedImage(SERVING_IMAGE), ctx)
     num_gpus = num_gpus or _choose_gpus(plan, cluster)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import weakref
 from dataclasses import replace
@@ -192,6 +193,12 @@ def test_the_last_backward_frees_the_copy_of_each_weight_after_its_last_use(
         copies[:] = [weakref.ref(each) for layer in layers[1:] for each in layer.parameters()]
         engine.backward(loss, 62, is_last=is_last)
     assert alive == [len(copies), 0]
+
+
+def test_hooks_do_not_keep_a_model_in_memory(tokenizer: PreTrainedTokenizerBase, world: World) -> None:
+    weight = weakref.ref(next(Fsdp2Engine(build("llama", tokenizer), TRAINING, world).model.parameters()))
+    gc.collect()
+    assert weight() is None
 
 
 @pytest.mark.parametrize("odd", [{"intermediate_size": 50}, {"hidden_size": 36}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -98,8 +99,10 @@ class Fsdp2Engine:
         """The sharded parameters; during forward and backward, the model has unsharded ones in their place."""
         self._parameters = ReplacedParameters(hf_model)
         if self._is_unsharded and training.adapters is None:
+            # Weak, because parameters hold their hooks where garbage collection does not look.
+            free_copy = partial(_free_copy, weakref.ref(self))
             for parameter in filter(lambda each: each.requires_grad, self._shards):
-                parameter.register_post_accumulate_grad_hook(self._free_copy)
+                parameter.register_post_accumulate_grad_hook(free_copy)
         self.optimizer = make_optimizer(hf_model, training)
         self._update_scales()
 
@@ -135,7 +138,8 @@ class Fsdp2Engine:
             return nullcontext()
         return self._parameters.by(lambda parameter: parameter.to(dtype))
 
-    def _free_copy(self, parameter: torch.Tensor) -> None:
+    def free_copy(self, parameter: torch.Tensor) -> None:
+        """Free a weight's copy in the compute dtype, whose gradient is complete, if no micro-batch follows."""
         if self._is_last_backward:
             self._parameters.restore(parameter)
 
@@ -252,6 +256,11 @@ class Fsdp2Engine:
         weights = get_model_state_dict(hf_model, options=self._state_options(full=True))
         saved = saved_parameters(hf_model, self._training)
         return {name: cast("torch.Tensor", value) for name, value in weights.items() if name in saved}
+
+
+def _free_copy(engine: weakref.ref[Fsdp2Engine], parameter: torch.Tensor) -> None:
+    if (owner := engine()) is not None:
+        owner.free_copy(parameter)
 
 
 def _check_support(model: nn.Module, world: World, *, is_sharded: bool) -> None:

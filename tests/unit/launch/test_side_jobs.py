@@ -63,6 +63,13 @@ def served(plan: RunPlan, image: str | None = None, **args: Any) -> str:
     return plan_serving(plan, plan.cluster, chosen, Path("/m"), Context.here(), **args).script
 
 
+@pytest.mark.parametrize("words", [("--port", "8001"), ("--port=8001",)])
+def test_a_port_that_the_job_script_would_replace_is_refused(words: tuple[str, ...], slurm_plan: RunPlan) -> None:
+    with pytest.raises(ConfigError) as caught:
+        served(slurm_plan, words=words)
+    assert [problem.key for problem in caught.value.problems] == ["-- --port"]
+
+
 def test_serving_uses_as_many_gpus_as_the_weights_need(slurm_plan: RunPlan) -> None:
     with pytest.raises(NotFoundError, match=r"vllm:0\.33 is not"):
         served(slurm_plan)
