@@ -101,7 +101,7 @@ def with_template(tokenizer: Any, template: str, monkeypatch: pytest.MonkeyPatch
         ("{{ bos_token }}\n{% if %}", r"^data\.chat_template, line 2: syntax error: Expected", "correct that line"),
         ("{% for turn in messages %}\n{{ 1 + turn.content }}\n{% endfor %}", r"user, assistant: line 2: unsupported",
          "correct that line of it"),
-        ("\n{{ raise_exception('no system turn') }}", r"user, assistant: no system turn$", "remove this example"),
+        ("\n{{ raise_exception('no system turn') }}", r"user, assistant: no system turn$", "leave out these turns"),
     ],
 )  # fmt: skip
 def test_a_template_that_fails_is_named_with_the_line_to_correct(
