@@ -158,6 +158,13 @@ def find_overrides(project: Path) -> dict[str, str]:
     return {name: hashlib.sha256(_read(path).encode()).hexdigest() for name, path in found.items() if path}
 
 
+def find_misnamed(project: Path) -> list[str]:
+    """Return the templates of a project that override none, because no shipped one has their name."""
+    folder = project / "sbatch"
+    names = (path.relative_to(folder) for path in folder.rglob("*.j2"))
+    return sorted(str(name) for name in names if not (assets.JOB_TEMPLATES / name).is_file())
+
+
 def _override(project: Path | None, name: str) -> Path | None:
     if project is None:
         return None

@@ -97,10 +97,12 @@ def show_findings(findings: Findings, terminal: Terminal) -> None:
 
 def say_overridden(terminal: Terminal, project: Path) -> None:
     """Name the parts of job scripts that the project overrides, before a script is printed or submitted."""
-    from ftkit.launch.templates import find_overrides  # jinja2: 'ftkit plan' does without it
+    from ftkit.launch.templates import find_misnamed, find_overrides  # jinja2: 'ftkit plan' does without it
 
     for name in find_overrides(project):
         terminal.say(f"sbatch/{name} of this project overrides the shipped part")
+    for name in find_misnamed(project):
+        terminal.warn(f"sbatch/{name} of this project has no effect: no shipped part has that name")
 
 
 def _model(plan: RunPlan) -> str:

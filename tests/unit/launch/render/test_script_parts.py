@@ -14,7 +14,7 @@ from ftkit import assets
 from ftkit.errors import ConfigError
 from ftkit.launch import templates
 from ftkit.launch.render import render_job
-from ftkit.launch.templates import find_overrides
+from ftkit.launch.templates import find_misnamed, find_overrides
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -95,6 +95,13 @@ def test_a_part_that_is_no_file_is_refused(parts: Path, make_plan: PlanMaker) ->
 
 def test_the_shipped_folder_overrides_nothing() -> None:
     assert find_overrides(assets.JOB_TEMPLATES.parent) == {}
+    assert find_misnamed(assets.JOB_TEMPLATES.parent) == []
+
+
+def test_templates_with_the_name_of_no_shipped_one_are_found(parts: Path) -> None:
+    for name in ("parts/directives.j2", "parts/directive.j2", "cache.sh.j2", "ours.sh"):
+        (parts.parent / name).touch()
+    assert find_misnamed(parts.parents[1]) == ["cache.sh.j2", "parts/directive.j2"]
 
 
 def test_unchanged_copies_render_the_same_script(parts: Path, make_plan: PlanMaker) -> None:
