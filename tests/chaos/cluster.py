@@ -154,7 +154,7 @@ class SlurmRun(Run):
         answer = next((row.split()[1:] for row in rows if row.split()[:1] == [job]), [])
         if "DRAINED" in answer:  # by Slurm, after a node that had no network came back with steps of the last start
             self.cluster.resume_nodes()
-        if answer[-1:] == ["held"]:  # for the same reason, which no job can prevent: do what `ftkit status` says
+        if answer[-1:] == ["held"]:  # no job can prevent this: do what `ftkit status` says
             command = f"scontrol release {job}"
             if command not in " ".join(self.cluster.ftkit("status", self.id).split()):
                 raise AssertionError(f"ftkit status does not say: {command}")

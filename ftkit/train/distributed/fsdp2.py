@@ -162,12 +162,13 @@ class Fsdp2Engine:
         if self._chosen.defers_sync:
             root.set_requires_gradient_sync(is_last)
             root.set_reshard_after_backward(is_last or not self._chosen.keeps_weights)
-        self._is_last_backward = is_last and self._weights_of_step is not None
+        self._is_last_backward = is_last
         # FSDP2 averages gradients over the ranks that share a layer; the loss is a mean over the labels of all ranks.
         torch.autograd.backward(loss * (self._world.num_layer_ranks / num_labels))
-        if self._is_last_backward and self._weights_of_step is not None:
+        self._is_last_backward = False
+        if is_last and self._weights_of_step is not None:
             self._weights_of_step.close()
-            self._weights_of_step, self._is_last_backward = None, False
+            self._weights_of_step = None
 
     @contextmanager
     def inference(self) -> Iterator[CausalLM]:

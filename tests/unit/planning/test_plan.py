@@ -157,7 +157,7 @@ def test_what_can_not_be_combined_with_pictures_is_refused_by_the_plan(override:
 
 
 def of_gemma3(method: str, vision: str, *more: str, tokens: int = 256) -> RunPlan:
-    """Return the plan of Gemma 3 4B on one H200, with pictures of so many tokens; 0: of no known size."""
+    """Return the plan of Gemma 3 4B on one H200, with pictures of `tokens` tokens each; 0 if unknown."""
     config = shipped_config("google/gemma-3-4b-pt")
     assert config is not None
     base = ("model.weights=google/gemma-3-4b-pt", "model.architecture=gemma3-4b", "data.pictures=true")
