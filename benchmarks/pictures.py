@@ -181,7 +181,7 @@ def measure_case(case: str, options: argparse.Namespace, root: Path) -> None:
     rows = write_rows(root, options.rows)
     run = run_ftkit(model, rows, options)
     plan = read_plan(RunLayout(run))
-    store = PreparedData(plan.data_directory).read_train()
+    store = PreparedData(plan.data.root).read_train()
     batch = round(store.num_documents / len(store))
     measured = {"ftkit": steps_of_ftkit(run)}
     if options.peer:

@@ -283,7 +283,7 @@ def write_data(plan: RunPlan, lengths: list[int], prompt_share: float) -> tuple[
     tokens[:, ~is_first] |= TRAINED
     tokens, stored = tokens[:, is_stored], np.tile(lengths, num_packs) - starts
     documents = DocumentBatch(tokens.reshape(-1), stored, sources, starts, np.zeros((len(stored), 2), np.int64))
-    with new_prepared_data(plan.data_directory) as folder:
+    with new_prepared_data(plan.data.root) as folder:
         learn_tokenizer(["random"], 300, "chatml").save_pretrained(folder.tokenizer)
         with PackWriter(folder.train) as writer, PackWriter(folder.validation):
             writer.write(documents, [len(lengths)] * num_packs)

@@ -47,8 +47,10 @@ def own_checkout() -> Path | None:
     return checkout if (checkout / ".git").exists() else None
 
 
-def read_commit(folder: Path) -> Commit | None:
-    """Return the commit of the checkout around a folder; None without a checkout, a commit, or git."""
+def read_commit(folder: Path | None) -> Commit | None:
+    """Return the commit of the checkout around a folder; None without a folder, a checkout, a commit, or git."""
+    if folder is None:
+        return None
     try:
         with _borrowed(folder) as git:
             head, _, time = git("log", "-1", "--format=%H %ct").strip().partition(" ")
@@ -71,11 +73,13 @@ def list_files(folder: Path) -> list[str] | None:
     return sorted(name for name in names if ".." not in name.split("/") and not name.startswith("/"))  # a forged index
 
 
-def read_changes(folder: Path) -> str:
+def read_changes(folder: Path | None) -> str:
     """Return the uncommitted changes of a checkout as a diff with new files, for `git apply` on the commit.
 
     Empty without changes, and where `read_commit` returns None.
     """
+    if folder is None:
+        return ""
     try:
         with _borrowed(folder, has_own_index=True) as git, tempfile.NamedTemporaryFile("w") as added:
             git("read-tree", "--reset", "HEAD")  # keeps which files a sparse checkout lacks

@@ -13,7 +13,7 @@ from ftkit.data.prepared_data import PreparedData
 
 def validation_loss(model: Any, run: Any) -> float:
     """Return the mean loss over the targets."""
-    store = PreparedData(run.plan.data_directory).read_validation()
+    store = PreparedData(run.plan.data.root).read_validation()
     total = 0.0
     for tokens, labels, positions, _ in torch.from_numpy(store.read(range(len(store))).astype(np.int64)):
         with torch.no_grad():

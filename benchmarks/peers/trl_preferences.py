@@ -54,7 +54,7 @@ def read_documents(packs: NDArray[np.int32]) -> list[Prompted]:
 
 def read_rows(plan: RunPlan, num_steps: int) -> list[dict[str, Any]]:
     """Return the rows in ftkit's training order, as tokens."""
-    store = PreparedData(plan.data_directory).read_train()
+    store = PreparedData(plan.data.root).read_train()
     seed = plan.recipe.training.seed
     packs = store.read([pack_at(index, len(store), seed) for index in range(num_steps * plan.batch.global_batch_size)])
     documents = read_documents(packs)
@@ -153,7 +153,7 @@ def make_trainer(plan: RunPlan, model: Any, options: argparse.Namespace) -> Any:
         model=model,
         args=kinds[0](**settings),
         train_dataset=as_dataset(rows, options.results.parent / "rows"),
-        processing_class=load_saved_tokenizer(PreparedData(plan.data_directory).tokenizer),
+        processing_class=load_saved_tokenizer(PreparedData(plan.data.root).tokenizer),
         peft_config=None if training.adapters is None else peft_config(training.adapters),
         callbacks=[StepWriter(options.results, options.warm_up_steps)],
     )

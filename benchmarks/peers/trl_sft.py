@@ -40,7 +40,7 @@ from ftkit.train.model.pretrained import init_weights, materialize
 
 def packs_as_dataset(plan: RunPlan, num_steps: int) -> Dataset:
     """Return the packs in ftkit's training order, in the format of TRL's packing."""
-    store = PreparedData(plan.data_directory).read_train()
+    store = PreparedData(plan.data.root).read_train()
     seed = plan.recipe.training.seed
     order = [pack_at(index, len(store), seed) for index in range(num_steps * plan.batch.global_batch_size)]
     tokens, next_tokens, positions, _ = store.read(order).swapaxes(0, 1)
@@ -56,7 +56,7 @@ def build_model(plan: RunPlan, attention: str, *, sharded: bool) -> Any:
     A model to be sharded stays in host memory, with weights only on rank 0, from which accelerate distributes them.
     """
     recipe, state = plan.recipe, PartialState()
-    tokenizer = load_saved_tokenizer(PreparedData(plan.data_directory).tokenizer)
+    tokenizer = load_saved_tokenizer(PreparedData(plan.data.root).tokenizer)
     model: Any = build_empty(make_config(recipe.model.architecture, tokenizer), attention)
     in_bf16 = recipe.training.adapters is not None and recipe.training.compute_precision == "bf16"
     for parameter in model.parameters():
@@ -183,7 +183,7 @@ def main() -> None:
         model=model,
         args=make_settings(plan, layer, options.results.parent / "output", options),
         train_dataset=packs_as_dataset(plan, options.steps),
-        processing_class=load_saved_tokenizer(PreparedData(plan.data_directory).tokenizer),
+        processing_class=load_saved_tokenizer(PreparedData(plan.data.root).tokenizer),
         peft_config=None if lora is None else peft_config(lora),
         callbacks=[StepWriter(options.results, options.warm_up_steps)],
     )

@@ -35,7 +35,7 @@ from ftkit.train.model.pretrained import init_weights, materialize
 def save_initial_model(plan: RunPlan, folder: Path) -> None:
     """Save the model with its initial weights in bf16, from which Unsloth loads it."""
     recipe = plan.recipe
-    tokenizer = load_saved_tokenizer(PreparedData(plan.data_directory).tokenizer)
+    tokenizer = load_saved_tokenizer(PreparedData(plan.data.root).tokenizer)
     model: Any = build_empty(make_config(recipe.model.architecture, tokenizer), "sdpa")
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
@@ -127,7 +127,7 @@ def main() -> None:
         model=model,
         args=make_settings(plan, options.results.parent / "output", options.steps, isolates=isolates),
         train_dataset=data,
-        processing_class=load_saved_tokenizer(PreparedData(plan.data_directory).tokenizer),
+        processing_class=load_saved_tokenizer(PreparedData(plan.data.root).tokenizer),
         callbacks=[StepWriter(options.results, options.warm_up_steps)],
     )
     utilities = unsloth.models._utils  # noqa: SLF001  where Unsloth keeps what it found

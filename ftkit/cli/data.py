@@ -121,7 +121,7 @@ def _samples_of_run(words: tuple[str, ...], packs: str) -> tuple[Iterable[Sample
     ids = [word.strip() for word in packs.split(",")]
     if len(words) != 1 or not all(word.isdigit() for word in ids):
         raise arguments.usage_error("--packs takes numbers and one run: ftkit data show --packs 3,17 RUN")
-    data = PreparedData(read_plan_to_use(arguments.get_run(words[0]).layout).data_directory)
+    data = PreparedData(read_plan_to_use(arguments.get_run(words[0]).layout).data.root)
     tokenizer = load_saved_tokenizer(data.tokenizer)
     return samples_of_packs(data, [int(word) for word in ids], tokenizer), tokenizer
 
@@ -333,7 +333,7 @@ def prepare_command(
     terminal = Terminal()
     plan = resolve(arguments.run_args(words, **options), current_context())
     prepare_here(plan, arguments.job_environment(hf_token_file), terminal.say, workers)
-    terminal.data(f"{plan.data_directory}\n")
+    terminal.data(f"{plan.data.root}\n")
 
 
 @command(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ftkit import __version__
+from ftkit.checkout import own_checkout, read_commit
 from ftkit.cli.arguments import image_store, registry_of
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import duration, gib, short_path
@@ -17,11 +18,11 @@ from ftkit.config.recipe import SINK_PACKAGES, sinks_without_package
 from ftkit.errors import ConfigError, ImageError, NotFoundError, Problem
 from ftkit.files import read_json_if_valid
 from ftkit.images import docker_engine
-from ftkit.images.image_store import manifest_file, sbom_file
+from ftkit.images.image_store import manifest_file, manifest_if_intact, sbom_file
 from ftkit.images.import_image import ImportRequest, ImportResult, import_image, select_source
 from ftkit.images.inside import python_packages
 from ftkit.images.signatures import require_beside
-from ftkit.images.verify import manifest_if_intact, verify, verify_inside
+from ftkit.images.verify import verify, verify_inside
 from ftkit.launch.code import DEV_CODE
 from ftkit.planning.plan import JobPlan, RunPlan
 
@@ -143,7 +144,7 @@ def _warn_about_other_version(labels: Mapping[str, str], plan: JobPlan, terminal
     """Warn if the image has another version of ftkit than the one that made the plan."""
     if docker_engine.REFERENCE_LABEL not in labels or any(code.name == DEV_CODE for code in plan.code):
         return  # not built by ftkit, or another ftkit runs in it
-    commit = docker_engine.own_commit()
+    commit = read_commit(own_checkout())
     here = __version__, commit.id if commit else ""
     inside = labels.get("ftkit.version", ""), labels.get("org.opencontainers.image.revision", "")
     if inside != here:

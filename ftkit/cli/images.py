@@ -23,8 +23,8 @@ from ftkit.config.request import load_settings
 from ftkit.errors import plural
 from ftkit.images.build import BaseRequest, build
 from ftkit.images.build_context import definition_file, write_files, write_lock
+from ftkit.images.image_store import ImageStatus, image_statuses, is_unpinned
 from ftkit.images.import_image import ImportMethod, ImportRequest
-from ftkit.images.inventory import ImageStatus, image_statuses, is_unpinned
 from ftkit.images.oci.credentials import Credentials, from_user
 from ftkit.images.signatures import sign_file
 from ftkit.images.transfer import push, sign_pushed

@@ -30,10 +30,9 @@ from ftkit.data.readers import IN_FOLDERS, suffix_of
 from ftkit.data.source_files import OTHER_SPLIT
 from ftkit.errors import ConfigError, NoAnswerError, Problem
 from ftkit.health.site import ProposedCluster, Site, detect_site, list_partitions, propose_cluster
-from ftkit.launch.new_recipe import choose_recipe, find_splits
+from ftkit.launch.new_recipe import Choice, choose_recipe, find_splits
 from ftkit.launch.resolve import RunArgs, load_place
 from ftkit.paths import is_address, is_path
-from ftkit.planning.first_recipe import Choice
 from ftkit.spec import as_name
 
 _MARK = "Written by 'ftkit init'."

@@ -21,7 +21,7 @@ from ftkit.config.image_reference import NamedImage, parse_image
 from ftkit.config.load import find_image
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, SubmitError, TrainingError, plural
 from ftkit.files import read_json_if_valid
-from ftkit.images.inventory import find_removable, remove_all
+from ftkit.images.image_store import find_removable, remove_all
 from ftkit.launch.job_states import observe
 from ftkit.launch.prune import find_dependents, find_prunable, folder_bytes, prune
 from ftkit.launch.submission import check_removable, remove_folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+from ftkit.checkout import own_checkout, read_changes
 from ftkit.cli.commands import current_context
 from ftkit.cli.follow import follow
 from ftkit.cli.image_check import check_image
@@ -19,7 +20,7 @@ from ftkit.launch.submission import NewJob
 from ftkit.launch.templates import OVERRIDDEN_PARTS, find_overrides
 from ftkit.launch.user_script import accelerate_json
 from ftkit.planning.plan import RunPlan, ScriptPlan
-from ftkit.runs.manifest import build_manifest, uncommitted_changes
+from ftkit.runs.manifest import build_manifest
 
 if TYPE_CHECKING:
     from ftkit.cli.arguments import SubmitRequest
@@ -38,7 +39,7 @@ def make_ready(plan: PlanT, request: SubmitRequest, terminal: Terminal) -> NewJo
     image_facts = check_image(plan, terminal, import_missing=request.import_missing)
     plan = resolve_image_link(plan)  # again, for an image that was just imported
     manifest = build_manifest(plan, request.command, project) | image_facts
-    texts, preparation = {plan.layout.code_changes.name: uncommitted_changes()}, None
+    texts, preparation = {plan.layout.code_changes.name: read_changes(own_checkout())}, None
     if isinstance(plan, ScriptPlan):
         texts[plan.layout.accelerate_config.name] = accelerate_json(plan)
     elif where == "here":

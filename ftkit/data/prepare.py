@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def prepare(plan: RunPlan, report: Callable[[str], None], num_workers: int | None = None) -> PreparedData:
     """Prepare the data of a plan, or find it prepared. The result is the same for any number of workers."""
-    prepared = PreparedData(plan.data_directory)
+    prepared = PreparedData(plan.data.root)
     if prepared.is_complete:
         report(f"data {plan.fingerprint}: already prepared")
         return prepared

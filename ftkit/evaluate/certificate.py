@@ -83,7 +83,7 @@ def held_out(plan: RunPlan) -> dict[str, Conversation]:
     """Return the prompts of a run's first validation rows; none if its data was removed, or has no conversations."""
     found, data = {}, plan.recipe.data
     with suppress(DataError):
-        for _, row in read_evaluation_rows(PreparedData(plan.data_directory), None, _NUM_ROWS):
+        for _, row in read_evaluation_rows(PreparedData(plan.data.root), None, _NUM_ROWS):
             prompt = with_pictures(prompt_of(row.columns, data.format), row.columns, data)
             (found[f"validation row {row.where}"],) = conversations_of(prompt)
     return found

@@ -269,12 +269,12 @@ def config_of(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[Path |
 
 def tokenizer_of(source: TrainedStep) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the run's training, from the prepared data or the export."""
-    for folder in (PreparedData(source.plan.data_directory).tokenizer, source.layout.export):
+    for folder in (PreparedData(source.plan.data.root).tokenizer, source.layout.export):
         if (folder / "tokenizer_config.json").is_file():
             return load_saved_tokenizer(folder)
     raise DataError(
         f"the tokenizer of {source.plan.id} no longer exists",
-        meaning=f"the prepared data in {source.plan.data_directory} was deleted, and there is no export",
+        meaning=f"the prepared data in {source.plan.data.root} was deleted, and there is no export",
         fix=f"prepare the data again: ftkit resume {source.plan.id}",
     )
 

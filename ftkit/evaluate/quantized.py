@@ -255,7 +255,7 @@ def _first_targets(documents: Sequence[tuple[int, Document]]) -> list[tuple[int,
 
 def _calibration(plan: RunPlan) -> list[list[int]]:
     """Return the tokens of whole training documents, of packs that are spread evenly over the training split."""
-    store = PreparedData(plan.data_directory).read_train()
+    store = PreparedData(plan.data.root).read_train()
     wanted = math.ceil(_CALIBRATION_DOCUMENTS * len(store) / store.num_documents)
     num_packs = max(1, min(len(store), wanted, _CALIBRATION_TOKENS // store.sequence_length))
     documents = list[list[int]]()

@@ -131,7 +131,7 @@ def evaluation_set(
 
     `plan` is that of the model's run, if it has one; `report` gets messages about skipped rows.
     """
-    prepared = PreparedData(plan.data_directory) if plan else None
+    prepared = PreparedData(plan.data.root) if plan else None
     rows = read_evaluation_rows(prepared, Path(settings.file) if settings.file else None, settings.limit)
     data = make_evaluation_set(model, rows, plan.recipe.data if plan else None, report)
     return data, choose_metrics(settings.metrics, data.cases, plan.recipe.data.task if plan else None)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ftkit import assets
+from ftkit.checkout import own_checkout, read_commit
 from ftkit.config.image import base_lock_text, read_base_lock
 from ftkit.config.image_reference import Digest, NamedImage, RegistryImage, parse_name, parse_reference
 from ftkit.errors import ConfigError, FtkitError, ImageError, NotFoundError, Problem
@@ -88,7 +89,7 @@ def build(
         is_new = no_cache or image is None or image.labels.get(docker_engine.BUILD_KEY_LABEL) != key
         if image is None or is_new:
             moved_to = current_digest_if_moved(base) if base.is_recorded else None
-            labels = docker_engine.make_labels(spec, docker_engine.own_commit()) | {
+            labels = docker_engine.make_labels(spec, read_commit(own_checkout())) | {
                 "org.opencontainers.image.base.name": str(base.image),
                 "ftkit.base-id": found.id,
                 docker_engine.BUILD_KEY_LABEL: key,

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Final
 from pydantic import ValidationError
 
 import ftkit
-from ftkit.checkout import Commit, own_checkout, read_commit
 from ftkit.config.image_reference import Digest
 from ftkit.errors import ImageError, NotFoundError, PrerequisiteError, missing_package_error, one_line
 from ftkit.images.oci.documents import RunConfig, invalid_document
@@ -25,6 +24,7 @@ from ftkit.images.squashfs import ImageConfig
 if TYPE_CHECKING:
     from docker import APIClient
 
+    from ftkit.checkout import Commit
     from ftkit.config.image import ImageSpec
 
 _TIMEOUT_SECONDS = 600
@@ -219,12 +219,6 @@ REFERENCE_LABEL: Final = "ftkit.reference"
 UNPINNED_LABEL: Final = "ftkit.base-unpinned"
 _ZIP_EPOCH: Final = 315532800
 """1980-01-01 UTC, the earliest time that a zip file can store, in seconds since 1970."""
-
-
-def own_commit() -> Commit | None:
-    """Return the commit of the checkout that ftkit runs from; None for an installed wheel."""
-    checkout = own_checkout()
-    return read_commit(checkout) if checkout else None
 
 
 def make_labels(spec: ImageSpec, commit: Commit | None) -> dict[str, str]:

@@ -93,7 +93,6 @@ class Address:
     config: Digest | None = None  # that the imported image must have; None if `by_tag` is exact too
     layers: tuple[tuple[Digest, Digest], ...] = ()  # digests of each layer's blob, and of its uncompressed content
     host: str = ""
-    is_http: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def address_in_registry(
 ) -> Address:
     """Return the address of an image in a registry; `layers` are as in `Address`."""
     exact, by_tag = (replace(reference, digest=given).enroot_uri for given in (digest, None))
-    return Address(exact, by_tag, image_id, tuple(layers), reference.host, is_loopback(reference.host))
+    return Address(exact, by_tag, image_id, tuple(layers), reference.host)
 
 
 def compute_node(cluster: ClusterProfile) -> ComputeNode:
@@ -130,7 +129,7 @@ def import_to(output: Path, address: Address, node: ComputeNode | None = None) -
     # SOURCE_DATE_EPOCH would change all times, and make .pyc files stale.
     environment = {key: value for key, value in os.environ.items() if key != "SOURCE_DATE_EPOCH"}
     environment |= {"ENROOT_SQUASH_OPTIONS": squashfs.ENROOT_OPTIONS}
-    environment |= {"ENROOT_ALLOW_HTTP": "yes"} if address.is_http else {}
+    environment |= {"ENROOT_ALLOW_HTTP": "yes"} if is_loopback(address.host) else {}
     if node:
         done = _on_node(words, node, output, environment)
     else:

@@ -21,14 +21,14 @@ from ftkit.config.image_reference import Digest, DockerdImage, ImageFormat, Impo
 from ftkit.errors import ConfigError, ImageError, NotFoundError, PrerequisiteError, Problem, missing_package_error
 from ftkit.images import docker_engine, enroot, squashfs
 from ftkit.images.events import ByteCounter, ProgressEvent, Report, ignore_progress
-from ftkit.images.image_store import ImageStore, ImportManifest, sbom_file
+from ftkit.images.image_store import ImageStore, ImportManifest, manifest_if_intact, sbom_file
 from ftkit.images.oci.credentials import Credentials, find_credentials
 from ftkit.images.oci.documents import Descriptor, RunConfig
 from ftkit.images.oci.registry import Registry
 from ftkit.images.oci.tar import Entry, Layer, TarReader, flatten
 from ftkit.images.signatures import require_in_registry
 from ftkit.images.squashfs import ImageConfig, MadeFile, build_squashfs, disk_full
-from ftkit.images.verify import BLOCK_SIZE, digest_file, manifest_if_intact
+from ftkit.images.verify import BLOCK_SIZE, digest_file
 
 if TYPE_CHECKING:
     from ftkit.images.docker_engine import DockerImage
@@ -81,7 +81,7 @@ def registry_source(reference: RegistryImage, registry: Registry) -> ImageSource
     """Return an image in a registry, read from its layers."""
     manifest, digests = registry.manifest()
     configuration = registry.configuration(manifest)
-    diff_ids = configuration.rootfs.diff_ids
+    diff_ids = configuration.diff_ids
     config = docker_engine.image_config(configuration.config or RunConfig(), configuration.created)
 
     def make_file(partial: Path, report: Report) -> MadeFile:

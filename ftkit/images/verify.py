@@ -14,28 +14,14 @@ from pathlib import Path
 from typing import Final
 
 from ftkit import process
-from ftkit.errors import FtkitError, ImageError, NotFoundError, PrerequisiteError, plural
+from ftkit.errors import ImageError, NotFoundError, PrerequisiteError, plural
 from ftkit.files import open_regular
-from ftkit.images import squashfs
 from ftkit.images.build import SELF_CHECK
 from ftkit.images.events import ByteCounter, ProgressEvent, Report, ignore_progress
 from ftkit.images.image_store import ImportManifest, manifest_file, read_manifest
 from ftkit.images.inside import PASSED
 
 _MAX_SHOWN_RANGES = 5
-
-
-def manifest_if_intact(file: Path) -> ImportManifest | None:
-    """Return the manifest if the size and the superblock of the file match it, else None. Reads no content."""
-    manifest = read_manifest(file)
-    try:
-        if manifest is None or file.stat().st_size != manifest.size:
-            return None
-        if manifest.format == "sqsh":
-            squashfs.check_squashfs(file)
-    except (OSError, FtkitError):
-        return None
-    return manifest
 
 
 def verify(file: Path, report: Report = ignore_progress, *, name: str = "NAME:TAG") -> ImportManifest:

@@ -70,7 +70,7 @@ def copy_code(
         raise PrerequisiteError(f"{option}: can't read {error.filename}: {error.strerror}") from error
     commit = read_commit(folder)
     has_changes = bool(commit and commit.has_changes)
-    plan = CodePlan(name, str(folder), ".", digest_of(contents), commit.id if commit else None, has_changes)
+    plan = CodePlan(name, str(folder), digest_of(contents), commit.id if commit else None, has_changes)
     return CodeCopy(plan, contents)
 
 

@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-Check = Callable[[], Iterable[str]]  # it raises an error, or returns warnings about what can't be checked from here
+Check = Callable[[], Iterable[str] | None]
+"""It raises an error, or returns warnings about what can't be checked from here."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def run_checks(plan: RunPlan | ScriptPlan, environment: Mapping[str, str], *, is
         checks.append(partial(warn_of_variables, environment))
     for check in checks:
         try:
-            warnings += check()
+            warnings += check() or ()
         except FtkitError as error:
             errors.append(error)
     return Findings(tuple(errors), tuple(warnings))
@@ -110,11 +111,10 @@ def _training_checks(plan: RunPlan, environment: Mapping[str, str], *, is_previe
     yield partial(check_host_memory, plan, node_gib, "this machine" if is_here else f"a node of {plan.cluster.name}")
 
 
-def _check_sync(destination: str) -> list[str]:
+def _check_sync(destination: str) -> None:
     from ftkit.runs.sync import check_destination  # noqa: PLC0415 - fsspec is heavy, and few runs are copied
 
     check_destination(destination)
-    return []
 
 
 def check_trackers(plan: RunPlan, environment: Mapping[str, str], *, is_preview: bool = False) -> list[str]:
@@ -238,7 +238,8 @@ def _check_labels(recipe: RecipePlan, folder: Path) -> None:
 
     if recipe.data.train_on == "all" or not (folder / TOKENIZER_FILE).is_file():
         return
-    configured = _folder_with_config(recipe, folder)
+    folders = (folder, Path(recipe.model.weights))
+    configured = next((each for each in folders if (each / CONFIG_FILE).is_file()), None)
     try:
         tokenizer = tokenizers.load_listed_tokenizer(folder, recipe.model, recipe.data.chat_template)
         ends = read_end_tokens(configured) if configured else []
@@ -251,19 +252,15 @@ def _check_labels(recipe: RecipePlan, folder: Path) -> None:
             token = pictures.PictureProcessor.of(model, tokenizer).token
     renderer = rendering.ChatRenderer.of(tokenizer, recipe.data.template_options, ends, token)
     if renderer.end_tokens or configured is not None:  # else where generation stops is known after the download
-        examples = list(_readable(recipe.data))
+        examples = []
+        for row, form in read_available(recipe.data):
+            with suppress(DataError):  # the check of the rows reports it
+                examples.append((row, conversations_of(read_example(row.columns, recipe.data, form))))
         limits.run_in_fork(renderer, _check_examples, recipe.data, renderer, examples)
-        _check_rows(recipe.data, examples, partial(_check_pictures, pictures.open_picture))
-
-
-def _folder_with_config(recipe: RecipePlan, folder: Path) -> Path | None:
-    return next((each for each in (folder, Path(recipe.model.weights)) if (each / CONFIG_FILE).is_file()), None)
-
-
-def _readable(data: DataSpec) -> Iterator[tuple[Row, tuple[Conversation, ...]]]:
-    for row, form in read_available(data):
-        with suppress(DataError):  # the check of the rows reports it
-            yield row, conversations_of(read_example(row.columns, data, form))
+        _check_rows(
+            recipe.data, examples,
+            lambda row, found: [pictures.open_picture(source, row.folder) for source in _pictures_of(found)],
+        )  # fmt: skip
 
 
 def _check_examples(
@@ -272,11 +269,6 @@ def _check_examples(
     renderer.find_unproven()
     seen = [(row, found) for row, found in examples if renderer.picture_token or not any(_pictures_of(found))]
     _check_rows(data, seen, lambda _, found: [renderer.renderings(each, data) for each in found])
-
-
-def _check_pictures(opened: Callable[[object, str], object], row: Row, conversations: tuple[Conversation, ...]) -> None:
-    for source in _pictures_of(conversations):
-        opened(source, row.folder)
 
 
 def _pictures_of(conversations: Iterable[Conversation]) -> Iterator[object]:
@@ -321,11 +313,10 @@ def _check_unseen(key: str, path: Path, cluster: ClusterProfile) -> list[str]:
     )
 
 
-def _check_packages(plan: JobPlan, *names: str) -> list[str]:
+def _check_packages(plan: JobPlan, *names: str) -> None:
     """Check for torch and other packages in this Python environment, which a run without a container uses."""
     if plan.cluster.runtime != "none" or plan.cluster.scheduler != "local":
-        return []
+        return
     if missing := [name for name in ("torch", *names) if find_spec(name) is None]:
         meaning = f"cluster '{plan.cluster.name}' has no container, so the run uses {plan.python}"
         raise missing_package_error(missing, meaning)
-    return []

@@ -72,16 +72,20 @@ def render_array(plan: RunPlan, script: Path, text: str, project: Path | None = 
 class SideJob:
     """A job that accompanies a run, on GPUs of one node: it serves or verifies its model, or evaluates checkpoints."""
 
-    kind: str  # `serve`, `verify` or `evaluate`: the template, and the suffix of the job's name
+    kind: str  # `serve`, `verify` or `evaluate`: the name of the template and the script, the suffix of the job's name
     plan: RunPlan  # plan of the run, on the job's cluster and in its image
     num_gpus: int  # on CPUs, processes
-    path: Path  # where the script is written
     log: Path
     time_limit: str | None = None  # Slurm's time limit; the profile's if null
     mounts: tuple[str, ...] = ()  # folders to mount in addition to those of the run
     environment: tuple[str, ...] = ()  # variables of the submitting shell to pass into the container, if they are set
     training_job: str | None = None  # the Slurm job that it ends after; None if it depends on none
     script: str = ""  # its script, once it is rendered
+
+    @property
+    def path(self) -> Path:
+        """Where the script is written."""
+        return self.plan.layout.root / f"{self.kind}.sbatch"
 
     @property
     def address_file(self) -> Path:
@@ -165,7 +169,7 @@ def _render(
         "no_kill": bool(resources.spare_nodes or smaller),
         "excludes_stragglers": resources.exclude_stragglers and num_nodes > 1,
         "payload": payload | {"can_restart": can_restart, "max_restarts": resources.max_restarts * can_restart},
-        "python_path": [str(folder) for folder in plan.python_path],
+        "python_path": [str(plan.layout.code / code.name) for code in plan.code],
         "image_is_file": plan.image_file is not None,
         "time_limit": cluster.limit_time(resources.time_limit),
         "sbatch_options": [option.partition("=") for option in (*cluster.sbatch_options, *resources.sbatch_options)],

@@ -139,9 +139,7 @@ class SlurmScheduler:
             after_job_id=after.job_number if after else None,
         )
 
-    def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Job]:
-        """Query squeue and sacct. Raises `NoAnswerError` if Slurm does not respond."""
-        return slurm.observe(runs)
+    observe = staticmethod(slurm.observe)
 
     def cancel(self, runs: Sequence[SubmittedRun]) -> None:
         """Cancel their jobs with scancel, which accepts those that have ended; also those submitted by hand."""

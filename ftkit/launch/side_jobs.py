@@ -59,8 +59,8 @@ def plan_serving(  # noqa: PLR0913 - one for each option
     plan = replace(plan, cluster=cluster)
     _check_on_slurm(plan, "ftkit serve", "choose a Slurm cluster with --cluster; here: vllm serve FOLDER")
     plan, num_gpus = _served(plan, image, num_gpus, words, ctx)
-    path, log = plan.layout.serving_script, plan.layout.logs / "serving.log"
-    job = SideJob("serve", plan, num_gpus, path, log, time_limit, (str(folder),), ("VLLM_API_KEY",))
+    log = plan.layout.logs / "serving.log"
+    job = SideJob("serve", plan, num_gpus, log, time_limit, (str(folder),), ("VLLM_API_KEY",))
     return render_side_job(job, ctx.project, words=[*serve_command(folder, plan, num_gpus), *words], port=port)
 
 
@@ -71,8 +71,8 @@ def plan_verification(  # noqa: PLR0913 - one for each option
     """Render the script of the job that serves an export as `plan_serving` does, and verifies it in the run's image."""
     _check_on_slurm(plan, "--as-job", "omit --as-job to verify the export here")
     served, num_gpus = _served(plan, image, num_gpus, words, ctx)
-    path, log = plan.layout.verification_script, plan.layout.logs / "verification.log"
-    job = SideJob("verify", plan, num_gpus, path, log, time_limit, (str(folder),), ("VLLM_API_KEY",))
+    log = plan.layout.logs / "verification.log"
+    job = SideJob("verify", plan, num_gpus, log, time_limit, (str(folder),), ("VLLM_API_KEY",))
     return render_side_job(
         job, ctx.project, port=None, engine_image=served.container_image, folder=folder,
         words=[*serve_command(folder, served, num_gpus), *words], options=["--", *words] if words else [],
@@ -89,7 +89,12 @@ def _served(
         raise ConfigError([Problem("command line", "-- --port", what, fix)])
     if cluster.runtime != "none":
         plan = _with_image(plan, image or NamedImage(SERVING_IMAGE), ctx)
-    num_gpus = num_gpus or _choose_gpus(plan, cluster)
+    if not num_gpus:  # the smallest power of two that holds the weights in bf16 and leaves room for the KV cache
+        num_gpus = 1
+        gpu = GPUS[cluster.gpu] if cluster.gpu else None
+        weights_gib = 2 * plan.num_parameters / 2**30
+        while gpu and weights_gib / num_gpus > _MAX_WEIGHTS * gpu.memory_gib and 2 * num_gpus <= cluster.max_processes:
+            num_gpus *= 2
     heads = plan.recipe.model.architecture.num_attention_heads
     if num_gpus > cluster.max_processes:
         what = f"{plural(num_gpus, 'GPU')} requested, a node of '{cluster.name}' has {cluster.max_processes}."
@@ -115,16 +120,6 @@ def _with_image(plan: RunPlan, image: AnyImage, ctx: Context) -> RunPlan:
             fix=f"ftkit build {spec.reference} --push, where docker is; then here: ftkit import {spec.reference}",
         )
     return resolve_image_link(replace(plan, image=image.reference, container_image=str(link)))
-
-
-def _choose_gpus(plan: RunPlan, cluster: ClusterProfile) -> int:
-    """Return the smallest power of two of GPUs that hold the weights in bf16 and leave room for the KV cache."""
-    gpu = GPUS[cluster.gpu] if cluster.gpu else None
-    num_gpus = 1
-    weights_gib = 2 * plan.num_parameters / 2**30
-    while gpu and weights_gib / num_gpus > _MAX_WEIGHTS * gpu.memory_gib and 2 * num_gpus <= cluster.max_processes:
-        num_gpus *= 2
-    return num_gpus
 
 
 def serve_command(folder: Path, plan: RunPlan, num_gpus: int) -> list[str]:
@@ -206,8 +201,7 @@ def plan_evaluation(
     training_job = None if submission is None or is_over else submission.job_id
     mounts = () if file is None else (str(file.parent),)
     log = layout.logs / "evaluation.log"
-    path = layout.evaluation_script
-    job = SideJob("evaluate", plan, num_gpus, path, log, time_limit, mounts, training_job=training_job)
+    job = SideJob("evaluate", plan, num_gpus, log, time_limit, mounts, training_job=training_job)
     return render_side_job(job, project, settings=settings)
 
 

@@ -180,11 +180,11 @@ def _has_joined_experts(stored: Mapping[str, Any]) -> bool:
     return all(ranks[name] * alpha == alphas[name] * rank and ranks[name] % rank == 0 for name in ranks)
 
 
-def check_adapter(recipe: RecipePlan) -> list[str]:
+def check_adapter(recipe: RecipePlan) -> None:
     """Check that adapters have the recipe's rank, scale and targets; ConfigError if not, NotFoundError if damaged."""
     lora = recipe.training.adapters
     if recipe.model.adapter is None or lora is None:
-        return []
+        return
     folder = Path(recipe.model.adapter)
     if folder.is_dir():
         there = read_adapter_config(folder)
@@ -218,7 +218,6 @@ def check_adapter(recipe: RecipePlan) -> list[str]:
             problems.append(Problem(where, "training.lora.targets", what, fix))
     if problems:
         raise ConfigError(problems)
-    return []
 
 
 def _find_idle_targets(folder: Path, targets: object) -> set[str]:

@@ -102,9 +102,6 @@ class RunLayout:
     report = FilePath("report.html")
     evaluations = FilePath("evaluations.jsonl")
     """The records of jobs that evaluate checkpoints: only they write it, and the trainer copies the records."""
-    evaluation_script = FilePath("evaluate.sbatch")
-    serving_script = FilePath("serve.sbatch")
-    verification_script = FilePath("verify.sbatch")
     preflight = FilePath("preflight")
     """The results of the checks before training: a folder for each start of a job, with files for each node."""
     gpu_samples = FilePath("gpus")  # samples of the GPUs' load: a file for each node

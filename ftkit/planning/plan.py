@@ -54,7 +54,6 @@ class CodePlan:
 
     name: str  # name of the copy, in the run's `code`
     source: str  # folder that it was copied from
-    import_from: str  # folder within the copy that is on PYTHONPATH
     sha256: str  # digest of the names and contents of its files
     commit: str | None  # commit of the git checkout that contains the folder; null if there is none
     has_uncommitted_changes: bool
@@ -92,11 +91,6 @@ class JobPlan(ABC):
     def image_file(self) -> Path | None:
         """The image's file; None without a container, or if the runtime gets an address or a docker engine's name."""
         return image_file(self.container_image)
-
-    @property
-    def python_path(self) -> tuple[Path, ...]:
-        """Folders of the run's copies of code, for PYTHONPATH."""
-        return tuple(self.layout.code / code.name / code.import_from for code in self.code)
 
     @property
     def number(self) -> str:
@@ -230,11 +224,6 @@ class RunPlan(JobPlan):
         """The checkpoint of an earlier run that must be exported first; None if there is none."""
         trained = self.recipe.model.trained
         return None if trained is None or Path(trained.folder).is_dir() else trained
-
-    @property
-    def data_directory(self) -> Path:
-        """The same, as a path."""
-        return self.data.root
 
 
 def setup_of(

@@ -35,11 +35,6 @@ class RemoteRun:
 
 
 @dataclass(frozen=True)
-class _Records:
-    runs: tuple[RemoteRun, ...] = ()
-
-
-@dataclass(frozen=True)
 class Records:
     folder: Path
 
@@ -49,7 +44,7 @@ class Records:
 
     def runs(self) -> tuple[RemoteRun, ...]:
         """Return all runs, the newest submission last."""
-        return (read_json_if_valid(self.folder / "runs.json", _Records) or _Records()).runs
+        return (read_json_if_valid(self.folder / "runs.json", dict[str, tuple[RemoteRun, ...]]) or {}).get("runs", ())
 
     def find(self, reference: str) -> RemoteRun | None:
         """Return the newest run, by the login node's clock, whose id, its beginning, suffix, or name is `reference`."""
@@ -65,7 +60,7 @@ class Records:
         with file_lock_if_supported(self.folder / ".runs.lock"):  # other submissions may end now
             kept = [run for run in self.runs() if run.id not in ids]
             runs = (*kept, *(RemoteRun(run_id, login, project) for run_id in ids))
-            write_json(self.folder / "runs.json", _Records(runs[-_NUM_KEPT:]))
+            write_json(self.folder / "runs.json", {"runs": runs[-_NUM_KEPT:]})
 
     @contextmanager
     def submission(self, login: Login, project: Path, words: Sequence[str]) -> Iterator[str]:

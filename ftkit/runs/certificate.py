@@ -105,13 +105,9 @@ def settle_certificate(folder: Path) -> None:
         path.unlink(missing_ok=True)
         signature_file(path).unlink(missing_ok=True)
         return
-    append_table(folder, _TITLE, ["engine", "dtype", "options", "compared", "result"], _rows(certificate.engines))
-
-
-def _rows(engines: Sequence[EngineResult]) -> list[list[str]]:
     rows = []
-    for each in engines:
+    for each in certificate.engines:
         checks = "<br>".join(f"{check.name}: {check.found}" for check in each.checks).replace("|", "\\|")
         passed = "passed" if each.passed else "failed"
         rows.append([f"{each.engine} {each.version}", each.dtype, " ".join(each.options), checks, passed])
-    return rows
+    append_table(folder, _TITLE, ["engine", "dtype", "options", "compared", "result"], rows)

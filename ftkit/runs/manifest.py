@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import ftkit
-from ftkit.checkout import own_checkout, read_changes, read_commit
+from ftkit.checkout import own_checkout, read_commit
 from ftkit.errors import TrainingError, redact_command
 from ftkit.files import read_json_if_valid, write_json
 from ftkit.paths import is_path
@@ -151,14 +151,8 @@ def _describe_plan(plan: RunPlan | ScriptPlan) -> Values:
 
 
 def _commit_of(folder: Path | None) -> Values | None:
-    commit = read_commit(folder) if folder else None
+    commit = read_commit(folder)
     return {"commit": commit.id, "has_uncommitted_changes": commit.has_changes} if commit else None
-
-
-def uncommitted_changes() -> str:
-    """Return the uncommitted changes of ftkit's own checkout, as `read_changes`; empty for an installed wheel."""
-    checkout = own_checkout()
-    return read_changes(checkout) if checkout else ""
 
 
 # --- In a run's job ------------------------------------------------------------------------------

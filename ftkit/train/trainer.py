@@ -77,7 +77,7 @@ def run_training(plan: RunPlan, world: World, begun: Mapping[str, float] | None 
     if world.device.type == "cuda" and compiles(plan.recipe.training, world.device):
         start_compile_workers()
     world = with_tensor_parallel(world, plan.recipe.training.tensor_parallel)
-    data = PreparedData(plan.data_directory)
+    data = PreparedData(plan.data.root)
     data.read_manifest()
     tokenizer = load_saved_tokenizer(data.tokenizer)
     with open_trackers(plan, world) as send:

@@ -23,13 +23,12 @@ from ftkit.errors import ImageError, NotFoundError
 from ftkit.images import import_image as importing
 from ftkit.images import squashfs
 from ftkit.images.events import ignore_progress
-from ftkit.images.image_store import ImageStore, manifest_file, read_manifest
+from ftkit.images.image_store import ImageStore, manifest_file, manifest_if_intact, read_manifest
 from ftkit.images.import_image import import_image, registry_source
 from ftkit.images.oci.credentials import Credentials
 from ftkit.images.oci.registry import Registry
 from ftkit.images.oci.tar import Layer, flatten
 from ftkit.images.squashfs import ImageConfig, MadeFile, write_root
-from ftkit.images.verify import manifest_if_intact
 from fuzzing.area import Area, Case
 from fuzzing.internet import Internet, Pushed, connected_to, digest_of
 from fuzzing.mutate import damaged_bytes, damaged_json, damaged_value

@@ -297,8 +297,8 @@ def test_a_restarted_job_removes_its_containers_that_a_power_cut_left_on_the_nod
 
 
 def test_prepared_data_needs_no_container(plan: RunPlan, machine: Machine) -> None:
-    plan.data_directory.mkdir(parents=True)
-    DataLayout(plan.data_directory).manifest.touch()
+    plan.data.root.mkdir(parents=True)
+    DataLayout(plan.data.root).manifest.touch()
     code, said = machine.run(plan)
     assert code == 0
     assert "prepared already" in said

@@ -207,7 +207,7 @@ class TalksOn:
 
 
 def test_a_correct_completion_scores_whatever_the_tokenizers_eos_token_is(finished_run: Any, world: World) -> None:
-    data = PreparedData(finished_run.plan.data_directory)
+    data = PreparedData(finished_run.plan.data.root)
     tokenizer = load_saved_tokenizer(data.tokenizer)
     end = token(tokenizer, END_OF_TURN)
     tokenizer.eos_token = START

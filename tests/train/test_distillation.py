@@ -202,7 +202,7 @@ def test_one_and_two_processes_distill_the_same(
         for size in (1, 2)
     )
     one.train()
-    (folder,) = (one.plan.data_directory / "teachers").iterdir()
+    (folder,) = (one.plan.data.root / "teachers").iterdir()
     files = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert {path.name for path in files} == {"train-0000000.topk", "validation-0000000.topk"}
     two.train()
@@ -241,7 +241,7 @@ def test_zero3_distills_what_one_process_distills(distill: Callable[..., Any]) -
 def test_a_killed_teacher_continues_and_damaged_shards_are_refused(distill: Callable[..., Any]) -> None:
     settings = ("training.distill.top_k=19",)  # distributions of its own
     first = distill("killed-teacher", *settings)
-    folders = first.plan.data_directory / "teachers"
+    folders = first.plan.data.root / "teachers"
     known = set(folders.glob("*"))
     first.train(str(BY_TEACHER), "3", expect=-signal.SIGKILL)
     assert not first.layout.checkpoints.exists()

@@ -23,7 +23,7 @@ def padded(make_run: Callable[..., Any]) -> Any:
 def test_padded_rows_train_as_packs_do_on_any_number_of_processes(padded: Any, finished_run: Any) -> None:
     assert padded.records(VerificationRecord)[0].checks["documents are"] == "padded rows"
     assert finished_run.records(VerificationRecord)[0].checks["documents are"] == "packed"
-    assert padded.plan.data_directory == finished_run.plan.data_directory
+    assert padded.plan.data.root == finished_run.plan.data.root
     packed = finished_run.losses()
     for step, (loss, grad_norm) in padded.losses().items():
         assert (loss, grad_norm) == pytest.approx(packed[step], rel=2e-3), step

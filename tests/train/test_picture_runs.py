@@ -85,7 +85,7 @@ def make_picture_run(
     """Return a run on 12 packs, of which every other one has no picture, and 3 for validation."""
     run = make_run(run_name, *SETTINGS, *overrides, processes=processes)
     packs = packs_of(name)
-    text = PreparedData(run.plan.data_directory)
+    text = PreparedData(run.plan.data.root)
     planned = run.plan.recipe
     spec = ModelSpec(weights=str(weights), tokenizer=planned.model.tokenizer)
     of_data = planned.data.model_copy(update={"pictures": True})
@@ -94,7 +94,7 @@ def make_picture_run(
         update={"model": resolved, "data": of_data, "training": planned.training.model_copy(update=vision)}
     )
     run.plan = replace(run.plan, recipe=recipe, fingerprint=f"{run.plan.fingerprint}-{name}")
-    data = PreparedData(run.plan.data_directory)
+    data = PreparedData(run.plan.data.root)
     if not data.is_complete:
         shutil.copytree(text.root, data.root, ignore=shutil.ignore_patterns(text.manifest_path.name))
         write_packs(data.train, packs[:-NUM_VALIDATION])

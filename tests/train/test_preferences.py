@@ -260,7 +260,7 @@ def test_one_and_two_processes_train_the_same_on_pairs(
 def test_a_stored_reference_is_computed_once_continued_and_compared(train_on_pairs: Callable[..., Any]) -> None:
     settings = ("training.objective=ipo", "training.method=full", "training.micro_batch_size=2")
     first = train_on_pairs("stored", *settings, processes=1)
-    (folder,) = (first.plan.data_directory / "references").iterdir()
+    (folder,) = (first.plan.data.root / "references").iterdir()
     path = folder / "train.f32"
     stored, began = np.fromfile(path, "<f4"), path.stat().st_mtime_ns
     train_on_pairs("reused", *settings, "training.ipo={beta: 0.5}", processes=2)
@@ -288,8 +288,8 @@ def test_a_reference_that_is_no_number_is_named_by_its_document(
         return found
 
     run = train_on_pairs(f"damaged-reference-{value}", *settings, processes=1, trains=False)
-    first_of_pack_1 = len(PreparedData(run.plan.data_directory).read_train().document_lengths([0]))
-    folder = run.plan.data_directory / "references"
+    first_of_pack_1 = len(PreparedData(run.plan.data.root).read_train().document_lengths([0]))
+    folder = run.plan.data.root / "references"
     known = {*folder.glob("*/*")}
     monkeypatch.setattr(references, "_log_probs", compute_damaged)
     with pytest.raises(TrainingError, match=r"the reference computes .* document 3 of pack 1 of the split 'train'"):

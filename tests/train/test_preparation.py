@@ -62,13 +62,13 @@ def prepare(workspace: Path, *overrides: str) -> tuple[RunPlan, str]:
 def refused(plan: RunPlan, capsys: pytest.CaptureFixture[str]) -> str:
     """Prepare in this process, which raises anything except a data error; return what was printed."""
     assert main(plan.layout.plan) == DataError.exit_code
-    assert not plan.data_directory.exists()
+    assert not plan.data.root.exists()
     return capsys.readouterr().err
 
 
 def test_simulated_malware_is_packed_uncut_and_its_analysis_is_trained(tmp_path: Path) -> None:
     plan, _ = prepare(tmp_path)
-    prepared = PreparedData(plan.data_directory)
+    prepared = PreparedData(plan.data.root)
     manifest = prepared.read_manifest()
     assert (manifest.num_train_documents, manifest.num_validation_documents, manifest.num_too_long) == (12, 4, 0)
     tokenizer = load_saved_tokenizer(prepared.tokenizer)
@@ -81,7 +81,7 @@ def test_simulated_malware_is_packed_uncut_and_its_analysis_is_trained(tmp_path:
 
 def test_binaries_too_large_for_a_pack_are_skipped_and_counted(tmp_path: Path) -> None:
     plan, printed = prepare(tmp_path, "training.sequence_length=3584")
-    manifest = PreparedData(plan.data_directory).read_manifest()
+    manifest = PreparedData(plan.data.root).read_manifest()
     assert 0 < manifest.num_too_long < 16
     assert manifest.num_train_documents + manifest.num_validation_documents == 16 - manifest.num_too_long
     assert f"{manifest.num_too_long} documents longer" in printed
@@ -91,7 +91,7 @@ def test_the_digest_of_documents_is_that_of_packs_of_any_length_that_all_fit(tmp
     lengths = {8192: "", 16384: "", 3584: ""}
     for length in lengths:
         plan, _ = prepare(tmp_path / str(length), f"training.sequence_length={length}")
-        manifest = PreparedData(plan.data_directory).read_manifest()
+        manifest = PreparedData(plan.data.root).read_manifest()
         assert manifest.num_documents == 16
         lengths[length] = manifest.digests["documents"]
     assert lengths[8192] == lengths[16384] != lengths[3584]
@@ -116,7 +116,7 @@ def test_texts_with_any_line_separator_are_prepared_in_both_splits(tmp_path: Pat
     rows = [turns(f"{number}\u2028\u0085?", "\u2029yes") | {"url": "u", "id": 1} for number in range(6)]
     file = write(tmp_path / "train.jsonl", *rows)
     plan, printed = prepare(tmp_path, *source_of(file, num_heldout=2))
-    prepared = PreparedData(plan.data_directory)
+    prepared = PreparedData(plan.data.root)
     assert all(row.columns in rows for _, row in prepared.read_validation_rows())
     assert prepared.read_manifest().num_train_documents == 4
     assert ": id, url\n" in printed

@@ -239,7 +239,7 @@ def test_calibration_documents_are_whole_ones_of_the_training_split(
     run: Run, programs: list[str], tmp_path: Path
 ) -> None:
     assert export(run, *programs, "--to", str(tmp_path / "made"), form="w4a16")[0] == 0
-    store = PreparedData(run.plan.data_directory).read_train()
+    store = PreparedData(run.plan.data.root).read_train()
     packs = list(range(len(store)))
     lengths, tokens = [store.document_lengths([pack]) for pack in packs], store.read(packs)[:, 0]
     trained = {

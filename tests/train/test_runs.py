@@ -73,7 +73,7 @@ def test_validation_rows_get_completions_and_scores(finished_run: Any) -> None:
 def test_the_export_equals_the_trained_model(finished_run: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(finished_run.layout.export)
     assert model.config.architectures == ["Qwen3ForCausalLM"]
-    store = PreparedData(finished_run.plan.data_directory).read_validation()
+    store = PreparedData(finished_run.plan.data.root).read_validation()
     total = 0.0
     for tokens, labels, positions, _ in store.read(range(len(store))).astype(np.int64):
         with torch.no_grad():
@@ -184,7 +184,7 @@ def test_a_non_finite_step_on_one_rank_is_skipped_by_all_and_recorded(
     assert [step for step, (_, norm) in run.losses().items() if not math.isfinite(norm)] == [6]
     assert sorted(run.losses()) == list(range(1, 9))
     (anomaly,) = run.records(AnomalyRecord)
-    store = PreparedData(run.plan.data_directory).read_train()
+    store = PreparedData(run.plan.data.root).read_train()
     assert (anomaly.step, anomaly.kind) == (6, "nonfinite")
     monkeypatch.setenv("FTKIT_WORKSPACE", str(run.layout.root.parents[1]))
     assert main(["data", "show", "--packs", f"{anomaly.packs[0]},{anomaly.packs[1]}", run.plan.id]) == 0
@@ -214,7 +214,7 @@ def test_accumulation_and_activation_checkpointing_change_only_memory(
 def test_epochs_end_with_the_last_pack(make_run: Callable[..., Any]) -> None:
     run = make_run("epochs", "training.max_steps=null", "training.num_epochs=2", "evaluation.generation=null")
     run.train()
-    num_packs = len(PreparedData(run.plan.data_directory).read_train())
+    num_packs = len(PreparedData(run.plan.data.root).read_train())
     assert len(run.losses()) == -(-2 * num_packs // 8)
 
 
@@ -223,7 +223,7 @@ def test_a_run_with_more_epochs_continues_after_the_shorter_last_batch_of_the_fo
 ) -> None:
     words = ("training.max_steps=null", "training.schedule=constant", "evaluation.generation=null")
     run = make_run("longer", *words, "training.num_epochs=1", "training.global_batch_size=16", processes=1)
-    manifest = PreparedData(run.plan.data_directory).read_manifest()
+    manifest = PreparedData(run.plan.data.root).read_manifest()
     num_packs = manifest.num_train_packs
     assert num_packs % 16, "the last batch of the first epoch is shorter"
     assert manifest.fill_ratio < 1, "packs have padding"

@@ -196,9 +196,9 @@ def test_runs_with_and_without_shared_prompts_and_on_two_processes_train_the_sam
         run.train()
         runs.append(run)
     whole, *shared = runs
-    (before, _), manifest = whole.records(EvaluationRecord), PreparedData(whole.plan.data_directory).read_manifest()
+    (before, _), manifest = whole.records(EvaluationRecord), PreparedData(whole.plan.data.root).read_manifest()
     for run in shared:
-        own = PreparedData(run.plan.data_directory).read_manifest()
+        own = PreparedData(run.plan.data.root).read_manifest()
         assert own.num_train_targets == manifest.num_train_targets
         assert own.num_train_tokens + own.num_shared_tokens == manifest.num_train_tokens
         assert own.num_shared_tokens > 0.2 * manifest.num_train_tokens

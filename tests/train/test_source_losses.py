@@ -52,7 +52,7 @@ def test_the_losses_per_source_add_up_to_the_loss(
         f"training.engine={engine}", f"data.packing={packing}",
     )  # fmt: skip
     run.train()
-    data = PreparedData(run.plan.data_directory)
+    data = PreparedData(run.plan.data.root)
     store = data.read_train()
     seed = run.plan.recipe.training.seed
     schedule = BatchSchedule(store=store, plan=run.plan.batch, seed=seed, num_packs_in_run=None, rank=0, size=1)

@@ -89,7 +89,7 @@ def test_an_interrupted_output_is_resumed_and_batch_size_changes_nothing(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
-    prompts, output = PreparedData(run.plan.data_directory).validation_rows, tmp_path / "out.jsonl"
+    prompts, output = PreparedData(run.plan.data.root).validation_rows, tmp_path / "out.jsonl"
     words = ["generate", "tried", "--input", str(prompts), "--max-new-tokens", "8"]
     assert main([*words, "--output", str(output)]) == 0
     whole = output.read_text()
@@ -143,7 +143,7 @@ def test_an_output_that_is_a_pipe_gets_the_completions_of_all_batches(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
-    prompts, pipe = PreparedData(run.plan.data_directory).validation_rows, tmp_path / "pipe"
+    prompts, pipe = PreparedData(run.plan.data.root).validation_rows, tmp_path / "pipe"
     os.mkfifo(pipe)
     words = ["generate", "tried", "--input", str(prompts), "--max-new-tokens", "1", "--batch-size", "4"]
     reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE)

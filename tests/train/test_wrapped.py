@@ -79,7 +79,7 @@ def wrapper(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def held_out_loss(model: Any, run: Any) -> float:
-    store = PreparedData(run.plan.data_directory).read_validation()
+    store = PreparedData(run.plan.data.root).read_validation()
     total = 0.0
     for tokens, labels, positions, _ in torch.from_numpy(store.read(range(len(store))).astype(np.int64)):
         for document in torch.tensor_split(torch.arange(len(tokens)), torch.nonzero(positions == 0)[1:, 0]):

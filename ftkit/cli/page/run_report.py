@@ -239,7 +239,7 @@ def _samples(layout: RunLayout) -> tuple[TrainedSample, ...]:
         plan = read_plan_to_use(layout)
         if not plan.data.is_prepared:
             return ()
-        data = PreparedData(plan.data_directory)
+        data = PreparedData(plan.data.root)
         found = samples_of_packs(data, [0], load_saved_tokenizer(data.tokenizer))
         return tuple(map(_shortened, islice(found, _NUM_SAMPLES)))
     except (FtkitError, OSError, ValueError):  # a page without samples is better than none

@@ -259,7 +259,7 @@ def _data(plan: RunPlan) -> str:
     if data.task is not None:
         state += f"; task {short_path(Path(data.task.file))}" + ("" if plan.data.is_prepared else ", not run yet")
     form = describe_detected(data) if isinstance(data.format, AutoFormat) else describe_format(data.format)
-    return f"{form}; {state} in {short_path(plan.data_directory)}"
+    return f"{form}; {state} in {short_path(plan.data.root)}"
 
 
 def _documents(plan: RunPlan) -> Cell:
@@ -300,7 +300,7 @@ def _shares(plan: RunPlan) -> str:
     if plan.data.is_prepared:
         from ftkit.data.prepared_data import PreparedData
 
-        counted = PreparedData(plan.data_directory).read_manifest().sources
+        counted = PreparedData(plan.data.root).read_manifest().sources
         total = max(1, sum(source.num_tokens for source in counted))
         return ", ".join(f"{source.name} {source.num_tokens / total:.1%}" for source in counted) + " of the tokens"
     weights = [source.weight for source in sources if not isinstance(source, GeneratedSource) and source.weight]

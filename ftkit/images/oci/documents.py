@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ftkit.config.image_reference import Digest, shortened
 from ftkit.errors import ImageError
@@ -78,16 +78,10 @@ class RunConfig(_Document):
     labels: _Labels = Field(default_factory=dict, alias="Labels")
 
 
-class RootFilesystem(_Document):
-    """Digests of the uncompressed layers, through which a configuration determines an image's content."""
-
-    diff_ids: tuple[Digest, ...]
-
-
 class Configuration(_Document):
-    """An image's configuration, whose digest is the image's id."""
+    """An image's configuration, whose digest is the image's id; `diff_ids` are of the uncompressed layers."""
 
-    rootfs: RootFilesystem
+    diff_ids: tuple[Digest, ...] = Field(validation_alias=AliasPath("rootfs", "diff_ids"))
     config: RunConfig | None = None
     created: str | None = None
 

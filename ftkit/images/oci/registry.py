@@ -89,9 +89,9 @@ class Registry:
         wanted = manifest.config
         data = self.document(f"blobs/{wanted.digest}", wanted.digest, min(wanted.size, _MAX_CONFIGURATION))
         configuration = parse_json(Configuration, data, f"{self._reference} has a configuration that")
-        if len(configuration.rootfs.diff_ids) != len(manifest.layers):
+        if len(configuration.diff_ids) != len(manifest.layers):
             num_layers = plural(len(manifest.layers), "layer")
-            what = f"its manifest has {num_layers}, its configuration {len(configuration.rootfs.diff_ids)}"
+            what = f"its manifest has {num_layers}, its configuration {len(configuration.diff_ids)}"
             raise untrusted(f"{self._reference} is not one image: {what}")
         return configuration
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from ftkit.config.image_reference import Digest, shortened
 from ftkit.errors import ImageError, PrerequisiteError
@@ -25,6 +25,8 @@ from ftkit.images.oci.documents import untrusted
 
 if TYPE_CHECKING:
     from io import BufferedIOBase
+
+    from _typeshed import SupportsRead
 
 
 BLOCK: Final = 512
@@ -45,12 +47,6 @@ END: Final = _ZEROS * 2
 """The end marker of a stream."""
 
 
-class Readable(Protocol):
-    """A stream to read from; an empty result is its end."""
-
-    def read(self, size: int, /) -> bytes: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Member:
     """A file, link or folder; its path has no slash at either end and no `.`, `kind` is the header's type flag."""
@@ -68,7 +64,7 @@ Entry = tuple[Member, "Iterator[bytes]"]
 
 
 class TarReader:
-    def __init__(self, source: Readable) -> None:
+    def __init__(self, source: SupportsRead[bytes]) -> None:
         self._source = source
         self._unread = 0
         self._padding = 0
@@ -331,12 +327,12 @@ def _with_content(orphans: dict[bytes, list[Member]], layer: Layer) -> Iterator[
 
 
 class _LayerStream:
-    def __init__(self, stream: Readable, read_errors: tuple[type[Exception], ...]) -> None:
+    def __init__(self, stream: SupportsRead[bytes], read_errors: tuple[type[Exception], ...]) -> None:
         self._stream = stream
         self._read_errors = read_errors
         self._running = hashlib.sha256()
 
-    def read(self, size: int, /) -> bytes:
+    def read(self, size: int = -1, /) -> bytes:
         try:
             data = self._stream.read(size)
         except self._read_errors as error:

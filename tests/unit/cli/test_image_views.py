@@ -14,7 +14,7 @@ from ftkit.config.image import BaseImageSpec, ImageSpec
 from ftkit.config.image_reference import Digest
 from ftkit.images.docker_engine import DockerImage
 from ftkit.images.events import ProgressEvent
-from ftkit.images.inventory import ImageStatus
+from ftkit.images.image_store import ImageStatus
 from ftkit.images.squashfs import ImageConfig
 
 SPEC = ImageSpec(

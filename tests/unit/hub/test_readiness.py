@@ -367,8 +367,8 @@ def test_data_is_checked_before_submission_unless_it_is_prepared(plan: RunPlan, 
     gated = replace(plan, recipe=plan.recipe.model_copy(update={"data": data}))
     with pytest.raises(PrerequisiteError, match=r"data\.source\.dataset: 'org/gated' is gated"):
         sources_of(gated, environment)
-    gated.data_directory.mkdir(parents=True)
-    PreparedData(gated.data_directory).manifest_path.touch()
+    gated.data.root.mkdir(parents=True)
+    PreparedData(gated.data.root).manifest_path.touch()
     assert sources_of(gated, environment) == []
 
 

@@ -217,8 +217,8 @@ def test_the_number_of_steps_is_known_once_the_data_is_prepared(project: Path) -
     words = RunArgs(recipe="demo", overrides=epochs)
     plan = resolve(words, ctx(project))
     assert plan.num_steps is None
-    plan.data_directory.mkdir(parents=True)
-    (plan.data_directory / "manifest.json").write_text(json.dumps({"num_train_packs": 320}))
+    plan.data.root.mkdir(parents=True)
+    (plan.data.root / "manifest.json").write_text(json.dumps({"num_train_packs": 320}))
     assert resolve(words, ctx(project)).num_steps == 20
 
 

@@ -1131,13 +1131,13 @@ def test_added_tokens_change_the_data_and_need_a_trained_embedding() -> None:
 def test_a_run_in_a_moved_workspace_uses_the_data_that_is_there_now(make_run: RunMaker) -> None:
     run = make_run()
     submitted = read_plan(run.layout)
-    data = DataLayout(submitted.data_directory)
+    data = DataLayout(submitted.data.root)
     data.manifest.parent.mkdir(parents=True)
     data.manifest.write_text("{}")
     moved = Workspace(submitted.workspace.rename(submitted.workspace.with_name("moved")))
     layout = RunLayout(moved.runs / submitted.id)
     assert read_plan(layout).workspace == submitted.workspace
-    assert read_plan_to_use(layout).data_directory == moved.data / submitted.fingerprint
+    assert read_plan_to_use(layout).data.root == moved.data / submitted.fingerprint
 
 
 def test_a_task_is_part_of_the_datas_identity_by_its_text_and_not_its_place(tmp_path: Path) -> None:

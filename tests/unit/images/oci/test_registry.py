@@ -19,7 +19,7 @@ from ftkit.images.import_image import registry_source
 from ftkit.images.oci import connection
 from ftkit.images.oci.connection import StalledError
 from ftkit.images.oci.credentials import Credentials
-from ftkit.images.oci.documents import Configuration, Descriptor, Index, Manifest, Platform, RootFilesystem
+from ftkit.images.oci.documents import Configuration, Descriptor, Index, Manifest, Platform
 from ftkit.images.oci.registry import Registry, entry_for_this_machine
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def test_a_failed_layer_stops_the_other_downloads(tmp_path: Path) -> None:
             return Manifest(config=config, layers=(first, second)), (digest_of(b"manifest"),)
 
         def configuration(self, manifest: Manifest) -> Configuration:
-            return Configuration(rootfs=RootFilesystem(diff_ids=tuple(layer.digest for layer in manifest.layers)))
+            return Configuration.model_validate({"rootfs": {"diff_ids": [layer.digest for layer in manifest.layers]}})
 
         def download(self, layer: Descriptor, _: Path, advance: Callable[[int], None]) -> None:
             if layer is second:

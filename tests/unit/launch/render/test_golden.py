@@ -106,7 +106,7 @@ def test_the_preparation_script_matches_the_golden_file_and_requests_no_gpu(clus
 def test_the_evaluation_script_matches_the_golden_file(cluster: str, make_plan: PlanMaker) -> None:
     plan = replace(make_plan(cluster, 2), fingerprint="0123456789abcdef")
     layout, training_job = plan.layout, None if cluster == "apptainer" else "4711"
-    job = SideJob("evaluate", plan, 2, layout.evaluation_script, layout.logs / "evaluation.log", "2:00:00",
+    job = SideJob("evaluate", plan, 2, layout.logs / "evaluation.log", "2:00:00",
                   ("/data of mine",), training_job=training_job)  # fmt: skip
     settings = '{"metrics": ["calls"], "file": "/data of mine/rows.jsonl"}'
     script = render_side_job(job, settings=settings).script
@@ -122,7 +122,7 @@ def test_the_serving_script_matches_the_golden_file(cluster: str, make_plan: Pla
     if plan.container_image:
         plan = replace(plan, container_image="/shared/ftkit/images/vllm-0.33.sqsh")
     log = plan.layout.logs / "serving.log"
-    job = SideJob("serve", plan, 2, plan.layout.serving_script, log, environment=("VLLM_API_KEY",))
+    job = SideJob("serve", plan, 2, log, environment=("VLLM_API_KEY",))
     words = serve_command(plan.layout.export, plan, 2)
     port = 8000 if cluster == "dev" else None
     script = render_side_job(job, words=words, port=port).script
@@ -133,7 +133,7 @@ def test_the_serving_script_matches_the_golden_file(cluster: str, make_plan: Pla
 @pytest.mark.parametrize("cluster", SIDE_JOBS)
 def test_the_verification_script_matches_the_golden_file(cluster: str, make_plan: PlanMaker) -> None:
     plan = replace(make_plan(cluster, 2), fingerprint="0123456789abcdef")
-    job = SideJob("verify", plan, 2, plan.layout.verification_script, plan.layout.logs / "verification.log")
+    job = SideJob("verify", plan, 2, plan.layout.logs / "verification.log")
     image = plan.container_image and "/shared/ftkit/images/vllm-0.33.sqsh"
     words, options = serve_command(plan.layout.export, plan, 2), ["--", "--max-model-len", "8 k"]
     values = {"words": words, "options": options, "folder": plan.layout.export, "engine_image": image, "port": None}
@@ -155,8 +155,8 @@ def make_script_plan(base: RunPlan, *, can_restart: bool) -> ScriptPlan:
     script = Script("train.py", ("--lr", "1e-4"), "/home/me/my code", accelerate_config(base), "TERM",
                     can_restart, base.resources, "olmo3-7b-full")  # fmt: skip
     code = (
-        CodePlan("script", "/home/me/my code", ".", "ab" * 32, None, False),
-        CodePlan("with-mylib", "/home/me/mylib", ".", "cd" * 32, None, False),
+        CodePlan("script", "/home/me/my code", "ab" * 32, None, False),
+        CodePlan("with-mylib", "/home/me/mylib", "cd" * 32, None, False),
     )
     same = {field.name: getattr(base, field.name) for field in fields(JobPlan)} | {"code": code}
     return ScriptPlan(**same, script=script)

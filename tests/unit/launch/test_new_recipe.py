@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftkit.config.training import TrainingSpec
-from ftkit.planning.first_recipe import DocumentLengths, choose_data, choose_training, methods_to_try
+from ftkit.launch.new_recipe import DocumentLengths, choose_data, choose_training, methods_to_try
 
 LENGTHS = st.lists(st.integers(1, 300_000), min_size=1, max_size=50).map(sorted)
 
