@@ -39,7 +39,6 @@ _NUM_RUNS = 50
 
 
 def _completing(find: Callable[[Context], Sequence[str]]) -> Completion:
-    """Return the function that completes one of the names that `find` returns."""
     return lambda _ctx, _param, incomplete: [name for name in find(Context.here()) if name.startswith(incomplete)]
 
 
@@ -49,7 +48,6 @@ complete_image = _completing(list_images)
 
 
 def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the name or id of one of the newest runs."""
     del ctx, param
     with suppress(Exception):
         runs = list_runs(_workspace_of_files())[:_NUM_RUNS]
@@ -126,7 +124,6 @@ def folder_option(
 
 
 def dry_run_option(printed: str) -> Decorator:
-    """Return `--dry-run`, which prints something and changes nothing."""
     return click.option("--dry-run", is_flag=True, help=f"Print {printed}, and change nothing.")
 
 
@@ -164,7 +161,6 @@ def signing_options(what: str) -> Decorator:
 
 
 def require_signature_option(what: str) -> Decorator:
-    """Return `--require-signature`, which refuses an unsigned `what`."""
     return file_option(
         "--require-signature", "public_key",
         about=f"Refuse {what} that is not signed by this public SSH key, or by one of a file of allowed signers.",
@@ -339,7 +335,6 @@ def get_submission(folder: RunFolder) -> SubmittedRun:
 
 
 def load_all(names: Sequence[str], load: Callable[[str], SpecT], terminal: Terminal) -> list[tuple[str, SpecT]]:
-    """Load the specs for a listing; warn about files that can't be read."""
     loaded = []
     for name in names:
         try:
@@ -356,7 +351,6 @@ def image_store() -> ImageStore:
 
 
 def registry_of(option: str | None) -> str | None:
-    """Return the registry of the command line, else of the settings."""
     return option or current_settings().settings.registry
 
 
@@ -373,7 +367,6 @@ def required_registry(option: str | None, reference: str) -> str:
 
 
 def signing_key(*, signs: bool, key: Path | None) -> Path | None:
-    """Return the key to sign with; None if nothing is to be signed."""
     if signs != bool(key):
         raise usage_error("--sign and --key FILE, the private key, require each other")
     if key:

@@ -136,7 +136,6 @@ def _answer(sessions: Mapping[str, ChatSession], turn: str, images: Sequence[Pat
 
 
 def _turns(terminal: Terminal) -> Iterator[str]:
-    """Yield the user's turns until the end of the input."""
     is_interactive = sys.stdin.isatty()
     if is_interactive:
         import readline  # noqa: F401 - gives input() its history and keys

@@ -186,7 +186,6 @@ def _add_formats(
 
 
 def _check_destination(destination: str) -> None:
-    """Check that a destination can be written to, before anything is computed."""
     if destination.startswith(_HUB):
         check_hub_access(destination)
     elif destination.partition("://")[0] in ("s3", "gs") or is_path(destination):

@@ -164,7 +164,6 @@ class _ScriptOutput:
         return isinstance(record, ScriptStepRecord) or (isinstance(record, ShardingRecord) and bool(record.warning))
 
     def show_new(self) -> None:
-        """Show what was printed since the last call."""
         before, self._offset = self._offset, copy_new(self._layout.job_log, self._offset, cast("IO[bytes]", self))
         if self._offset != before and (step := read_script_step(self._layout)):
             self._view.record(step)
@@ -212,18 +211,14 @@ class PlainView:
 
 
 class _CurveAndBar(Progress):
-    """A progress bar under the loss curve."""
-
     points: Points = ()
 
     def get_renderables(self) -> Iterator[RenderableType]:
-        """Yield the curve, if the terminal has room for it, and the bar."""
         if self.points and self.console.height >= _ROOM_FOR_CURVE:
             yield Text(self.draw(), no_wrap=True)
         yield self.make_tasks_table(self.tasks)
 
     def draw(self) -> str:
-        """Return the curve in lines; empty with losses of fewer than two steps."""
         scale = Scale.of([self.points])
         return draw_curve(self.points, scale, min(self.console.width - 1, _CURVE_WIDTH), _CURVE_HEIGHT) if scale else ""
 

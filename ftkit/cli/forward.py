@@ -74,7 +74,6 @@ _MIB: Final = 2**20
 def forward(
     login: ssh.Login, ctx: Context, path: Sequence[str], typed: Sequence[str], params: Mapping[str, Any]
 ) -> int:
-    """Run a command on a login node, and return its exit status."""
     forwarded = _Forwarded(login, f"projects/{project_name(ctx.project)}", project_files(ctx), Terminal())
     if path[0] in SUBMITTING:
         return _submit(forwarded, ctx, path[0], typed, params)

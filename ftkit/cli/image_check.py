@@ -127,7 +127,6 @@ def _check_file(plan: JobPlan, file: Path, terminal: Terminal) -> dict[str, str]
 
 
 def _require_sinks(plan: JobPlan, final: Path) -> None:
-    """Refuse a recipe with a tracker whose package is not in the image's SBOM."""
     if not isinstance(plan, RunPlan):
         return
     packages = python_packages(sbom_file(final))
@@ -141,7 +140,6 @@ def _require_sinks(plan: JobPlan, final: Path) -> None:
 
 
 def _warn_about_other_version(labels: Mapping[str, str], plan: JobPlan, terminal: Terminal) -> None:
-    """Warn if the image has another version of ftkit than the one that made the plan."""
     if docker_engine.REFERENCE_LABEL not in labels or any(code.name == DEV_CODE for code in plan.code):
         return  # not built by ftkit, or another ftkit runs in it
     commit = read_commit(own_checkout())

@@ -228,7 +228,6 @@ def push_command(
 def push_and_report(
     reference: str, registry: str, given: Credentials | None, terminal: Terminal, private_key: Path | None = None
 ) -> None:
-    """Push an image, sign it if a private key is given, and print its address with its digest."""
     started = time.monotonic()
     with ProgressView(terminal) as view:
         image = parse_name(reference)

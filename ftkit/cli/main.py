@@ -146,7 +146,6 @@ def cli(*, cluster: str | None) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
     words = list(sys.argv[1:] if args is None else args)
     # Modules and schemas stay alive: scanning them takes 3% of a dry run, and 10% when the interpreter exits.
     gc.set_threshold(100_000)

@@ -211,7 +211,6 @@ def plan_command(words: tuple[str, ...], *, gpu: str | None, as_json: bool, **op
 
 
 def _show_plans(plans: Sequence[RunPlan], terminal: Terminal, *, is_data: bool) -> None:
-    """Print one row per run of a sweep with its values, then the notes of all runs."""
     from ftkit.cli.terminal.console import Styled
     from ftkit.cli.terminal.format import count, duration, gib
     from ftkit.launch.sweep import find_other_documents

@@ -208,7 +208,6 @@ class ClusterProfile(Spec):
 
     @property
     def image_format(self) -> ImageFormat:
-        """The format of image files that the runtime starts."""
         return "sif" if self.runtime == "apptainer" else "sqsh"
 
     def limit_time(self, wanted: str | None) -> str | None:
@@ -296,7 +295,6 @@ def parse_time_limit(text: str) -> int | None:
 
 
 def format_time_limit(seconds: int) -> str:
-    """Format a time limit for Slurm."""
     days, rest = divmod(seconds, 86400)
     clock = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
     return f"{days}-{clock}" if days else clock

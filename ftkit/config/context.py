@@ -37,7 +37,6 @@ class Context:
 
     @classmethod
     def here(cls) -> Context:
-        """Create the context from the current folder and the process's environment."""
         try:
             current = Path.cwd()
         except FileNotFoundError as error:

@@ -33,8 +33,6 @@ _FILE_NAMES: Final = (".file_name", ".hf_hub_url", ".script_url")
 
 @dataclass(frozen=True)
 class Converted:
-    """A recipe that is valid, and the rows."""
-
     tool: str
     recipe: dict[str, Any]
     rows: list[Row]
@@ -233,7 +231,6 @@ def _set_data(it: Conversion) -> None:
 
 
 def _set_objective(it: Conversion) -> None:
-    """Set an objective other than next tokens, and its options."""
     named = {fact.removeprefix(OBJECTIVE): it.take(fact) for fact in [*it.facts] if fact.startswith(OBJECTIVE)}
     name = next((each for each in named if each not in {"dpo", "cpo"}), "dpo" if named else "")
     if "cpo" in named and name != "simpo":

@@ -195,7 +195,6 @@ FormatName = Literal[
 
 
 def _from_name(value: object) -> object:
-    """Expand the short form `format: sharegpt` to a mapping."""
     if value == "sharegpt":
         return {"kind": "messages", "style": "sharegpt", "column": "conversations"}
     if isinstance(value, str) and value != "jinja" and value not in get_args(FormatName):
@@ -319,7 +318,6 @@ class DataSpec(Spec):
         return self.source.sources if isinstance(self.source, MixtureSource) else (self.source,)
 
     def resolve_too_long(self, form: Format) -> TooLong:
-        """Return what happens with documents of this format that are longer than a pack."""
         if self.too_long != "auto":
             return self.too_long
         return "split" if form.kind == "text" else "error"
@@ -348,7 +346,6 @@ class DataSpec(Spec):
 
     @property
     def task_functions(self) -> tuple[str, ...]:
-        """The functions that the task must have."""
         generates = ("generate",) if isinstance(self.source, GeneratedSource) else ()
         return generates + (("prompt", "completion") if isinstance(self.format, TaskFormat) else ())
 
@@ -362,7 +359,6 @@ class DataSpec(Spec):
 
 
 def label_of(form: Format) -> str | None:
-    """Return the column with the label of completions."""
     return form.label if isinstance(form, PromptCompletionFormat | MessagesFormat) else None
 
 
@@ -385,5 +381,4 @@ _DESCRIPTIONS = {
 
 
 def describe_format(form: Format) -> str:
-    """Describe a format in one line."""
     return _DESCRIPTIONS.get(form.kind, form.kind).format(form, columns=", ".join(form.columns))

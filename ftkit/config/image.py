@@ -66,7 +66,6 @@ class ImageSpec(Spec):
 
     @property
     def reference(self) -> str:
-        """The image's name and tag as users write them."""
         return f"{self.name}:{self.tag}"
 
     @property
@@ -109,7 +108,6 @@ def read_base_lock(path: Path) -> dict[str, Digest]:
 
 
 def base_lock_text(digests: Mapping[str, Digest]) -> str:
-    """Return the content of the file."""
     return (
         "# Digest of each base when 'ftkit build' first used it; later builds use the same digest.\n"
         "# 'ftkit build NAME:TAG --repin' resolves the tag again. Keep this file with the definitions.\n"

@@ -62,7 +62,6 @@ def override_recipe(recipe: Mapping[str, object], overrides: Iterable[str]) -> L
 
 
 def load_recipe(name: str, ctx: Context, overrides: Iterable[str] = ()) -> RecipeSpec:
-    """Read a recipe as `read_recipe` does."""
     return read_recipe(name, ctx, overrides).spec
 
 
@@ -73,13 +72,10 @@ def read_cluster(name: str, ctx: Context) -> Loaded[ClusterProfile]:
 
 
 def load_cluster(name: str, ctx: Context) -> ClusterProfile:
-    """Read a cluster profile as `read_cluster` does."""
     return read_cluster(name, ctx).spec
 
 
 class ImageDefinition(NamedTuple):
-    """An image's definition and its files."""
-
     spec: ImageSpec
     """The definition; its base has the digest that a lock records, if the definition gives none."""
     base_file: Path
@@ -93,7 +89,6 @@ class ImageDefinition(NamedTuple):
 
 
 def load_image(reference: str, ctx: Context) -> ImageSpec:
-    """Read the definition of `NAME:TAG`. Raises as `load_recipe` does."""
     return find_image(reference, ctx).spec
 
 

@@ -249,7 +249,6 @@ def _from_main_key(value: object, info: ValidationInfo) -> object:
 
 
 def _as_destination(value: str) -> str:
-    """Validate an address that runs are copied to."""
     scheme, _, rest = value.partition("://")
     if value.startswith("/") or (scheme in ("s3", "gs") and rest.strip("/")):
         return value.rstrip("/")
@@ -330,5 +329,4 @@ class RecipePlan(RecipeSpec):
 
     @property
     def models(self) -> list[ModelPlan]:
-        """The models whose weights the run reads."""
         return [each for each in (self.model, self.teacher) if each is not None]

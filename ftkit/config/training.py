@@ -349,7 +349,6 @@ class TrainingPlan(TrainingSpec):
     """Activations that the backward pass recomputes."""
 
     def checkpointing_of_layers(self, num_layers: int, engine: EngineName) -> list[ActivationCheckpointing]:
-        """Return the activation checkpointing of each decoder layer."""
         mode, others = self.activation_checkpointing, self.lighter_checkpointing(engine)
         num = num_layers if self.checkpointed_layers is None else min(self.checkpointed_layers, num_layers)
         if self.activation_offload:
@@ -371,7 +370,6 @@ class TrainingPlan(TrainingSpec):
         return "selective" if recomputes_layers and engine == "fsdp2" else "none"
 
     def checkpointing_label(self, num_layers: int, engine: EngineName) -> str:
-        """Return the activation checkpointing in words."""
         modes = self.checkpointing_of_layers(num_layers, engine)
         numbers = {mode: modes.count(mode) for mode in (self.activation_checkpointing, *modes)}
         parts = [

@@ -88,7 +88,6 @@ def parse_yaml(text: str, where: str) -> Layers:
 
 
 def to_yaml(document: Mapping[str, Any]) -> str:
-    """Return a mapping as YAML, with the comments that it has."""
     yaml, text = YAML(), StringIO()
     yaml.width = 200
     yaml.indent(mapping=2, sequence=4, offset=2)

@@ -48,12 +48,10 @@ class ModelInput:
     def of(
         cls, tokenizer: PreTrainedTokenizerBase, label: str, config: PretrainedConfig, model: ModelSpec | None = None
     ) -> ModelInput:
-        """Read the limits from a transformers configuration."""
         text = config.get_text_config(decoder=True)
         return cls(tokenizer, label, text.vocab_size, getattr(text, "max_position_embeddings", None), model)
 
     def processor(self, *, is_needed: bool) -> PictureProcessor | None:
-        """Return the processor of pictures if it is needed and the model has one."""
         return PictureProcessor.of(self.model, self.tokenizer) if is_needed and self.model else None
 
 
@@ -216,12 +214,10 @@ def _encode(
 
 
 def have_pictures(rows: Sequence[Row]) -> bool:
-    """Return whether any row has a picture, in a part of a turn or in a column of its own."""
     return any(first_picture(row.columns) is not None for row in rows)
 
 
 def _has_all(prompt: Prompt, documents: Sequence[Document], token_ids: Sequence[int]) -> bool:
-    """Return whether a prompt has all pictures of its document."""
     whole = next(each.tokens for each in documents if each.tokens[: len(prompt)].tolist() == prompt)
     return not np.isin(whole[len(prompt) :], token_ids).any()
 
@@ -274,7 +270,6 @@ def _turns(row: Row, documents: list[Document], data: DataSpec, form: Format) ->
 def renderer_of(
     tokenizer: PreTrainedTokenizerBase, label: str, options: JsonObject, pictures: PictureProcessor | None = None
 ) -> ChatRenderer:
-    """Return the renderer of a model's chat template."""
     if tokenizer.chat_template is None:
         raise DataError(
             f"the tokenizer of {label} has no chat template",
@@ -311,7 +306,6 @@ def encode_prompts(
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, row: Row, rendering: Rendering, pictures: PictureProcessor | None
 ) -> Prompt | DataError:
-    """Return the tokens of a rendered prompt of a row, with its pictures, or the error of one."""
     expanded = pictures.expand_row(row, [rendering]) if pictures else [rendering]
     if isinstance(expanded, DataError):
         return expanded
@@ -319,13 +313,11 @@ def encode_prompt(
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the tokens of a rendered prompt."""
     tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return tokens
 
 
 def prompt_of(columns: Columns, form: Format | None) -> Conversation:
-    """Return the turns of a row's prompt."""
     if isinstance(form, PromptCompletionFormat | JinjaFormat):
         prompt_only = form.model_copy(update={"completion": form.prompt})
         if all(name in columns for name in prompt_only.columns):

@@ -186,7 +186,6 @@ def read_calls(text: str) -> list[Call]:
 
 
 def parse_value(text: str) -> object:
-    """Return a JSON value, or the text if it is none."""
     try:
         return json.loads(text)
     except ValueError:

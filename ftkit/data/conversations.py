@@ -82,7 +82,6 @@ class PlainText:
 
 
 def trained_turns(conversation: Conversation, train_on: str | list[Role]) -> list[int]:
-    """Return the indices of the trained turns."""
     messages, num_prompt = conversation.messages, conversation.num_prompt
     assistant = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if train_on == "completion" and num_prompt is None:
@@ -168,7 +167,6 @@ _WRAPPED_RESULT = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*"
 
 
 def is_turn(value: object, style: str) -> bool:
-    """Tell whether a value looks like a turn of a style."""
     keys = {"role"} if style == "openai" else {"from", "value"}
     return isinstance(value, dict) and keys <= value.keys()
 
@@ -274,7 +272,6 @@ def _message(role: Role, turn: JsonObject, content: str, calls: list[ToolCall]) 
 
 
 def blank_turn() -> DataError:
-    """Return the error that an assistant turn has no text and no calls."""
     return DataError(
         "an assistant turn is blank",
         meaning="the model would be trained to end its turn immediately",
@@ -331,7 +328,6 @@ def picture_source(value: object) -> object:
 
 
 def _as_list(value: object, key: str) -> list[object]:
-    """Return a list, or one from JSON text."""
     if value in (None, "", [], {}):
         return []
     if isinstance(value, str | bytes):

@@ -83,7 +83,6 @@ class RowEncoder:
         end_tokens: Collection[int] = (),
         pictures: PictureProcessor | None = None,
     ) -> RowEncoder:
-        """Make an encoder for rows of a format."""
         options, token = data.template_options, pictures.token if pictures else ""
         renderer = None if form.kind == "text" else ChatRenderer.of(tokenizer, options, end_tokens, token)
         if renderer is not None and data.train_on != "all" and not renderer.end_tokens:
@@ -156,7 +155,6 @@ class RowEncoder:
                     raise EqualSidesError("both sides have the same tokens", fix=fix)
 
     def _renderings(self, row: Row) -> list[Rendering]:
-        """Return the texts of a row, with the trained spans of each."""
         example = read_example(row.columns, self.data, self.format)
         if isinstance(example, PlainText):
             found = [self._plain(example.text)]
@@ -281,7 +279,6 @@ class _Pattern:
         return cls(compiled, None if ascii_only.groups else ascii_only)
 
     def split(self, text: str, *, is_ascii: bool) -> list[str]:
-        """Return all words."""
         if is_ascii and self.for_ascii:
             words: list[str] = self.for_ascii.findall(text)
             if sum(map(len, words)) == len(text):
@@ -313,7 +310,6 @@ class WordCache:
 
     @classmethod
     def of(cls, backend: Tokenizer) -> WordCache:
-        """Derive the patterns of words from a tokenizer's settings."""
         normalizer, splitter = (
             None if part is None else json.loads(part.__getstate__())  # as tokenizer.json has it
             for part in (backend.normalizer, backend.pre_tokenizer)
@@ -327,7 +323,6 @@ class WordCache:
         return cls(backend, added, _patterns(splitter) if is_known else None, normalizer is not None)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text."""
         found = [self._find_words(text) for text in texts]
         known = [self._look_up(words) for words in found]
         new = {word for words, ids in zip(found, known, strict=True) if ids is None for word in words or ()}

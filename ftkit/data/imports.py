@@ -68,7 +68,6 @@ def keep_bytecode() -> Path | None:
 
 
 def is_broken(package: str) -> bool:
-    """Return whether a package is installed, and its import fails."""
     if find_spec(package) is None:
         return False
     try:

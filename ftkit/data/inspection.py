@@ -386,12 +386,10 @@ class DataInspector:
 
 
 def median_of(lengths: Counter[int]) -> float:
-    """Return the median of lengths, each with its count; 0 if there are none."""
     return float(np.median(np.repeat([*lengths], [*lengths.values()]))) if lengths else 0.0
 
 
 def _histogram(lengths: Counter[int]) -> Iterator[LengthBin]:
-    """Yield power-of-two bins, without empty bins at the ends."""
     counts: Counter[int] = Counter()
     for length, count in lengths.items():
         counts[(length - 1).bit_length()] += count

@@ -41,7 +41,6 @@ class Document:
 
     @property
     def num_targets(self) -> int:
-        """Tokens that count in the loss."""
         return int((self.labels != IGNORED).sum())
 
 
@@ -111,7 +110,6 @@ class DocumentBatch:
 
     @classmethod
     def of(cls, documents: Sequence[Document], source: int = 0) -> Self:
-        """Return documents of one source."""
         lengths = np.array([len(document.tokens) for document in documents], np.int64)
         tokens = np.empty(lengths.sum(dtype=np.int64), np.uint32)
         end = 0
@@ -149,7 +147,6 @@ class DocumentBatch:
         return int(is_from_source.sum()), int((self.tokens[is_from_source] >= TRAINED).sum())
 
     def take(self, indices: Sequence[int]) -> DocumentBatch:
-        """Return some of the documents, in the order of `indices`."""
         ends = np.cumsum(self.lengths)
         begins = ends - self.lengths
         pieces = [self.tokens[begins[index] : ends[index]] for index in indices]
@@ -244,7 +241,6 @@ class Packer:
             yield from self._pack(is_last=False)
 
     def finish(self) -> Iterator[tuple[DocumentBatch, list[int]]]:
-        """Yield the remaining packs."""
         if self._num_tokens:
             yield from self._pack(is_last=True)
 

@@ -191,7 +191,6 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
 
 
 def thumbnail(picture: Image.Image) -> str:
-    """Return a small copy of a picture as a `data:` URI."""
     small, file = picture.copy(), io.BytesIO()
     small.thumbnail(_THUMBNAIL)
     small.save(file, "JPEG")

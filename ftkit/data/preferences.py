@@ -245,7 +245,6 @@ def _check_scores(columns: Columns, form: PreferencesFormat) -> None:
 
 
 def _turns_of(value: Any, column: str, ignored: Collection[str]) -> Turns:
-    """Return a completion, or a conversation that ends with it."""
     if isinstance(value, dict):
         value = [value]
     turns = turns_in(value)

@@ -112,8 +112,6 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], n
 
 
 class _SplitWriter:
-    """Packs the documents of a split and writes them."""
-
     def __init__(self, writer: PackWriter, packer: Packer) -> None:
         self._packer, self.writer = packer, writer
         self.num_row_tokens = self.sum_of_digests = 0

@@ -140,7 +140,6 @@ class PackWriter:
         return replace(documents, records=documents.records + begin, pictures=b"")
 
     def write(self, documents: DocumentBatch, pack_sizes: Sequence[int]) -> None:
-        """Append packs with the given number of documents each."""
         documents = self.keep_pictures(documents)
         ends = self.num_tokens + np.cumsum(documents.lengths, dtype=np.int64)
         last = np.cumsum(pack_sizes, dtype=np.int64) - 1

@@ -156,7 +156,6 @@ class _JsonParser:
         return self._text[:1]
 
     def elements(self) -> Iterator[str]:
-        """Yield the texts of a list's elements."""
         self._take("[")
         while self.peek() != "]":
             yield self._value()
@@ -197,7 +196,6 @@ class _JsonParser:
         self._text = self._text[1:]
 
     def _value(self) -> str:
-        """Return the text of the next value."""
         self.peek()
         while True:
             try:

@@ -174,7 +174,6 @@ class ChatRenderer(Template):
         return [_without_cuts(rendering) for rendering in found] if has_cuts else found
 
     def prompt(self, conversation: Conversation) -> Rendering:
-        """Return the text of turns with the header of the assistant turn, and their pictures."""
         return self._with_pictures(Rendering(self.render(conversation, open_turn=True), ()), conversation)
 
     def _with_pictures(self, rendering: Rendering, conversation: Conversation) -> Rendering:
@@ -363,7 +362,6 @@ def _context(turns: list[TemplateTurn], end: int) -> list[int]:
 
 
 def _without_cuts(rendering: Rendering) -> Rendering:
-    """Remove the cut marks from the text, and return their positions."""
     places = [found.start() for found in re.finditer(_CUT, rendering.text)]
     spans = tuple(
         (begin - bisect_left(places, begin), end - bisect_left(places, end)) for begin, end in rendering.spans
@@ -374,7 +372,6 @@ def _without_cuts(rendering: Rendering) -> Rendering:
 
 
 def _texts_of(conversation: Conversation) -> Iterator[str]:
-    """Yield contents, reasoning, arguments and schemas."""
     for message in conversation.messages:
         yield message.content
         yield message.reasoning or ""

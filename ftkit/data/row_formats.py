@@ -64,7 +64,6 @@ _REDUNDANT = {AlpacaFormat: ("text",), MessagesFormat: ("system", "functions")}
 
 
 def resolve_format(form: Format, rows: Sequence[Row], ignored: Collection[str] = ()) -> Format:
-    """Return the recipe's format; if it sets none, the format of the first rows."""
     if not isinstance(form, AutoFormat):
         return form
     if not rows:
@@ -155,7 +154,6 @@ def _label_in(value: object) -> bool | None:
 
 
 def read_label(columns: Columns, column: str) -> bool:
-    """Return whether the completion of a row is desirable."""
     if (label := _label_in(columns.get(column))) is None:
         raise DataError(
             f"column '{column}' is not a label: {str(columns.get(column))[:80]}",
@@ -207,7 +205,6 @@ def unused_columns(row: Columns, data: DataSpec, form: Format) -> list[str]:
 
 
 def read_example(columns: Columns, data: DataSpec, form: Format) -> Example:
-    """Turn a row of a resolved format into a conversation or a text."""
     _check_columns(columns, data, form)
     return with_pictures(_read(columns, data, form), columns, data)
 
@@ -326,7 +323,6 @@ def _prompt(columns: Columns, form: PromptCompletionFormat | JinjaFormat) -> tup
 
 
 def read_prompt(columns: Columns, form: PromptCompletionFormat | JinjaFormat) -> Conversation:
-    """Return the turns of the prompt, before the assistant turn."""
     return Conversation(_prompt_turns(*_prompt(columns, form)))
 
 

@@ -173,7 +173,6 @@ class _OpenSource:
     num_train: int | None
 
     def read(self) -> Iterator[RawRow]:
-        """Yield all rows."""
         if isinstance(self.source, FilesSource):
             return _read_files(self.source.train, f"{self.key}.train")
         name = f"dataset '{self.source.dataset}', split {self.source.split}"
@@ -192,7 +191,6 @@ class _OpenSource:
         return self.num_rows if self.num_train is None else self.num_train + self.source.num_heldout
 
     def taken(self) -> Iterator[SelectedRow]:
-        """Yield the selected rows, in order."""
         rows = (SelectedRow(self.number, "train", row) for row in self.read())
         num_validation = self.source.num_heldout
         if self.num_train is None and not num_validation:

@@ -182,7 +182,6 @@ def _remote_errors(place: str, key: str) -> Iterator[None]:
 
 
 def read_file(path: str, key: str = "data.source") -> Iterator[RawRow]:
-    """Yield the rows of a file in order, without keeping them."""
     suffix = suffix_of(path)
     name, read = READERS.get(suffix, READERS[".jsonl"])
     try:

@@ -74,7 +74,6 @@ def prepare_here(
 
 
 def fetch_weights(plan: RunPlan, environment: Mapping[str, str], report: Callable[[str], None]) -> None:
-    """Download the weights of hub models, if missing."""
     home = Workspace(plan.workspace).hub_home
     for model in plan.recipe.models:
         if not is_fetched(model, {**environment, **plan.cluster.environment}, home):
@@ -85,7 +84,6 @@ def fetch_weights(plan: RunPlan, environment: Mapping[str, str], report: Callabl
 
 
 def export_weights(plan: RunPlan, report: Callable[[str], None]) -> None:
-    """Export the checkpoint that training continues from, if not yet exported."""
     trained = plan.weights_to_export
     if trained is None:
         return

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 def generate_rows(data: DataSpec, source: GeneratedSource) -> tuple[list[Columns], list[Columns]]:
-    """Return the rows of a task to train and to validate on."""
     return _generate(_task_of(data), source.model_dump_json())
 
 

@@ -105,7 +105,6 @@ def check_syntax(name: str, templates: Collection[str]) -> None:
 
 
 def explain_failure(error: Exception, roles: str) -> DataError:
-    """Return the error of turns with these roles that a chat template can't render."""
     what = f"the chat template can't render the turns {roles}"
     lines = [each.lineno for each in extract_tb(error.__traceback__) if each.filename == "<template>"]
     if not lines or type(error) is TemplateError:  # by raise_exception
@@ -195,7 +194,6 @@ class TurnEnd:
 
 
 def find_turn_ends(renderer: ChatRenderer) -> tuple[TurnEnd, TurnEnd]:
-    """Return how a template ends answers, and turns with tool calls."""
     asked = Message("user", _ASKED)
     answers = _find_end(renderer, [asked, Message("assistant", _SAID), Message("user", _NEXT)])
     call = Message("assistant", "", tool_calls=(ToolCall("f", {"a": _SAID}, _ID),))

@@ -42,7 +42,6 @@ class ChatTemplate(NamedTuple):
         return [*([self.begin] if self.begin else []), self.end_of_turn, *self.other_tokens]
 
     def check_tokens(self, known: Collection[str], source: str) -> None:
-        """Check that a tokenizer has the template's special tokens."""
         if missing := [token for token in self.special_tokens if token not in known]:
             raise DataError(
                 f"the tokenizer of '{source}' lacks {', '.join(missing)} of the '{self.name}' chat template",
@@ -119,7 +118,6 @@ def needs_loading(folder: Path) -> bool:
 
 
 def check_tokenizer_files(folder: Path) -> None:
-    """Check that a folder has all files of a tokenizer, and that ftkit can load it."""
     config = _read_json(folder / _CONFIG)
     if not any(any(folder.glob(pattern)) for pattern in _VOCABULARIES):
         found = f": it has {_CONFIG}, but no vocabulary" if config else ""
@@ -164,7 +162,6 @@ class Vocabulary(NamedTuple):
     size: int
 
     def lacking(self, tokens: Sequence[str]) -> tuple[str, ...]:
-        """Return the tokens that are not in the vocabulary."""
         return tuple(token for token in tokens if token not in self.ids)
 
     def with_tokens(self, tokens: Sequence[str]) -> Vocabulary:

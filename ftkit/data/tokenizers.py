@@ -213,7 +213,6 @@ def check_size(
 
 
 def check_tokens(tokenizer: PreTrainedTokenizerBase, tokens: NDArray[np.integer[Any]], vocab_size: int) -> None:
-    """Check that tokens have a row in the model's embedding table."""
     largest = int(tokens.max(initial=0))
     if largest >= vocab_size:
         raise DataError(
@@ -256,7 +255,6 @@ def check_same_tokenizer(own: PreTrainedTokenizerBase, other: PreTrainedTokenize
 
 
 def load_saved_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer stored with prepared data."""
     try:
         check_tokenizer_files(folder)
         return import_transformers().AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

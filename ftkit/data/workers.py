@@ -151,7 +151,6 @@ class BatchEncoder:
         return next((each.renderer.name for each in self.encoders.values() if each.renderer), "")
 
     def too_long(self, source: int) -> TooLong:
-        """Return what happens with documents of a source that are longer than a pack."""
         return self.recipe.data.resolve_too_long(self.encoders[source].format)
 
     def shared(self, documents: Sequence[Document]) -> Sequence[Document]:
@@ -166,7 +165,6 @@ class BatchEncoder:
         return counts
 
     def encode(self, batch: Sequence[SelectedRow]) -> EncodedBatch:
-        """Return the documents of rows, in their order."""
         documents: dict[Split, list[DocumentBatch]] = {"train": [], "validation": []}
         recipe = self.recipe
         data, length, num = recipe.data, recipe.training.sequence_length, recipe.training.documents_per_sample

@@ -354,6 +354,5 @@ class ModelPlan(ModelSpec):
 
     @property
     def architecture_of_weights(self) -> "ArchitecturePlan":
-        """The shape in the weights' files."""
         rows = self.vocab_size_of_weights
         return self.architecture if rows is None else self.architecture.model_copy(update={"vocab_size": rows})

@@ -84,7 +84,6 @@ _QUANTIZED_NAME = re.compile(
 
 
 def unquantized_fix(weights: str) -> str:
-    """Return advice for quantized weights."""
     plain = _QUANTIZED_NAME.sub("", weights)
     named = f", most likely {plain}" if plain != weights and not is_path(weights) else ""
     return f"Use the unquantized version of the model{named}; training.method=qlora quantizes it to 4 bits."

@@ -116,7 +116,6 @@ def holds_adapters(folder: Path) -> bool:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Return the missing files of a model in Hugging Face's layout."""
     missing = [] if (folder / CONFIG_FILE).is_file() else [CONFIG_FILE]
     if not (folder / WEIGHTS_INDEX).is_file():
         return missing if (folder / WEIGHTS_FILE).is_file() else [*missing, f"{WEIGHTS_FILE} or {WEIGHTS_INDEX}"]

@@ -37,7 +37,6 @@ def count_model(shape: ArchitectureSpec) -> ModelCounts:
 
 
 def vision_of(shape: ArchitectureSpec) -> VisionPlan | None:
-    """Return the vision part of a run with pictures."""
     return shape.vision if isinstance(shape, ArchitecturePlan) else None
 
 

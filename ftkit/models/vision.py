@@ -49,7 +49,6 @@ class VisionPlan:
         return self.tower + self.projector
 
     def num_trained(self, vision: Vision) -> int:
-        """Return the number of parameters that `training.vision` trains."""
         return {"frozen": 0, "projector": self.projector, "full": self.total}[vision]
 
 

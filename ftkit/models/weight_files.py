@@ -94,7 +94,6 @@ class StoredTensor:
     end: int
 
     def equals(self, other: StoredTensor) -> bool:
-        """Compare dtype, shape and bytes."""
         return self.kind == other.kind and all(map(eq, self._chunks(), other._chunks()))
 
     def _chunks(self) -> Iterator[bytes]:

@@ -69,7 +69,6 @@ class Line:
 
 
 def require_matplotlib() -> None:
-    """Check that charts can be drawn here."""
     try:
         import matplotlib as mpl
     except ImportError as error:
@@ -158,7 +157,6 @@ def _draw_line(axes: Axes, line: Line, color: str) -> None:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Return the moving mean of the finite values around each value."""
     radius = max(1, round(len(values) * _SMOOTH_OVER))
     windows = (values[max(0, index - radius) : index + radius + 1] for index in range(len(values)))
     finite = ([each for each in window if math.isfinite(each)] for window in windows)
@@ -206,7 +204,6 @@ def bar_chart(
 
 
 def timeline(name: str, description: str, spans: Sequence[Span]) -> str:
-    """Draw a run's time by activity, from its first record to its last."""
     if not spans:
         return ""
     begin, end = spans[0].begin, spans[-1].end

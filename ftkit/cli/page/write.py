@@ -35,7 +35,6 @@ def run_page(report: dict[str, object], *, refresh_seconds: int | None = None) -
 
 
 def comparison_page(layouts: Sequence[RunLayout], *, refresh_seconds: int | None = None) -> str:
-    """Return the page of several runs side by side."""
     runs = [read_run(layout) for layout in layouts]
     found = compare_runs(runs)
     charts = _draw_comparison(layouts, found.names, comparable_losses(runs))
@@ -43,7 +42,6 @@ def comparison_page(layouts: Sequence[RunLayout], *, refresh_seconds: int | None
 
 
 def samples_page(title: str, notes: Sequence[str], samples: Sequence[tuple[Sample, Turns]]) -> str:
-    """Return the page of samples of training data, each with the pieces of its turns by role."""
     return _render("samples.html.j2", title=title, notes=notes, samples=samples, refresh_seconds=None)
 
 

@@ -200,7 +200,6 @@ def show_curves(runs: Sequence[ComparedRun], terminal: Terminal, *, is_data: boo
 
 
 def comparison_as_json(runs: Sequence[ComparedRun]) -> dict[str, object]:
-    """Return the values of `ftkit compare --json`."""
     aligned = align_losses(runs)
     return {
         "runs": [run.id for run in runs],

@@ -32,8 +32,6 @@ _MIN_WIDTH = 6
 
 @dataclass(frozen=True)
 class Styled:
-    """A text with one of rich's styles."""
-
     text: str
     style: str
 
@@ -66,7 +64,6 @@ class Terminal:
 
     @property
     def is_roomy(self) -> bool:
-        """Whether data may have long lines."""
         return self._out.width >= _ROOMY
 
     @contextmanager
@@ -95,7 +92,6 @@ class Terminal:
         _print(console, Segments(_table_segments(titles, rows, console.width)))
 
     def facts(self, rows: Sequence[tuple[str, Cell | Sequence[Styled]]], *, is_data: bool) -> None:
-        """Write names with their values: to stdout if they are data."""
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_column(style="bold", no_wrap=True)
         grid.add_column(overflow="fold")
@@ -105,7 +101,6 @@ class Terminal:
         _print(self._out if is_data else self.talk, grid)
 
     def text(self, cell: Cell = "", *, is_data: bool = True) -> None:
-        """Write a paragraph: to stdout if it is the command's data, else to stderr."""
         _print(self._out if is_data else self.talk, _text(cell))
 
     def say(self, cell: Cell = "", *, indent: int = 0) -> None:

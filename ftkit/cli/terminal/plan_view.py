@@ -89,7 +89,6 @@ def _code(plan: JobPlan) -> Facts:
 
 
 def show_findings(findings: Findings, terminal: Terminal) -> None:
-    """Print the warnings, then raise the errors."""
     for warning in findings.warnings:
         terminal.warn(warning)
     findings.raise_errors()
@@ -106,7 +105,6 @@ def say_overridden(terminal: Terminal, project: Path) -> None:
 
 
 def _model(plan: RunPlan) -> str:
-    """Describe the model: its source with commit or step, added tokens, and its shape."""
     model = plan.recipe.model
     if model.weights == "random":
         source = "untrained"
@@ -263,7 +261,6 @@ def _data(plan: RunPlan) -> str:
 
 
 def _documents(plan: RunPlan) -> Cell:
-    """Describe how many documents fit a pack, and what happens to the others."""
     found, length = plan.documents, f"{plan.recipe.training.sequence_length:,} tokens"
     if found is None:
         data = plan.recipe.data

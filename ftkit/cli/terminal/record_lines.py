@@ -13,7 +13,6 @@ from ftkit.runs import records
 
 
 def sharding_text(record: records.ShardingRecord) -> str:
-    """Describe how a script's model is sharded over its processes."""
     part = f"{count(record.num_held)} of {count(record.num_parameters)} parameters on rank 0"
     units = f", {plural(record.num_units, 'unit')}" if record.num_units else ""
     return f"{record.sharding}: {part}{units}"

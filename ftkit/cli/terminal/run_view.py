@@ -71,7 +71,6 @@ class RunStatus:
 
 
 def read_run_status(folder: RunFolder) -> RunStatus:
-    """Read the files of a run, and query its scheduler."""
     layout, entry, facts = folder.layout, read_entry(folder), read_facts(folder.layout)
     seen = observe_all([entry.run] if entry.run else []).state_of(entry)
     interval = facts.trainer.recipe.training.log_every_steps if facts.trainer else 1
@@ -132,7 +131,6 @@ def show_end(run: SubmittedRun, seen: Job, terminal: Terminal) -> None:
 
 
 def failed(run: SubmittedRun, seen: Job, failure: Failure | None) -> RunFailedError:
-    """Return the error of a command that followed a run which did not complete."""
     return RunFailedError(
         f"{run.id}: {seen}",
         exit_code=failure.exit_code if failure else RunFailedError.exit_code,
@@ -299,7 +297,6 @@ def _place_facts(status: RunStatus) -> Facts:
 
 
 def _file_facts(layout: RunLayout) -> Facts:
-    """Return the rows with the paths of the report and of the profiler's traces, if they exist."""
     facts: Facts = [("report", short_path(layout.report))] if layout.report.is_file() else []
     num_traces = len(list(layout.profile.glob("rank-*.trace.json.gz")))
     traces = f"{plural(num_traces, 'trace')} in {short_path(layout.profile)}"
@@ -325,7 +322,6 @@ def choose_samples(samples: tuple[Sample, ...]) -> list[Sample]:
 
 
 def _advice(layout: RunLayout, seen: Job, failure: Failure | None) -> str:
-    """Return what to do next, in one line."""
     commands = "; ".join(next_commands(layout, seen, failure))
     if failure and failure.is_in_code:
         again = f"or continue this run with the corrected code: ftkit resume {layout.root.name} --allow code"
@@ -354,7 +350,6 @@ def next_commands(layout: RunLayout, seen: Job, failure: Failure | None) -> list
 
 
 def run_status_as_json(status: RunStatus) -> dict[str, object]:
-    """Return the values of `ftkit status --json`."""
     folder, facts, summary, failure = status.entry.folder, status.facts, status.summary, status.failure
     layout, plan, script, trainer = folder.layout, facts.plan, facts.script, facts.trainer
     submission, copy = status.entry.run.submission if status.entry.run else None, read_status(layout)
