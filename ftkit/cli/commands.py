@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import click
 from click.shell_completion import BashComplete, CompletionItem, add_completion_class, split_arg_string
 
-from ftkit.cli.output import WithOutputOptions
+from ftkit.cli.output import OUTPUT_OPTIONS
 from ftkit.config.context import Context
 from ftkit.errors import closest
 
@@ -29,14 +29,18 @@ _SHARED_HELP = {
 """Texts in the help of several commands, by what stands for them in docstrings."""
 
 
-class ExamplesCommand(WithOutputOptions):
-    """A command whose help ends with examples, printed verbatim."""
+class ExamplesCommand(click.Command):
+    """A command with the output options, also before its name, and examples at the end of its help."""
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.examples = examples
         for placeholder, text in _SHARED_HELP.items():
             self.help = (self.help or "").replace(placeholder, text)
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        own, added = len(self.params), super().get_params(ctx)
+        return [*added[:own], *OUTPUT_OPTIONS, *added[own:]]
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx

@@ -147,11 +147,8 @@ def export_command(  # noqa: PLR0913 - one for each option
     for form in forms:
         check_format(form, plan, quantizations, pythons, merges=merges)
 
-    def verify_and_report(made: Path) -> None:
-        terminal.say(_verify_in_process(made))
-
-    request = ExportRequest(step or typed, merges, precision, folder)
-    exported = export_run(layout, request, verify_and_report if verifies else None, terminal.say)
+    verify = (lambda made: terminal.say(_verify_in_process(made))) if verifies else None
+    exported = export_run(layout, ExportRequest(step or typed, merges, precision, folder), verify, terminal.say)
     try:
         with _keeping(exported, "but not all that --format asks for"):
             _add_formats(forms, exported, quantizations, pythons, layout, terminal)

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from typing import IO, TYPE_CHECKING, cast
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
@@ -73,17 +72,12 @@ def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None
         raise
     finally:
         view.close()
-    with suppress(FtkitError):  # a missing report does not fail the run
-        _write_report(run.layout, seen.state)
+    # The job wrote no page if it failed, or its image lacks matplotlib.
+    if not run.layout.report.exists() and os.environ.get("FTKIT_REPORT", "1") != "0":
+        with suppress(FtkitError):  # a missing report does not fail the run
+            require_matplotlib()
+            save_page(run_page(read_report(run.layout, seen.state)), run.layout.report)
     show_end(run, seen, terminal)
-
-
-def _write_report(layout: RunLayout, state: str) -> None:
-    """Write the page of an ended run if its job did not: the run failed, or its image lacks matplotlib."""
-    if layout.report.exists() or os.environ.get("FTKIT_REPORT", "1") == "0" or find_spec("matplotlib") is None:
-        return
-    require_matplotlib()
-    save_page(run_page(read_report(layout, state)), layout.report)
 
 
 def _show_until_the_end(run: SubmittedRun, tail: RecordTail, view: PlainView, output: _ScriptOutput | None) -> Job:

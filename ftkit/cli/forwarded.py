@@ -109,11 +109,8 @@ def _login_of(name: str, ctx: Context) -> Login | None:
     except (ConfigError, NotFoundError):
         return None
     if login and "/" in name:
-        what, fix = (
-            "is remote, where a path of this machine does not exist.",
-            "Move it into clusters/ and give its name.",
-        )
-        raise ConfigError([Problem("--cluster", "login", f"{name} {what}", fix)])
+        what = f"{name} is remote, where a path of this machine does not exist."
+        raise ConfigError([Problem("--cluster", "login", what, "Move it into clusters/ and give its name.")])
     return login
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,21 +44,19 @@ def list_command(*, as_json: bool) -> None:
     if as_json:
         terminal.json([_as_json(spec, state, store) for spec, state in both])
         return
-    show(both, terminal)
+    titles = ("IMAGE", "BASE", "BUILT", "PUSHED…", "IMPORTED", "DESCRIPTION…")[: 6 if terminal.is_roomy else 5]
+    terminal.table(titles, [_cells(spec, state)[: len(titles)] for spec, state in both])
     if not has_docker:
         terminal.say("no docker engine answers here: BUILT and PUSHED are unknown")
 
 
-def show(images: Sequence[tuple[ImageSpec, ImageStatus]], terminal: Terminal) -> None:
-    """Print the table; without descriptions on a narrow terminal."""
-    titles = ("IMAGE", "BASE", "BUILT", "PUSHED…", "IMPORTED", "DESCRIPTION…")[: 6 if terminal.is_roomy else 5]
-    terminal.table(titles, [_cells(spec, state)[: len(titles)] for spec, state in images])
-
-
 def _cells(spec: ImageSpec, state: ImageStatus) -> list[Cell]:
     built, made = state.built, "-"
+    base: Cell = "pinned" if spec.base.digest else Styled("unpinned", "yellow")
     if built:
         made = f"{gib(built.size / 2**30)}, {age(time.time() - built.created)} ago"
+        if spec.base.digest and is_unpinned(built):
+            base = Styled("built unpinned", "yellow")
     imported, damaged = [], False
     for file in state.imported:
         kind = file.link.suffix.removeprefix(".")
@@ -75,18 +72,12 @@ def _cells(spec: ImageSpec, state: ImageStatus) -> list[Cell]:
         files = Styled(", ".join(imported), "red" if damaged else "yellow")
     return [
         state.reference,
-        _base(spec, state),
+        base,
         made,
         ", ".join(sorted({digest.partition("/")[0] for digest in state.pushed})) or "-",
         files,
         spec.description,
     ]
-
-
-def _base(spec: ImageSpec, state: ImageStatus) -> Cell:
-    if spec.base.digest is None:
-        return Styled("unpinned", "yellow")
-    return Styled("built unpinned", "yellow") if state.built and is_unpinned(state.built) else "pinned"
 
 
 def _as_json(spec: ImageSpec, state: ImageStatus, store: ImageStore) -> dict[str, object]:

@@ -100,14 +100,6 @@ OUTPUT_OPTIONS = (
 )
 
 
-class WithOutputOptions(click.Command):
-    """A command with the output options, which may also be typed before its name."""
-
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        own, added = len(self.params), super().get_params(ctx)
-        return [*added[:own], *OUTPUT_OPTIONS, *added[own:]]
-
-
 class _Escaped:
     """A text stream that escapes what is written to it, by any library, with `printable`.
 

@@ -162,10 +162,8 @@ def rerun_command(  # noqa: PLR0913 - one for each option
     original = read_original(str(arguments.get_run(reference).layout.root) if is_own else reference)
     image = arguments.current_settings().settings.image
     plan = rerun.plan_rerun(original, RunArgs(name=name, **placement), ctx, workspace, image, is_own=is_own)
-    folder = (
-        arguments.get_run(reference).layout.code if is_own else RunLayout(path if path.is_dir() else path.parent).code
-    )
-    copies = copies_of_run(original.manifest, folder, allows_changes="code" in allowed)
+    root = arguments.get_run(reference).layout.root if is_own else path if path.is_dir() else path.parent
+    copies = copies_of_run(original.manifest, RunLayout(root).code, allows_changes="code" in allowed)
     (plan,) = count_documents([replace(plan, code=tuple(copy.plan for copy in copies))], ctx.environment)
     terminal.facts([("repeats", original.run.id), *plan_facts(plan)], is_data=False)
     say_overridden(terminal, ctx.project)
@@ -185,14 +183,11 @@ def rerun_command(  # noqa: PLR0913 - one for each option
     )
     run = submit(ready)
     report_submission(run, terminal, is_followed=follow)
-    verdict = judge(run.layout) if follow else None
-    if verdict:
+    if follow and (verdict := judge(run.layout)):
         terminal.text(Styled(str(verdict), "green" if verdict.is_repeated else "yellow"))
-    if verdict and verdict.beyond_step is not None:
-        raise NotRepeatedError(
-            f"{run.id} did not reproduce {verdict.original}",
-            fix=f"compare them: ftkit compare {verdict.original} {run.id}",
-        )
+        if verdict.beyond_step is not None:
+            fix = f"compare them: ftkit compare {verdict.original} {run.id}"
+            raise NotRepeatedError(f"{run.id} did not reproduce {verdict.original}", fix=fix)
 
 
 def _list_changes(
