@@ -44,10 +44,15 @@ def list_command(*, as_json: bool) -> None:
     if as_json:
         terminal.json([_as_json(spec, state, store) for spec, state in both])
         return
-    titles = ("IMAGE", "BASE", "BUILT", "PUSHED…", "IMPORTED", "DESCRIPTION…")[: 6 if terminal.is_roomy else 5]
-    terminal.table(titles, [_cells(spec, state)[: len(titles)] for spec, state in both])
+    show(both, terminal)
     if not has_docker:
         terminal.say("no docker engine answers here: BUILT and PUSHED are unknown")
+
+
+def show(images: Sequence[tuple[ImageSpec, ImageStatus]], terminal: Terminal) -> None:
+    """Print the table; without descriptions on a narrow terminal."""
+    titles = ("IMAGE", "BASE", "BUILT", "PUSHED…", "IMPORTED", "DESCRIPTION…")[: 6 if terminal.is_roomy else 5]
+    terminal.table(titles, [_cells(spec, state)[: len(titles)] for spec, state in images])
 
 
 def _cells(spec: ImageSpec, state: ImageStatus) -> list[Cell]:
