@@ -83,9 +83,7 @@ class LazyCommand(NamedTuple):
 class LazyGroup(ExamplesCommand, click.Group):
     """A group that lists its commands in sections without importing them.
 
-    Attributes:
-        default: the command that runs if the words name none.
-        renamed: names that commands had, or have in other tools, and what to type.
+    `default` runs if the words name no command; `renamed` are names of commands in other tools, with what to type.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,9 +93,7 @@ def _as_json(spec: ImageSpec, state: ImageStatus, store: ImageStore) -> dict[str
         "file": str(store.link(state.reference, "sqsh")),
         "is_imported": any(file.manifest for file in state.imported),
         "is_pinned": spec.base.digest is not None,
-        "built": {"id": built.id, "size": built.size, "created": built.created, "labels": built.labels}
-        if built
-        else None,
+        "built": built and {"id": built.id, "size": built.size, "created": built.created, "labels": built.labels},
         "pushed": list(state.pushed),
         "imported": [
             {

@@ -27,17 +27,11 @@ _log = logging.getLogger("ftkit")
 
 
 class Output(NamedTuple):
-    """How much a command prints, and whether in color.
-
-    Attributes:
-        quiet: print only data, warnings and errors.
-        verbose: also print which files are read and which programs are run.
-        color: whether to print in color; None if the stream and the environment decide.
-    """
+    """How much a command prints, and whether in color."""
 
     quiet: bool = False
     verbose: bool = False
-    color: bool | None = None
+    color: bool | None = None  # None: the stream and the environment decide
 
     @property
     def words(self) -> list[str]:
@@ -101,14 +95,10 @@ OUTPUT_OPTIONS = (
 
 
 class _Escaped:
-    """A text stream that escapes what is written to it, by any library, with `printable`.
-
-    Attributes:
-        styled: the stream below, for ftkit's own colors; only escaped text may be written there.
-    """
+    """A text stream that escapes what is written to it, by any library, with `printable`."""
 
     def __init__(self, styled: TextIO) -> None:
-        self.styled = styled
+        self.styled = styled  # for ftkit's own colors: only escaped text may be written there
 
     def write(self, text: str) -> int:
         self.styled.write(printable(text))

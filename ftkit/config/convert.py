@@ -55,12 +55,8 @@ def convert(
 ) -> Converted:
     """Convert the parts of a configuration, by file: those of the tool, and of what starts it.
 
-    Args:
-        parts: settings by file.
-        tool: one of `TOOLS`.
-        name: the recipe's name, unless the input has one.
-        num_gpus: number of GPUs, if the input does not say it.
-        mean_length: mean tokens of a document, to convert a batch of documents to packs.
+    `name` and `num_gpus` count if the input does not say them; `mean_length` is the mean number of tokens of a
+    document, to convert a batch of documents to packs.
 
     Raises ConfigError: the input trains with something that ftkit does not have.
     """

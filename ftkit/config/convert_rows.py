@@ -36,24 +36,16 @@ _NO_SOUND: Final = "ftkit trains on text and pictures: rows with sound or video 
 
 @dataclass(eq=False)
 class Row:
-    """A key of the input, or what had to be assumed.
-
-    Attributes:
-        became: key and value in the recipe; empty if there is none.
-        note: the arithmetic, what is different here, or why there is no counterpart.
-        status: `changed`: there is a counterpart, and the note says what is not the same.
-        is_default: the input does not have the key; the value is the tool's default.
-        index: number of the dataset in a list that the key belongs to.
-    """
+    """A key of the input, or what had to be assumed."""
 
     file: str
     key: str
     value: Any
-    became: str = ""
-    note: str = ""
+    became: str = ""  # key and value in the recipe
+    note: str = ""  # the arithmetic, what is different here, or why there is no counterpart
     status: Literal["converted", "changed", "none", "unknown"] = "none"
-    is_default: bool = False
-    index: int = 0
+    is_default: bool = False  # the input does not have the key; the value is the tool's default
+    index: int = 0  # number of the dataset in a list that the key belongs to
 
 
 @dataclass

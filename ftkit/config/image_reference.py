@@ -199,16 +199,9 @@ def image_file(container_image: str | None) -> Path | None:
 
 
 def parse_image(text: str, folder: Path, where: str = "", key: str = "--image") -> AnyImage:
-    """Parse an image reference.
+    """Parse `NAME:TAG`; a path, or a text with the suffix of an image file; an address with or without `docker://`.
 
-    Args:
-        text: `NAME:TAG`; a path, or a text with the suffix of an image file; an address with or without `docker://`.
-        folder: base of relative paths.
-        where: the place of the text, for messages.
-        key: its key or option, for messages.
-
-    Raises:
-        ConfigError: it is none of these.
+    Relative paths are relative to `folder`; messages have `where` and `key`. Raises ConfigError: it is none of these.
     """
     if is_path(text) or ("://" not in text and text.endswith((".sqsh", ".squashfs", ".sif"))):
         return ImageFile(absolute_path(text, folder, where, key))

@@ -19,24 +19,15 @@ _NUMBER: Final = re.compile(r"\[\d+\]")
 
 
 class Tool(NamedTuple):
-    """A tool's names.
-
-    Attributes:
-        marks: keys, or `key=value`, that only configurations of this tool have.
-        keys: its names, each with a key of a recipe, or the name of a conversion.
-        reasons: its names without a counterpart, each with the reason; they may have `*`.
-        calls: Python functions with configuration, with the names of their positional arguments.
-        plain: those whose arguments are the tool's own keys.
-        defaults: what it does if a key is not given, where ftkit does something else.
-    """
+    """A tool's names."""
 
     name: str
-    marks: frozenset[str]
-    keys: Mapping[str, str]
-    reasons: Mapping[str, str]
-    calls: Mapping[str, list[str]]
-    plain: frozenset[str]
-    defaults: Mapping[str, Any]
+    marks: frozenset[str]  # keys, or `key=value`, that only its configurations have
+    keys: Mapping[str, str]  # its names, each with a key of a recipe, or the name of a conversion
+    reasons: Mapping[str, str]  # its names without a counterpart, each with the reason; they may have `*`
+    calls: Mapping[str, list[str]]  # Python functions with configuration, with their positional arguments
+    plain: frozenset[str]  # those whose arguments are the tool's own keys
+    defaults: Mapping[str, Any]  # what it does if a key is not given, where ftkit does something else
 
     def find(self, key: str) -> tuple[str, str]:
         """Return what a key of a configuration is here, or the reason why it is nothing; empty texts if unknown."""

@@ -39,39 +39,27 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation.
-
-    Attributes:
-        reasoning: reasoning of an assistant turn; templates call it `reasoning_content` or `thinking`.
-        name: name of the speaker, or of the tool that returned this result.
-        tool_call_id: the call whose result this is.
-        trained: whether the turn counts in the loss, if the data says so.
-        pictures: the source of each `PICTURE` in the content: a path, a `data:` URI or bytes; its index
-            among those of the row's own column, or None for the next.
-    """
+    """One turn of a conversation."""
 
     role: Role
     content: str
-    reasoning: str | None = None
+    reasoning: str | None = None  # templates call it `reasoning_content` or `thinking`
     tool_calls: tuple[ToolCall, ...] = ()
-    name: str | None = None
-    tool_call_id: str | None = None
-    trained: bool | None = None
+    name: str | None = None  # of the speaker, or of the tool that returned this result
+    tool_call_id: str | None = None  # of the call whose result this is
+    trained: bool | None = None  # whether the turn counts in the loss, if the data says so
     pictures: tuple[object, ...] = ()
+    """The source of each `PICTURE` in the content: a path, a `data:` URI or bytes; its index among those of the row's
+    own column, or None for the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns, and the tools that the assistant may call.
-
-    Attributes:
-        tools: JSON schemas as OpenAI's API takes them: `{"type": "function", "function": {...}}`.
-        num_prompt: number of turns that are the prompt, if the data has prompts and completions.
-    """
+    """Turns, and the tools that the assistant may call."""
 
     messages: tuple[Message, ...]
-    tools: tuple[JsonObject, ...] = ()
-    num_prompt: int | None = None
+    tools: tuple[JsonObject, ...] = ()  # as OpenAI's API takes them: `{"type": "function", "function": {...}}`
+    num_prompt: int | None = None  # number of turns that are the prompt, if the data has prompts and completions
 
 
 @dataclass(frozen=True, slots=True)

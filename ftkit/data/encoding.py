@@ -51,27 +51,18 @@ def find_end_tokens(tokenizer: PreTrainedTokenizerBase, end_tokens: Collection[i
 
 @dataclass(frozen=True)
 class RowEncoder:
-    """Encodes rows as documents.
-
-    Attributes:
-        renderer: the chat template; None where the rows are plain text.
-        vocab_size: rows of the model's embedding table.
-        adds_space: whether the tokenizer adds a space before a text, as older SentencePiece tokenizers do.
-        begin: the token that begins a document of plain text, if the tokenizer adds one.
-        special_tokens: special tokens that stay text if plain text contains them.
-        pictures: the model's processor of pictures; None if it sees none.
-    """
+    """Encodes rows as documents."""
 
     tokenizer: Any
     data: DataSpec
     format: Format
-    renderer: ChatRenderer | None
-    vocab_size: int
-    adds_space: bool
+    renderer: ChatRenderer | None  # None where the rows are plain text
+    vocab_size: int  # rows of the model's embedding table
+    adds_space: bool  # whether the tokenizer adds a space before a text, as older SentencePiece tokenizers do
     words: WordCache
-    begin: str
-    special_tokens: frozenset[str]
-    pictures: PictureProcessor | None = None
+    begin: str  # the token that begins a document of plain text, if the tokenizer adds one
+    special_tokens: frozenset[str]  # they stay text if plain text contains them
+    pictures: PictureProcessor | None = None  # None if the model sees none
 
     @classmethod
     def of(
@@ -292,18 +283,12 @@ class WordCache:
 
     A tokenizer spends most of its time on finding words and on the offsets of tokens. Words repeat: here one regular
     expression finds them, and they are looked up. A tokenizer with another structure is called directly.
-
-    Attributes:
-        backend: without truncation and padding.
-        added: finds added tokens, which are split off first; None if there are none.
-        patterns: find the words, applied in order; None if the tokenizer's settings don't determine them.
-        needs_nfc: whether the tokenizer normalizes texts to Unicode's NFC first.
     """
 
-    backend: Tokenizer
-    added: regex.Pattern[str] | None
-    patterns: tuple[_Pattern, ...] | None
-    needs_nfc: bool
+    backend: Tokenizer  # without truncation and padding
+    added: regex.Pattern[str] | None  # finds added tokens, which are split off first
+    patterns: tuple[_Pattern, ...] | None  # applied in order; None if the tokenizer's settings don't determine them
+    needs_nfc: bool  # whether the tokenizer normalizes texts to Unicode's NFC first
     _words: dict[str, list[int]] = field(default_factory=dict)
     _uncacheable: set[str] = field(default_factory=set)
     _known: set[str] = field(default_factory=set)

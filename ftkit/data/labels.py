@@ -141,16 +141,12 @@ def _with_words(conversation: Conversation, tags: re.Pattern[str] | None) -> tup
 class CompletionFrame:
     """The texts of a template around the strings of an assistant turn.
 
-    Attributes:
-        literals: the template's texts, one more than there are slots.
-        slots: for each place between them, which of the turn's strings is there.
-        opening: the text before the completion as the template renders the turn; compared if that differs from the
-            prompt of inference.
-        prompt_end: the end of the prompt of inference then.
+    `opening` is the text before the completion as the template renders the turn; it is compared if that differs from
+    the prompt of inference, whose end is then `prompt_end`.
     """
 
-    literals: tuple[str, ...]
-    slots: tuple[int, ...]
+    literals: tuple[str, ...]  # the template's texts, one more than there are slots
+    slots: tuple[int, ...]  # for each place between them, which of the turn's strings is there
     opening: str
     prompt_end: str
 
@@ -210,22 +206,14 @@ def _starts_of(text: str, end: int, value: str) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """A rendered text with its trained spans.
-
-    Attributes:
-        spans: start and end of the trained turns in the text, in order, with the end-of-turn token.
-        cuts: positions inside special tokens that the data contains as text; no token may cross them.
-        pictures: positions of the tokens of pictures, each with the picture's source.
-        untrained: start and end of what pictures are expanded to.
-        record: the arrays of the pictures, for `Document.pictures`.
-    """
+    """A rendered text with its trained spans."""
 
     text: str
-    spans: tuple[tuple[int, int], ...]
-    cuts: tuple[int, ...] = ()
-    pictures: tuple[tuple[int, object], ...] = ()
-    untrained: tuple[tuple[int, int], ...] = ()
-    record: bytes = b""
+    spans: tuple[tuple[int, int], ...]  # start and end of trained turns, in order, with the end-of-turn token
+    cuts: tuple[int, ...] = ()  # inside special tokens that the data contains as text; no token may cross them
+    pictures: tuple[tuple[int, object], ...] = ()  # positions of the tokens of pictures, each with the source
+    untrained: tuple[tuple[int, int], ...] = ()  # start and end of what pictures are expanded to
+    record: bytes = b""  # the arrays of the pictures, for `Document.pictures`
 
 
 class Completions:

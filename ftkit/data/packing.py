@@ -89,24 +89,17 @@ def _rest_of(rejected: Document, chosen: Document) -> Document:
 
 @dataclass(frozen=True)
 class DocumentBatch:
-    """Consecutive documents.
+    """Consecutive documents."""
 
-    Attributes:
-        tokens: uint32, the documents one after another; with the bit `TRAINED` on tokens in the loss.
-        lengths: int64, tokens of each document.
-        sources: uint16, the source of each document, as its index in `data.source`; with the bit `REJECTED` on the
-            second document of each pair.
-        starts: int64, tokens that each document shares with the one before it, `Document.start`.
-        records: int64 [documents, 2], where the record of each document's pictures begins and ends; equal without one.
-        pictures: the records; empty once `PackWriter.keep_pictures` has written them to a file.
-    """
-
-    tokens: NDArray[np.uint32]
+    tokens: NDArray[np.uint32]  # of all documents; with the bit `TRAINED` on tokens in the loss
     lengths: NDArray[np.int64]
     sources: NDArray[np.uint16]
-    starts: NDArray[np.int64]
+    """Of each document, its index in `data.source`; with the bit `REJECTED` on the second document of each pair."""
+    starts: NDArray[np.int64]  # tokens that each document shares with the one before it, `Document.start`
     records: NDArray[np.int64]
+    """[documents, 2]: where the record of each document's pictures begins and ends; equal without one."""
     pictures: bytes = field(default=b"", kw_only=True)
+    """The records; empty once `PackWriter.keep_pictures` has written them to a file."""
 
     @classmethod
     def of(cls, documents: Sequence[Document], source: int = 0) -> Self:

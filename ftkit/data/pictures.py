@@ -56,25 +56,17 @@ _ALIGNMENT: Final = 8
 
 @dataclass(frozen=True)
 class PictureInputs:
-    """How the pictures of documents become a model's inputs.
-
-    Attributes:
-        joined_at: the axis of each input at which those of documents are concatenated; other axes are padded with 0.
-        scale: of `pixels = uint8 * scale + offset`, for each channel along `channel_axis` of the pixels.
-        token_ids: tokens at which the model puts features of pictures.
-        sample: base64 of the record of one small black picture, compressed by zlib.
-        processor: the class of the processor.
-        digest: SHA-256 of its configuration, and of the versions of the libraries that resize.
-    """
+    """How the pictures of documents become a model's inputs."""
 
     joined_at: dict[str, int]
-    scale: tuple[float, ...]
+    """The axis of each input at which those of documents are concatenated; other axes are padded with 0."""
+    scale: tuple[float, ...]  # of `pixels = uint8 * scale + offset`, for each channel along `channel_axis`
     offset: tuple[float, ...]
     channel_axis: int
-    token_ids: tuple[int, ...]
-    sample: str
-    processor: str
-    digest: str
+    token_ids: tuple[int, ...]  # tokens at which the model puts features of pictures
+    sample: str  # base64 of the record of one small black picture, compressed by zlib
+    processor: str  # its class
+    digest: str  # SHA-256 of its configuration, and of the versions of the libraries that resize
 
     def verify(self, pixels: NDArray[np.uint8], expected: NDArray[np.float32]) -> None:
         """Check that stored pixels are the processor's own, except for those that it added after normalizing.
@@ -205,18 +197,12 @@ def load_processor(source: str, revision: str | None = None) -> ProcessorMixin:
 
 @dataclass
 class PictureProcessor:
-    """A model's own processor, which resizes pictures and writes the tokens of each.
-
-    Attributes:
-        token: what chat templates write for a picture.
-        inputs: what its arrays are to the model.
-        core: finds the special tokens in what it writes for a picture.
-    """
+    """A model's own processor, which resizes pictures and writes the tokens of each."""
 
     processor: Any
-    token: str
+    token: str  # what chat templates write for a picture
     inputs: PictureInputs
-    core: re.Pattern[str]
+    core: re.Pattern[str]  # finds the special tokens in what it writes for a picture
     _is_proven: bool = False
 
     @classmethod

@@ -53,30 +53,19 @@ _CUT = "\ufdd0"
 
 @dataclass(frozen=True)
 class ChatRenderer(Template):
-    """A tokenizer's chat template. Its public methods run it within limits of CPU time and memory.
-
-    Attributes:
-        tool_template: template for conversations with tools; the same for most tokenizers.
-        special_tokens: tokens that stay text if the data contains them.
-        stops: tokens at which generation stops, by the tokenizer and the model's generation configuration.
-        needs_short_ids: whether it requires tool call ids of nine letters or digits.
-        needs_parts: whether it writes contents only if they are lists of parts, as some multimodal models' do.
-        picture_token: what it writes for a picture, which the model's processor expands; empty if it sees none.
-        dropped: fields of turns that it silently omits.
-        answer_end: how it ends answers; `call_end`, turns with tool calls.
-    """
+    """A tokenizer's chat template. Its public methods run it within limits of CPU time and memory."""
 
     template: str
-    tool_template: str
+    tool_template: str  # for conversations with tools; the same for most tokenizers
     variables: JsonObject
-    special_tokens: frozenset[str]
-    stops: frozenset[str] = frozenset()
-    needs_short_ids: bool = False
-    needs_parts: bool = False
-    picture_token: str = ""
-    dropped: frozenset[str] = frozenset()
+    special_tokens: frozenset[str]  # they stay text if the data contains them
+    stops: frozenset[str] = frozenset()  # at which generation stops, by tokenizer and generation configuration
+    needs_short_ids: bool = False  # whether it requires tool call ids of nine letters or digits
+    needs_parts: bool = False  # whether it writes only contents that are lists of parts, as some multimodal models'
+    picture_token: str = ""  # what it writes for a picture, which the model's processor expands
+    dropped: frozenset[str] = frozenset()  # fields of turns that it silently omits
     answer_end: TurnEnd = field(default_factory=TurnEnd)
-    call_end: TurnEnd = field(default_factory=TurnEnd)
+    call_end: TurnEnd = field(default_factory=TurnEnd)  # of turns with tool calls
     completions: Completions = field(init=False, compare=False)
 
     def __post_init__(self) -> None:

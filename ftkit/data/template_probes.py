@@ -173,17 +173,11 @@ _ASKED, _SAID, _NEXT, _ID = "Qz0000001", "Qz0000002", "Qz0000003", "Qz0000004"
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """How a template ends a turn.
+    """How a template ends a turn."""
 
-    Attributes:
-        token: the last trained token; None if the template writes no special token there.
-        final: what the template writes after it only if no turn follows, as Phi's does.
-        opening: the end of the turn that only the next turn writes: GLM's models stop at the token that opens it.
-    """
-
-    token: str | None = None
-    final: str = ""
-    opening: str = ""
+    token: str | None = None  # the last trained token; None if the template writes no special token there
+    final: str = ""  # what the template writes after it only if no turn follows, as Phi's does
+    opening: str = ""  # the end that only the next turn writes: GLM's models stop at the token that opens it
 
     def cut(self, text: str) -> str:
         """Return a text that ends with a turn to the token that ends the turn."""

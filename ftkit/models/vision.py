@@ -18,31 +18,19 @@ _INVERSE_MERGE = ("downsample_ratio", "pixel_shuffle_ratio")
 
 @dataclass(frozen=True)
 class VisionPlan:
-    """The vision tower and the projector of a multimodal model.
+    """The vision tower and the projector of a multimodal model."""
 
-    Attributes:
-        family: the whole model's `model_type`.
-        tower, projector: numbers of parameters.
-        layers: number of the tower's layers, 0 if its shape is not known.
-        hidden, intermediate: widths of a layer.
-        patch: side of a patch in pixels.
-        tiles: parts of the largest picture that don't attend to each other.
-        patches: patches of the largest picture, in all tiles; 0, as `tokens`, if its size is not known.
-        tokens: tokens that it takes in the text.
-        is_counted: whether the parameters are counted on the model's class, not estimated.
-    """
-
-    family: str
-    tower: int = 0
-    projector: int = 0
-    layers: int = 0
-    hidden: int = 0
+    family: str  # the whole model's `model_type`
+    tower: int = 0  # parameters
+    projector: int = 0  # parameters
+    layers: int = 0  # of the tower, 0 if its shape is not known
+    hidden: int = 0  # width of a layer
     intermediate: int = 0
-    patch: int = 0
-    tiles: int = 1
-    patches: int = 0
-    tokens: int = 0
-    is_counted: bool = False
+    patch: int = 0  # side in pixels
+    tiles: int = 1  # parts of the largest picture that don't attend to each other
+    patches: int = 0  # of the largest picture, in all tiles; 0, as `tokens`, if its size is not known
+    tokens: int = 0  # that it takes in the text
+    is_counted: bool = False  # whether the parameters are counted on the model's class, not estimated
 
     @property
     def total(self) -> int:

@@ -94,18 +94,9 @@ def draw_lines(  # noqa: PLR0913 - properties of a chart
 ) -> str:  # fmt: skip
     """Draw lines over the tokens of a run, or over its time in seconds; empty if they have no finite value.
 
-    Args:
-        name: prefix of the chart's ids on the page.
-        description: alternative text.
-        y: title of the vertical axis, written above it.
-        lines: any number of lines; colors repeat after eight.
-        expected: predicted value, drawn as a dashed line.
-        form: formats a value of the vertical axis.
-        from_zero: whether the vertical axis begins at zero.
-        height: height in pixels of a chart that is not wide; at least the default.
-        is_over_time: whether the horizontal axis is time.
-        limit: end of the vertical axis; follows from the values if null.
-        is_wide: draw it twice, for wide and for narrow screens; the page shows one of them.
+    `name` begins the chart's ids on the page; `description` is its alternative text, `y` the title above the vertical
+    axis, and `form` formats its values. `expected` is drawn as a dashed line. A wide chart is drawn twice, for wide
+    and for narrow screens, of which the page shows one; `height`, in pixels, is for the others.
     """
     lines = [line for line in lines if any(map(math.isfinite, line.y))]
     values = [value for line in lines for value in line.y if math.isfinite(value)]

@@ -55,14 +55,10 @@ _CURVE_WIDTH, _CURVE_HEIGHT = 76, 3
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs side by side, as text.
+    """Runs side by side, as text: results and differences by title, with a value for each run.
 
-    Attributes:
-        names: letters, then numbers, by which the runs are called.
-        best: which run is best, and by how much, or that objectives differ; empty if losses are not of the same data.
-        results: title and a value for each run; a row without values is omitted.
-        differences: title and a value for each run.
-        remarks: unreadable records, restarts, other documents, and whether losses are equal to those of the first run.
+    `best` is empty if losses are not of the same data. `remarks` tell of unreadable records, restarts, other documents,
+    and whether losses are equal to those of the first run.
     """
 
     names: list[str]
