@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,10 +77,19 @@ def plan_again() -> list[Planned]:
         for row in record.rows:
             if row.training and row.labels.get("trainer", "ftkit") == "ftkit" and row.labels.get("device") != "cpu":
                 steps = f", {len(row.repeats['step_seconds'])} steps" if row.repeats else ""
-                plan = make_plan(row.training, Path(tempfile.gettempdir()) / "planned")
-                speed = plan.speed.tokens_per_second / row.training.gpus
-                found.append(Planned(row.training, name, record.date[:10] + steps, row, speed, plan.memory.total))
+                training = with_kernel(row.training, row.labels)
+                plan = make_plan(training, Path(tempfile.gettempdir()) / "planned")
+                speed = plan.speed.tokens_per_second / training.gpus
+                found.append(Planned(training, name, record.date[:10] + steps, row, speed, plan.memory.total))
     return sorted(found, key=lambda each: (each.training.gpu, each.training.gpus, each.training.architecture))
+
+
+def with_kernel(training: Training, labels: dict[str, str]) -> Training:
+    """Return a run whose overrides name the attention kernel that ran, unless it was flash-attn-4 or is unknown."""
+    kernel = labels.get("attention", "").partition(",")[0]
+    if kernel in {"", "flash-attn-4"}:
+        return training
+    return replace(training, overrides=(*training.overrides, f"training.attention={kernel}"))
 
 
 def derived() -> dict[str, dict[str, Any]]:
@@ -160,7 +169,8 @@ def peers_table() -> str:
     """Return ftkit beside other trainers."""
     rows = [
         [
-            describe(own.training, own.labels), f"{own.training.gpus} {own.training.gpu.upper()}",
+            describe(with_kernel(own.training, own.labels), own.labels),
+            f"{own.training.gpus} {own.training.gpu.upper()}",
             peer.labels["trainer"],
             peer.labels.get("attention", ""),
             *(show(row.medians["tokens_per_second"], ",.0f") for row in (own, peer)), f"{ratio:.2f}",
@@ -205,7 +215,8 @@ def describe(training: Training, labels: dict[str, str]) -> str:
     """
     overrides = [each for each in training.overrides if not ("shape" in labels and each.startswith("model."))]
     settings = (each.removeprefix("training.").removeprefix("model.architecture.") for each in overrides)
-    said = [each for each in dict.fromkeys(settings) if each.split("=")[0] not in UNSAID]
+    last = dict(each.split("=", 1) for each in settings)
+    said = [f"{key}={value}" for key, value in last.items() if key not in UNSAID]
     parallel = [f"context_parallel={training.context_parallel}"] if training.context_parallel > 1 else []
     documents = [f"{len(training.documents)} documents a pack"] if len(training.documents) > 1 else []
     note = [labels["note"]] if "note" in labels else []
@@ -262,8 +273,11 @@ class Made(dict[str, Any]):
 
 def filled(text: str) -> str:
     """Return a page with today's figures in its markers; raises ValueError for a field that no record has."""
-    rows = {name: {row.labels.get("row", row.labels.get("trainer", "")): row.medians for row in record.rows}
-            for name, record in read_all().items()}  # fmt: skip
+    kinds = ("row", "trainer", "group", "whole")  # the labels that name a row
+    rows = {
+        name: {next((row.labels[kind] for kind in kinds if kind in row.labels), ""): row.medians for row in record.rows}
+        for name, record in read_all().items()
+    }
     plans = {each.name: each for each in plan_again()}
     fields = {"r": rows, "plan": plans, "of": derived(), "table": Made(table), "pair": Made(pair_text),
               "preview": Made(preview)}  # fmt: skip

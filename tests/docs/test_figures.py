@@ -112,6 +112,20 @@ def test_a_measured_run_is_planned_again_by_the_planner_of_the_checkout() -> Non
     assert f"-->{run.gib:.1f}<!--" in pages.filled(text)
 
 
+@pytest.mark.parametrize(
+    ("label", "override"),
+    [("cudnn", ("training.attention=cudnn",)), ("sdpa, in parts", ("training.attention=sdpa",)), ("flash-attn-4", ())],
+)
+def test_a_run_is_planned_and_named_with_the_kernel_that_it_chose(label: str, override: tuple[str, ...]) -> None:
+    run = pages.with_kernel(Training("gemma3-1b", ("training.sequence_length=8192",)), {"attention": label})
+    assert tuple(run.overrides) == ("training.sequence_length=8192", *override)
+
+
+def test_a_row_names_only_the_last_of_two_values_of_a_key() -> None:
+    run = Training("gemma3-1b", ("training.sequence_length=8192", "training.sequence_length=4096"))
+    assert pages.describe(run, {}) == "gemma3-1b, sequence_length=4096"
+
+
 def test_benchmarks_are_at_most_3300_words() -> None:
     text = re.sub(r"<!--.*?-->", "", (pages.CHECKOUT / "docs/reference/benchmarks.md").read_text())
     assert len([word for word in re.split(r"[\s|]+", text) if re.search(r"\w", word)]) <= 3300
