@@ -117,7 +117,7 @@ class StagedFiles:
     files: dict[str, SavedFile]
 
 
-def stage_weights(plan: RunPlan, cache: Path, report: Callable[[str], None]) -> Path | None:
+def stage_weights(plan: RunPlan, cache: Path, report: Callable[[str], object]) -> Path | None:
     """Copy a run's weights to this node's local disk, or verify an existing copy.
 
     `cache` is this user's folder on that disk. Returns the folder to load from; None to load from the shared file

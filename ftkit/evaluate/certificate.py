@@ -57,14 +57,11 @@ _TEXTS = (
     "1234567890 3.14159 -42 1e-9", "def f(x):\n\treturn [x**2 for _ in range(3)]  # ok", "ﬁ é é Å Ⅷ ½",
     '{"a": [1, "2", null]}', "<b>x &amp; y</b>", "don't  can't  I'LL", "A" * 200,
 )  # fmt: skip
-
-
 _PROPERTIES = {
     "rope_parameters": "the scaling of rotary embeddings is not applied",
     "sliding_window": "the sliding window is not applied",
     "final_logit_softcapping": "logits are not capped",
 }
-
 _NAME_PART = re.compile(r"[^.]+(?:\.\d+)?")
 """A part of a module's name, with its number if it is one of a list."""
 

@@ -110,13 +110,12 @@ class Engine(ABC):
 
     name: ClassVar[str]
     model = _MODEL
-    tool_settings: dict[str, object]
+    address = ""
+    parses_calls = True
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.address = ""
-        self.tool_settings = {}
-        self.parses_calls = True
+        self.tool_settings: dict[str, object] = {}
 
     @abstractmethod
     def command(self, length: int) -> list[str]:
@@ -374,7 +373,6 @@ class LlamaCpp(Engine):
         return tokens[-1]
 
     def distributions(self, tokens: Sequence[int], places: Sequence[int], number: int) -> list[dict[int, float]]:
-        """Return the same as vLLM's."""
         return [self._distribution(tokens[: place + 1], tokens[place + 1], number) for place in places]
 
     def _distribution(self, prompt: Sequence[int], token: int, number: int) -> dict[int, float]:
@@ -388,7 +386,6 @@ class LlamaCpp(Engine):
         raise RefusedError(f"token {token} is not in the file's vocabulary")
 
     def complete(self, prompts: Sequence[Sequence[int]], max_tokens: int, **settings: object) -> list[list[int]]:
-        """Return the same as vLLM's."""
         return [self._completion(prompt, max_tokens, **settings)["tokens"] for prompt in prompts]
 
     def _completion(self, prompt: Sequence[int], max_tokens: int, **settings: object) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
 import accelerate
 import numpy as np
@@ -43,8 +43,8 @@ from ftkit.train.model.hf_model import (
     read_config,
     sees_pictures,
 )
-from ftkit.train.model.lora import init_adapters, load_adapters, prepare_method
-from ftkit.train.model.pretrained import init_weights, load_weights, materialize
+from ftkit.train.model.lora import prepare_method
+from ftkit.train.model.pretrained import begin_weights, materialize
 from ftkit.train.private_apis.libraries import import_peft
 from ftkit.train.world import DTYPES
 
@@ -121,10 +121,9 @@ class LoadedModel(GeneratingModel):
         batches = [[each] for each in prompts] if any(each.pictures for each in prompts) else [prompts]
         completions: list[list[int]] = []
         with self.inference() as model:
-            generate = cast("Callable[..., torch.Tensor]", model.generate)
             for batch in batches:
-                inputs = self._picture_inputs(batch[0])
-                completions += self.generation.complete(generate, batch, config, self.device, **options, **inputs)
+                inputs = options | self._picture_inputs(batch[0])
+                completions += self.generation.complete(model.generate, batch, config, self.device, **inputs)
         return completions
 
     def losses(self, documents: Sequence[Document]) -> list[list[float]]:
@@ -163,13 +162,8 @@ def load_model(source: ModelSource, *devices: torch.device) -> LoadedModel:
         TrainingError: they can't be loaded.
         PrerequisiteError: the model is larger than the devices' memory.
     """
-    return _load_folder(source, devices) if isinstance(source, ModelFolder) else _load_step(source, devices)
-
-
-# --- Hugging Face's layout -----------------------------------------------------------------------
-
-
-def _load_folder(source: ModelFolder, devices: Sequence[torch.device]) -> LoadedModel:
+    if isinstance(source, TrainedStep):
+        return _load_step(source, devices)
     base, tokenizer, generation = find_generation(source)
     try:
         model = load_pretrained(base.folder)
@@ -230,19 +224,13 @@ def _load_step(source: TrainedStep, devices: Sequence[torch.device]) -> LoadedMo
     folder, config = config_of(source.plan, tokenizer)
     # A large model is built on the CPU, and then spread over GPUs; random weights are drawn where training drew them.
     device = devices[0] if len(devices) == 1 or folder is None else torch.device("cpu")
-    model = cast("PreTrainedModel", build_empty(config.text, "eager"))
+    model = build_empty(config.text, "eager")
     if training.adapters is not None:
         prepare_method(model, training, device)
     materialize(model, device, device)
     model.tie_weights()
     with torch.no_grad():
-        if folder is None:
-            init_weights(model, recipe.model.architecture, training.seed)
-        else:
-            load_weights(model, folder, recipe.model.vocab_size_of_weights)
-        init_adapters(model, training.seed)
-        if recipe.model.adapter is not None:
-            load_adapters(model, Path(recipe.model.adapter), config.wrapper)
+        begin_weights(model, recipe, folder, config.wrapper)
         if source.step:
             _load_trained(model, source)
     dtype = DTYPES[training.compute_precision]

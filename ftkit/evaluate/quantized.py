@@ -176,7 +176,8 @@ def write_quantized(
     except DataError as error:
         fix = "quantize it with that program itself, which measures nothing"
         raise DataError(f"quantizing is not measured: {error.what}", meaning=error.meaning, fix=fix) from error
-    data = replace(data, documents=_first_targets(data.documents))
+    totals = np.cumsum([np.count_nonzero(each.labels != IGNORED) for _, each in data.documents])
+    data = replace(data, documents=data.documents[: 1 + int(np.searchsorted(totals, _MAX_TARGETS))])
     found, plain = list[QuantizedFiles](), None
     with tempfile.TemporaryDirectory(prefix=".quantized-", dir=folder) as made:
         paths = [(quantizer.plain, "")]
@@ -246,11 +247,6 @@ def _metrics(plan: RunPlan) -> tuple[str, ...]:
     if generation := plan.recipe.evaluation.generation:
         return generation.metrics
     return tuple(plan.recipe.data.task.metrics if plan.recipe.data.task else ()) or ("loss",)
-
-
-def _first_targets(documents: Sequence[tuple[int, Document]]) -> list[tuple[int, Document]]:
-    totals = np.cumsum([np.count_nonzero(each.labels != IGNORED) for _, each in documents])
-    return list(documents[: 1 + int(np.searchsorted(totals, _MAX_TARGETS))])
 
 
 def _calibration(plan: RunPlan) -> list[list[int]]:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -182,11 +183,7 @@ def measure(
     size = max(1, len(order)) if model.schedules else settings.batch_size
     groups = [order[first : first + size] for first in range(0, len(order), size)]
     completed = ranks.map(lambda group: model.complete([data.cases[each].prompt for each in group], config), groups)
-    tokens = {
-        number: completion
-        for group, of_group in zip(groups, completed, strict=True)
-        for number, completion in zip(group, of_group, strict=True)
-    }
+    tokens = dict(zip(order, chain.from_iterable(completed), strict=True))
     completions = [
         model.generation.to_completion(model.tokenizer, tokens[number], case.reference)
         for number, case in enumerate(data.cases)

@@ -116,7 +116,7 @@ def find_target(reference: str, workspace: Workspace) -> Target:
     chosen = choose_step(layout, step, {*exports, *checkpoints})
     trained = TrainedStep(layout, plan, chosen)
     if chosen in exports:
-        export = ModelFolder(exports[chosen], trained.label, _hub_home(plan))
+        export = ModelFolder(exports[chosen], trained.label, Workspace(plan.workspace).hub_home)
         if not (export.is_adapter and plan.recipe.model.weights == "random"):
             return Target(export, plan, untrained, chosen)
     return Target(trained, plan, untrained, chosen)
@@ -150,12 +150,8 @@ def fetch_model(name: str, revision: str | None = None, hub_home: Path = _HUB_CA
 
 def find_base(plan: RunPlan) -> Path | None:
     """Return the folder of a run's initial weights; None if they were random."""
-    model = plan.recipe.model
-    return None if model.weights == "random" else fetch_model(model.weights, model.revision, _hub_home(plan)).folder
-
-
-def _hub_home(plan: RunPlan) -> Path:
-    return Workspace(plan.workspace).hub_home
+    model, home = plan.recipe.model, Workspace(plan.workspace).hub_home
+    return None if model.weights == "random" else fetch_model(model.weights, model.revision, home).folder
 
 
 def _model_folder(folder: Path, label: str) -> ModelFolder:

@@ -86,7 +86,6 @@ class NodeCheck:
         self.processes = DeviceProcesses(self.device, self.num_devices)
 
     def run(self, environment: Mapping[str, str]) -> NodeReport:
-        """Run all checks."""
         start = time.monotonic()
         try:
             report = self._check_alone(environment)

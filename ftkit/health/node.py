@@ -67,39 +67,35 @@ class Nvml:
         return [str(self._ask("nvmlDeviceGetName", handle) or "") for handle in self._handles.values()]
 
     def faults(self) -> Iterator[Finding]:
-        for index, handle in self._handles.items():
-            for check, is_failure, value, fix in self._faults(handle):
-                yield Finding(check, "failed" if is_failure else "warning", value, fix, index)
-
-    def _faults(self, handle: object) -> Iterator[tuple[str, bool, str, str]]:
-        """Yield subject, whether the node is unfit, value and fix of each fault."""
-        ask = self._ask
-        reset = "reset the GPU or reboot"
-        if errors := ask("nvmlDeviceGetTotalEccErrors", handle, 1, 0):  # uncorrected, since the driver was loaded
-            yield "ECC", True, f"{errors} uncorrected errors", reset
-        _, _, is_pending, has_failed = ask("nvmlDeviceGetRemappedRows", handle) or (0, 0, 0, 0)
-        if has_failed:
-            yield "row remap", True, "a memory row could not be replaced", "have the GPU replaced"
-        elif is_pending:
-            yield "row remap", False, "a memory row waits to be replaced", reset
-        if pages := ask("nvmlDeviceGetRetiredPages", handle, 1):  # of double-bit errors, before Ampere
-            yield "retired pages", False, str(len(pages)), "monitor it: at 60, the GPU must be replaced"
-        if reasons := [reason for reason in self._throttle(handle) if reason in _FAULTY_REASONS]:
-            yield "clocks", True, f"throttled: {', '.join(reasons)}", "check power supply and cooling of the node"
-        limit = ask("nvmlDeviceGetPowerManagementLimit", handle)
-        default = ask("nvmlDeviceGetPowerManagementDefaultLimit", handle)
-        if limit and default and limit < 0.95 * default:
-            value = f"{limit / 1000:.0f} W, {default / 1000:.0f} W by default"
-            yield "power limit", False, value, "nvidia-smi --power-limit sets it"
-        width = ask("nvmlDeviceGetCurrPcieLinkWidth", handle)
-        most = ask("nvmlDeviceGetMaxPcieLinkWidth", handle)
-        if width and most and width < most:  # unlike the width, the generation drops when a GPU is idle
-            yield "PCIe", True, f"x{width} of x{most}", "reseat the GPU, or its riser"
-        links = [ask("nvmlDeviceGetNvLinkState", handle, link) for link in range(self._library.NVML_NVLINK_MAX_LINKS)]
-        known = [state for state in links if state is not None]
-        if len(self._handles) > 1 and sum(known) < len(known):  # a single GPU in a virtual machine has inactive links
-            fix = "check 'nvidia-smi nvlink --status' and the fabric manager"
-            yield "NVLink", True, f"{sum(known)} of {len(known)} links are active", fix
+        ask, num_links, reset = self._ask, self._library.NVML_NVLINK_MAX_LINKS, "reset the GPU or reboot"
+        for gpu, handle in self._handles.items():
+            if errors := ask("nvmlDeviceGetTotalEccErrors", handle, 1, 0):  # uncorrected, since the driver was loaded
+                yield Finding("ECC", "failed", f"{errors} uncorrected errors", reset, gpu)
+            _, _, is_pending, has_failed = ask("nvmlDeviceGetRemappedRows", handle) or (0, 0, 0, 0)
+            if has_failed:
+                yield Finding("row remap", "failed", "a memory row could not be replaced", "have the GPU replaced", gpu)
+            elif is_pending:
+                yield Finding("row remap", "warning", "a memory row waits to be replaced", reset, gpu)
+            if pages := ask("nvmlDeviceGetRetiredPages", handle, 1):  # of double-bit errors, before Ampere
+                fix = "monitor it: at 60, the GPU must be replaced"
+                yield Finding("retired pages", "warning", str(len(pages)), fix, gpu)
+            if reasons := [reason for reason in self._throttle(handle) if reason in _FAULTY_REASONS]:
+                fix = "check power supply and cooling of the node"
+                yield Finding("clocks", "failed", f"throttled: {', '.join(reasons)}", fix, gpu)
+            limit = ask("nvmlDeviceGetPowerManagementLimit", handle)
+            default = ask("nvmlDeviceGetPowerManagementDefaultLimit", handle)
+            if limit and default and limit < 0.95 * default:
+                value = f"{limit / 1000:.0f} W, {default / 1000:.0f} W by default"
+                yield Finding("power limit", "warning", value, "nvidia-smi --power-limit sets it", gpu)
+            width = ask("nvmlDeviceGetCurrPcieLinkWidth", handle)
+            most = ask("nvmlDeviceGetMaxPcieLinkWidth", handle)
+            if width and most and width < most:  # unlike the width, the generation drops when a GPU is idle
+                yield Finding("PCIe", "failed", f"x{width} of x{most}", "reseat the GPU, or its riser", gpu)
+            links = [ask("nvmlDeviceGetNvLinkState", handle, link) for link in range(num_links)]
+            known = [state for state in links if state is not None]
+            if len(self._handles) > 1 and sum(known) < len(known):  # one GPU of a virtual machine has inactive ones
+                fix = "check 'nvidia-smi nvlink --status' and the fabric manager"
+                yield Finding("NVLink", "failed", f"{sum(known)} of {len(known)} links are active", fix, gpu)
 
     def samples(self) -> list[GpuSample]:
         """Return the load of all GPUs, which takes a few hundred microseconds per GPU."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,22 +90,18 @@ def download_weights(
     """
     from huggingface_hub import errors, snapshot_download  # noqa: PLC0415
 
-    def download(files: Sequence[str], revision: str | None) -> Path:
-        cache, token = cache_folder(environment, default_home, *MODEL_CACHE), read_token(environment)
-        return Path(
-            snapshot_download(
-                model.weights, revision=revision, allow_patterns=[*files], local_files_only=local_files_only,
-                cache_dir=cache, token=token,
-            )
-        )  # fmt: skip
-
+    cache, token = cache_folder(environment, default_home, *MODEL_CACHE), read_token(environment)
+    download = partial(
+        snapshot_download, model.weights, local_files_only=local_files_only, cache_dir=cache, token=token
+    )
     try:
-        folder = download([*SMALL_FILES, WEIGHTS_FILE], model.revision)
+        folder = Path(download(allow_patterns=[*SMALL_FILES, WEIGHTS_FILE], revision=model.revision))
         try:
             files = weight_files(folder)
         except UNREADABLE:  # a damaged index, which `check_folder` refuses
             return folder
-        return download(files, folder.name)  # the same commit, even if the branch has moved
+        # The same commit, even if the branch has moved.
+        return Path(download(allow_patterns=[*files], revision=folder.name))
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
         message = getattr(error, "server_message", None) or one_line(error)
         raise NotFoundError(

@@ -63,15 +63,11 @@ class MicroBatch:
     picture_tokens: torch.Tensor | None = None  # bool [B, T], where the model puts features of pictures
     rope_positions: torch.Tensor | None = None  # int64 [3, B, T], of time, height and width, with M-RoPE
 
-    def pinned(self) -> MicroBatch:
-        """Return a copy in pinned memory, from which copies to a GPU don't block the host."""
-        return self._each(torch.Tensor.pin_memory)
-
     def on(self, device: torch.device) -> MicroBatch:
         """Return a copy on a device; from pinned memory, the copy is only queued."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         changed = {name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         pictures = self.pictures and {name: change(value) for name, value in self.pictures.items()}
         return replace(self, pictures=pictures, **changed)  # type: ignore[arg-type]
@@ -165,7 +161,12 @@ class CausalLM(nn.Module):
         losses of each source, if the labels are from several, and the metrics of pairs.
         """
         if self.objective is not None:
-            loss, losses = self._preference_loss(self.objective, batch, source_losses)
+            pairs = self.pairs(batch, self.reference_log_probs(batch, self.objective))
+            losses, rewards = self.objective.losses(pairs)
+            loss = losses.sum()
+            if source_losses is not None:
+                has_reference = self.objective.has_reference
+                source_losses.metrics += pairs.metrics(rewards.detach(), has_reference=has_reference)
         else:
             hidden, weight, transform = self._head(self.label_states(batch))
             teacher = None
@@ -202,7 +203,12 @@ class CausalLM(nn.Module):
             return 0.0
         used: list[torch.Tensor] = [getattr(module, name) for module, name in self._trained_projector]
         if not batch.has_pictures:
-            used += _features_of_sample(self.hf_model, batch)
+            body = find_body(self.hf_model)
+            owner = body if hasattr(body, "get_image_features") else self.hf_model
+            accepted = inspect.signature(owner.get_image_features).parameters
+            inputs = {name: each for name, each in _normalized(self.hf_model, batch).items() if name in accepted}
+            output = owner.get_image_features(**inputs, return_dict=True)
+            used += [output.last_hidden_state] if output.pooler_output is None else output.pooler_output
         return sum(each.sum().float() for each in used) * 0.0
 
     def _head(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, LogitTransform]:
@@ -263,16 +269,6 @@ class CausalLM(nn.Module):
         expected = torch.zeros_like(sums) if reference is None else reference.view(shape).T
         kl = None if batch.kl_bits is None else batch.kl_bits.view(torch.float32)
         return Pairs(sums, expected, lengths.to(sums.dtype).view(shape).T, batch.is_desirable, kl)
-
-    def _preference_loss(
-        self, objective: Preferences, batch: MicroBatch, sums: SourceLosses | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss summed over the pairs, and that of each pair, fp32 [S]."""
-        pairs = self.pairs(batch, self.reference_log_probs(batch, objective))
-        losses, rewards = objective.losses(pairs)
-        if sums is not None:
-            sums.metrics += pairs.metrics(rewards.detach(), has_reference=objective.has_reference)
-        return losses.sum(), losses
 
     def hidden_states(self, batch: MicroBatch) -> torch.Tensor:
         """Return the last hidden states, [B, T, H]. Within `forward` only."""
@@ -338,16 +334,6 @@ def picture_arguments(module: PreTrainedModel, batch: MicroBatch, *, is_row: boo
     types = batch.picture_tokens.view(shape).long()
     arguments |= {name: types for name in ("token_type_ids", "mm_token_type_ids") if name in accepted}
     return arguments | (_normalized(module, batch) if batch.has_pictures else {})
-
-
-def _features_of_sample(model: PreTrainedModel, batch: MicroBatch) -> list[torch.Tensor]:
-    """Return what a multimodal model puts at the tokens of the sample."""
-    body = find_body(model)
-    owner = body if hasattr(body, "get_image_features") else model
-    accepted = inspect.signature(owner.get_image_features).parameters
-    inputs = {name: value for name, value in _normalized(model, batch).items() if name in accepted}
-    output = owner.get_image_features(**inputs, return_dict=True)
-    return [output.last_hidden_state] if output.pooler_output is None else [*output.pooler_output]
 
 
 def _normalized(module: PreTrainedModel, batch: MicroBatch) -> dict[str, torch.Tensor]:

@@ -136,7 +136,6 @@ class _TokenLoss(NamedTuple):
     teacher: Teacher | None = None
 
     def compute(self, logits: torch.Tensor, targets: torch.Tensor, vocabulary: int, part: slice) -> Losses:
-        """Return the losses of a chunk of logits, and the gradient of their sum."""
         function, more = (_losses_and_gradient, ()) if self.teacher is None else (_distillation, self.teacher.at(part))
         return (_compiled(function) if logits.is_cuda else function)(logits, targets, vocabulary, self.transform, *more)
 

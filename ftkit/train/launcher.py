@@ -73,7 +73,9 @@ def main(arguments: list[str]) -> int:
         core_dumps = _place_core_dumps(plan)
     cache = os.environ.get("FTKIT_CACHE_DIR")
     if cache and isinstance(plan, RunPlan):
-        _stage_weights(plan, Path(cache))
+        staged = stage_weights(plan, Path(cache), lambda text: sys.stderr.write(f"stage: {text}\n"))
+        if staged is not None:
+            os.environ[STAGED] = str(staged)
     if folder := keep_bytecode():
         sys.stderr.write(f"ftkit: torch was installed without bytecode: it is kept in {folder}\n")
     with faster_imports():  # after the mask: their threads inherit it
@@ -137,18 +139,6 @@ def _place_core_dumps(plan: RunPlan | ScriptPlan) -> str:
         os.chdir(folder)
     pattern = Path("/proc/sys/kernel/core_pattern").read_text(encoding="utf-8").strip()
     return f"passed to {pattern[1:]}" if pattern.startswith("|") else str(folder / pattern)
-
-
-def _stage_weights(plan: RunPlan, cache: Path) -> None:
-    """Copy the weights to this node's local disk, if the cluster profile says so, and pass the path to the ranks."""
-    if plan.cluster.stage == "local":
-
-        def report(text: str) -> None:
-            sys.stderr.write(f"stage: {text}\n")
-
-        folder = stage_weights(plan, cache, report)
-        if folder is not None:
-            os.environ[STAGED] = str(folder)
 
 
 def _were_asked_to_stop(layout: RunLayout, error: ChildFailedError) -> bool:

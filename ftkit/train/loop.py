@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 import torch
@@ -33,7 +32,7 @@ def train(world: World, engine: Engine, progress: Progress, observers: Observers
     """Train until the last step, early stopping or a stop request."""
     device, training = world.device, progress.plan.recipe.training
     steps = range(progress.step, progress.num_steps)
-    with observers, prefetched(progress.batches.step, steps, device) as batches:
+    with observers.attached(), prefetched(progress.batches.step, steps, device) as batches:
         while not progress.is_over:
             observers.begin("batch")
             batch = next(batches)
@@ -253,7 +252,16 @@ class Observers:
 
     def __init__(self, observers: list[Observer]) -> None:
         self.all = observers
-        self._stack = ExitStack()
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for observer in self.all:
+                observer.start()
+                stack.callback(observer.close)
+            yield
+            for observer in self.all:
+                observer.finish()
 
     def begin(self, phase: Phase) -> None:
         for observer in self.all:
@@ -266,17 +274,3 @@ class Observers:
                 observer.report(result)
         for observer in self.all:
             observer.end_step()
-
-    def __enter__(self) -> Self:
-        for observer in self.all:
-            observer.start()
-            self._stack.callback(observer.close)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        with self._stack:
-            if error is None:
-                for observer in self.all:
-                    observer.finish()

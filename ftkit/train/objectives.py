@@ -30,7 +30,6 @@ class Pairs:
 
     @property
     def log_ratios(self) -> torch.Tensor:
-        """Log-probabilities relative to the reference."""
         return self.log_probs - self.reference
 
     @property

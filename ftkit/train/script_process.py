@@ -149,7 +149,8 @@ class ScriptRank:
         local_size, (_, *nodes) = int(os.environ["LOCAL_WORLD_SIZE"]), os.environ.get(NODES, "start").split()
         hosts = nodes or [socket.gethostname()]
         processes = [(host, 0) for host in hosts for _ in range(local_size)]
-        watchdog = Watchdog(self.plan.layout, self.rank, processes, self, self.plan.resources.hang_timeout_seconds)
+        timeout = self.plan.resources.hang_timeout_seconds
+        watchdog = Watchdog(self.plan.layout, self.rank, processes, lambda: self.step, timeout)
         watchdog.start()
 
         def after(*_: object) -> None:

@@ -177,7 +177,6 @@ def config_of(module: nn.Module) -> Any:
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors in nested containers, in their order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping | tuple | list):

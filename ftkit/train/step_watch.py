@@ -217,7 +217,6 @@ class StepWatch:
                 self._means[name] = (mean, mean.clone())
 
     def _end(self, call: Call, outputs: list[Tensor]) -> None:
-        """Record the end of a call of an outermost module."""
         logits = [each for each in (*outputs, call.logits) if is_logits(each, call)]
         if self._replay is not None:
             hidden = [] if call.hidden is None else [call.hidden]  # a fused loss has no logits
@@ -291,7 +290,6 @@ class StepWatch:
                     _observe_step(param, rates.get(key))
 
     def _collect(self) -> None:
-        """Complete the facts."""
         facts, modules = self.facts, self._modules.values()
         called = {
             id(value) for module in modules for value in module.parameters(recurse=False) if id(module) in self._called

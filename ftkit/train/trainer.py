@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import accelerate
@@ -52,8 +51,8 @@ from ftkit.train.model.hf_model import (
     make_config,
     read_config,
 )
-from ftkit.train.model.lora import freeze, init_adapters, load_adapters, prepare_method
-from ftkit.train.model.pretrained import fetch_weights, init_weights, load_weights
+from ftkit.train.model.lora import freeze, prepare_method
+from ftkit.train.model.pretrained import begin_weights, fetch_weights, load_weights
 from ftkit.train.model.token_mixers import choose_token_mixers
 from ftkit.train.model.vision import attend_in_chunks
 from ftkit.train.observers import Evaluation, FirstStep, HangWatch, Profiler, RankTimes, Saving, check_profile
@@ -184,13 +183,7 @@ class Trainer:
 
         def initialize(sharded: nn.Module) -> None:
             self.trace.begin("initializing the weights")
-            if folder is None:
-                init_weights(sharded, shape, training.seed)
-            else:
-                load_weights(sharded, folder, recipe.model.vocab_size_of_weights)
-            init_adapters(sharded, training.seed)
-            if recipe.model.adapter is not None:
-                load_adapters(sharded, Path(recipe.model.adapter), config.wrapper)
+            begin_weights(sharded, recipe, folder, config.wrapper)
             self.trace.begin("creating the optimizer")
 
         engine = make_engine(plan.engine, model, training, self.world, initialize)
@@ -284,14 +277,14 @@ class Trainer:
         if state.step == 0:
             check_is_measured(self._evaluate(evaluator, engine, 0, "before"), plan.recipe.evaluation.selection)
         processes = world.gather_objects((socket.gethostname(), os.getpid()))
-        training_began = time.time()
+        training_began, hang_timeout = time.time(), plan.recipe.resources.hang_timeout_seconds
         with Checkpointer(plan, world, self.recorder.write) as checkpointer:
             recorder, trace, stopwatch = self.recorder, self.trace, Stopwatch()
             observers = [
                 StepMetrics(progress, world, stopwatch, recorder, trace, sources),
                 FirstStep(progress, trace, recorder),
                 AnomalyWatch(plan.id, plan.recipe.training.on_nonfinite, recorder, batches.packs_of_step),
-                HangWatch(plan.layout, world.rank, processes, progress, plan.recipe.resources.hang_timeout_seconds),
+                HangWatch(plan.layout, world.rank, processes, lambda: progress.step, hang_timeout),
                 stopwatch,  # what follows takes long, and counts neither as a hang nor as a step's time
                 Evaluation(progress, engine, evaluator, recorder),  # may end training, and selects the best checkpoint
                 # Writes its file before the last save, in which all ranks wait for each other.

@@ -11,12 +11,12 @@ import sysconfig
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -55,13 +55,6 @@ _STATES = {
 """What the kernel's states of a process that does not report mean (proc(5))."""
 
 
-class CountsSteps(Protocol):
-    """Has the number of steps that have ended."""
-
-    @property
-    def step(self) -> int: ...
-
-
 class Watchdog:
     """Watches the steps of this rank from a thread. A step ends where `end_step` is called.
 
@@ -70,7 +63,7 @@ class Watchdog:
     restarts them. Steps shorter than `floor_seconds` are no hang. What is between two steps may take any time: after
     that, it is only reported. All of a user's script is, which announces no phases.
 
-    `processes` are the hosts and ids of all ranks; 0 if unknown.
+    `processes` are the hosts and ids of all ranks; 0 if unknown. `num_steps` returns how many steps have ended.
     """
 
     def __init__(
@@ -78,13 +71,13 @@ class Watchdog:
         layout: RunLayout,
         rank: int,
         processes: Sequence[tuple[str, int]],
-        progress: CountsSteps,
+        num_steps: Callable[[], int],
         floor_seconds: float,
     ) -> None:
         self._layout = layout
         self._rank = rank
         self._processes = dict(enumerate(processes))
-        self._progress = progress
+        self._num_steps = num_steps
         self._floor = floor_seconds
         self._phase = ""
         self._seconds: deque[float] = deque(maxlen=_NUM_TIMED_STEPS)
@@ -103,13 +96,13 @@ class Watchdog:
     def begin(self, phase: Phase) -> None:
         self._phase = phase
         if phase == "batch":
-            self._now = self._progress.step + 1, time.monotonic()
+            self._now = self._num_steps() + 1, time.monotonic()
 
     def end_step(self) -> None:
         now = time.monotonic()
         if self._now is not None:
             self._seconds.append(now - self._now[1])
-        self._phase, self._now = "after", (self._progress.step, now)
+        self._phase, self._now = "after", (self._num_steps(), now)
 
     @property
     def limit_seconds(self) -> float | None:
@@ -133,7 +126,6 @@ class Watchdog:
                 self._end_run(now[0], limit)
 
     def _report(self, now: tuple[int, float]) -> None:
-        """Write what this rank does."""
         rank, layout = self._rank, self._layout
         (group, number), phase = waiting_collective(CHECKPOINT_GROUP), self._phase
         place = find_place(_PAUSED.get(phase, ""))

@@ -83,7 +83,8 @@ def test_batches_reach_a_gpu_from_pinned_memory() -> None:
     device = torch.device("cuda", 0)
     packs = np.arange(3 * 3 * 64, dtype=np.int32).reshape(3, 3, 64)
     host = StepBatch([to_micro_batch(packs, HOST)], 1, NO_DOCUMENTS, NO_DOCUMENTS)
-    assert host.pinned().micro_batches[0].tokens.is_pinned()
+    pinned = host.each(lambda micro: micro.each(torch.Tensor.pin_memory))
+    assert pinned.micro_batches[0].input_ids.is_pinned()
     with prefetched(lambda _: host, range(3), device) as batches:
         for batch in batches:
             moved, wanted = vars(batch.micro_batches[0]), vars(host.micro_batches[0])

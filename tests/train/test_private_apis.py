@@ -37,14 +37,12 @@ from ftkit.train.private_apis.torch import (
     checkpoint_index_names,
     compile_failures,
     complete_cpu_streams,
-    divide_gradients,
     dump_collectives,
     mark_dynamic,
     process_group,
     raise_recompile_limit,
     scaled_mm,
     set_collectives,
-    skip_step,
     start_compile_workers,
     symmetric_memory,
     tag_compile_caches,
@@ -140,9 +138,8 @@ def test_a_dynamic_dimension_is_compiled_once() -> None:
 
 @pytest.mark.oldest
 def test_symmetric_memory_can_be_allocated_and_shared() -> None:
-    module = symmetric_memory()
-    assert callable(module.empty)
-    assert callable(module.rendezvous)
+    assert callable(symmetric_memory.empty)
+    assert callable(symmetric_memory.rendezvous)
 
 
 @needs_custom_collectives
@@ -248,13 +245,13 @@ def test_bitsandbytes_has_the_functions_of_nf4_and_8_bit_states(name: str) -> No
 @pytest.mark.oldest
 def test_a_fused_optimizer_skips_a_step_if_found_inf_is_set() -> None:
     weight = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    optimizer = FusedAdamW([weight], lr=0.1, betas=(0.9, 0.999))
     weight.grad = torch.full((3,), torch.nan)
-    skip_step(optimizer, torch.ones(()))
+    optimizer.found_inf = torch.ones(())
     optimizer.step()
     assert torch.equal(weight, torch.ones(3))
     weight.grad = torch.ones(3)
-    skip_step(optimizer, torch.zeros(()))
+    optimizer.found_inf = torch.zeros(())
     optimizer.step()
     assert torch.allclose(weight, torch.full((3,), 0.899))
     assert optimizer.state[weight]["step"] == 1
@@ -268,7 +265,7 @@ def test_a_fused_optimizer_divides_gradients_by_grad_scale() -> None:
         FusedAdamW([found], lr=0.1, betas=(0.9, 0.95)),
         torch.optim.AdamW([expected], lr=0.1, betas=(0.9, 0.95), fused=True),
     )
-    divide_gradients(ours, torch.tensor(4.0))
+    ours.grad_scale = torch.tensor(4.0)
     ours.step()
     theirs.step()
     assert torch.equal(found, expected)

@@ -31,10 +31,11 @@ def steps_in(trace: Path) -> list[str]:
 
 
 def take_steps(spec: ProfileSpec, layout: RunLayout, world: World, num_steps: int) -> list[str]:
-    with Observers([Profiler(spec, layout, world)]) as observers:
+    profiler = Profiler(spec, layout, world)
+    with Observers([profiler]).attached():
         for _ in range(num_steps):
             torch.ones(8, device=world.device).sum()
-            observers.all[0].end_step()
+            profiler.end_step()
     return sorted(path.name for path in layout.profile.glob("*"))
 
 
@@ -62,9 +63,10 @@ def test_a_failing_run_writes_its_partial_trace(world: World, tmp_path: Path) ->
     layout = RunLayout(tmp_path)
 
     def fail() -> None:
-        with Observers([Profiler(SPEC, layout, world)]) as observers:
+        profiler = Profiler(SPEC, layout, world)
+        with Observers([profiler]).attached():
             for _ in range(3):
-                observers.all[0].end_step()
+                profiler.end_step()
             raise MemoryError
 
     with pytest.raises(MemoryError):

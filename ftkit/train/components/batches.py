@@ -64,14 +64,8 @@ class StepBatch:
         """What the loss is a mean over: pairs, completions with a label, or tokens."""
         return self.num_rated or self.num_targets
 
-    def pinned(self) -> StepBatch:
-        return self._each(MicroBatch.pinned)
-
-    def on(self, device: torch.device) -> StepBatch:
-        return self._each(lambda micro_batch: micro_batch.on(device))
-
-    def _each(self, change: Callable[[MicroBatch], MicroBatch]) -> StepBatch:
-        micro_batches, mismatched = ([change(each) for each in both] for both in (self.micro_batches, self.mismatched))
+    def each(self, change: Callable[[MicroBatch], MicroBatch]) -> StepBatch:
+        micro_batches, mismatched = (list(map(change, both)) for both in (self.micro_batches, self.mismatched))
         return replace(self, micro_batches=micro_batches, mismatched=mismatched)
 
 
@@ -331,12 +325,13 @@ def prefetched(
         if is_cuda:
             torch.cuda.set_device(device)  # a new thread starts on GPU 0: pinning would use another rank's memory
         batch = build(step)
-        return batch.pinned() if is_cuda else batch
+        return batch.each(lambda micro: micro.each(torch.Tensor.pin_memory)) if is_cuda else batch
 
     builder = ThreadPoolExecutor(1, "batches")
     try:
         # `on` only queues the copies, since the batch is pinned; on the compute stream, they need no events.
-        yield (batch.on(device) for batch in computed_ahead(builder, build_on_host, steps, NUM_AHEAD))
+        built = computed_ahead(builder, build_on_host, steps, NUM_AHEAD)
+        yield (batch.each(lambda micro: micro.on(device)) for batch in built)
     finally:
         builder.shutdown(cancel_futures=True)
 

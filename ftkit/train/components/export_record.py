@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -48,10 +48,6 @@ class Prompt:
     turns: tuple[tuple[str, str], ...]
     text: str
     tokens: tuple[int, ...]
-
-    @property
-    def messages(self) -> list[dict[str, str]]:
-        return [{"role": role, "content": content} for role, content in self.turns]
 
     @property
     def asks(self) -> bool:
@@ -125,8 +121,8 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
-    text = tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=prompt.asks)
-    return str(text)
+    messages = [{"role": role, "content": content} for role, content in prompt.turns]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt.asks))
 
 
 def tokenizer_digests(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
@@ -156,17 +152,17 @@ def sample_logits(
     if picture is not None:
         computed.append(model(**picture, use_cache=False).logits[0, -_NUM_AFTER_PICTURE:])
         lengths.append(_NUM_AFTER_PICTURE)
-    return [_sample(row[:length].float(), record.columns) for row, length in zip(computed, lengths, strict=True)]
-
-
-def _sample(logits: torch.Tensor, columns: Sequence[int]) -> list[list[float]]:
-    kept = torch.cat([logits[:, list(columns)], logits.logsumexp(-1, keepdim=True)], -1)
-    return [[float(f"{value:.{_SIGNIFICANT_DIGITS}g}") for value in values] for values in kept.tolist()]
+    sampled = []
+    for row, length in zip(computed, lengths, strict=True):
+        logits = row[:length].float()
+        kept = torch.cat([logits[:, list(record.columns)], logits.logsumexp(-1, keepdim=True)], -1)
+        sampled.append([[float(f"{value:.{_SIGNIFICANT_DIGITS}g}") for value in each] for each in kept.tolist()])
+    return sampled
 
 
 @torch.no_grad()
 def streamed(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], compute: Callable[[PreTrainedModel], ResultT]
+    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], compute: Callable[[PreTrainedModel], ResultT]
 ) -> ResultT:
     """Compute in fp32 on the CPU, with one decoder layer, or one embedding, at a time in memory.
 
@@ -190,17 +186,16 @@ def streamed(
         module = model.get_submodule(prefix)
         hooks.append(module.register_forward_pre_hook(lambda *_, own=own: fill(own)))
         hooks.append(module.register_forward_hook(lambda *_, own=own: empty(own)))
-    causal_lm = cast("PreTrainedModel", model)
-    causal_lm.eval()
+    model.eval()
     try:
         fill(resident)
-        return compute(causal_lm)
+        return compute(model)
     finally:
         for hook in hooks:
             hook.remove()
         for own in (resident, *units.values()):
             empty(own)
-        causal_lm.tie_weights()
+        model.tie_weights()
 
 
 def streamed_bytes(model: nn.Module) -> int:
@@ -210,7 +205,7 @@ def streamed_bytes(model: nn.Module) -> int:
     return 4 * (max(held) + sum(model.get_parameter(name).numel() for name in resident))
 
 
-def _units(model: nn.Module) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+def _units(model: PreTrainedModel) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
     """Group parameters: those that stay in memory, and those of each decoder layer and of each table of tokens.
 
     Each name comes with the first name of its parameter: tables may be tied, and layers may share parameters.
@@ -218,8 +213,7 @@ def _units(model: nn.Module) -> tuple[dict[str, str], dict[str, dict[str, str]]]
     first_names: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     names = {name: first_names.setdefault(id(parameter), name) for name, parameter in named}
-    causal_lm = cast("PreTrainedModel", model)
-    owners = [*find_decoder_layers(model), causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()]
+    owners = [*find_decoder_layers(model), model.get_input_embeddings(), model.get_output_embeddings()]
     prefixes = [prefix for prefix, module in model.named_modules() if any(module is owner for owner in owners)]
     units = {
         prefix: {name: first for name, first in names.items() if name.startswith(f"{prefix}.")} for prefix in prefixes

@@ -103,7 +103,7 @@ def build_export_model(parts: ExportedParts) -> PreTrainedModel:
     if training.adapters is not None:
         unquantized["method"] = "lora"
     prepare_method(model, training.model_copy(update=unquantized), torch.device("cpu"))
-    return cast("PreTrainedModel", model)
+    return model
 
 
 class Exporter:
@@ -117,13 +117,13 @@ class Exporter:
         self._lora = parts.recipe.training.adapters
         self._trains_vision = parts.recipe.training.vision != "frozen"  # in files of adapters, there is no place for it
         if self._lora is not None:
-            self._plain = cast("PreTrainedModel", build_empty(parts.config.text, "eager"))
+            self._plain = build_empty(parts.config.text, "eager")
         stored, folder = parts.recipe.model.vocab_size_of_weights, parts.pretrained
         self._base = None if folder is None else open_pretrained(self._plain, folder, stored)
 
     def record(self, run: str, step: int, precision: Precision, *, merges: bool) -> ExportRecord:
         source, end_tokens = self._parts.recipe.model, self._parts.generation.end_tokens
-        vocab_size = len(cast("torch.nn.Embedding", self._plain.get_output_embeddings()).weight)
+        vocab_size = len(self._plain.get_output_embeddings().weight)
         return ExportRecord(
             run=run,
             step=step,

@@ -63,7 +63,13 @@ def compute_references(engine: Engine, plan: RunPlan, data: PreparedData, world:
     if training.completions_per_sample == 1:
         schedules = {name: [each, replace(each, is_mismatched=True)] for name, (each,) in schedules.items()}
     needed = [_file_name(name, each) for name, both in schedules.items() for each in both if len(each.store)]
-    folder = data.folder_of("references", plan.recipe.model.weights, _facts(plan), needed, plan.layout.root)
+    model = plan.recipe.model
+    facts = [  # what the log-probabilities depend on besides data and weights
+        model.revision, model.adapter, training.seed if model.weights == "random" else None,
+        model.architecture.model_dump(mode="json"),
+        training.precision, training.base_precision, training.method == "qlora",
+    ]  # fmt: skip
+    folder = data.folder_of("references", model.weights, facts, needed, plan.layout.root)
     found = []
     for name, both in schedules.items():
         rows = []
@@ -77,16 +83,6 @@ def compute_references(engine: Engine, plan: RunPlan, data: PreparedData, world:
 
 def _file_name(split: str, schedule: BatchSchedule) -> str:
     return f"{split}-mismatched.f32" if schedule.is_mismatched else f"{split}.f32"
-
-
-def _facts(plan: RunPlan) -> list[object]:
-    """Return what the log-probabilities depend on besides data and weights."""
-    model, training = plan.recipe.model, plan.recipe.training
-    return [
-        model.revision, model.adapter, training.seed if model.weights == "random" else None,
-        model.architecture.model_dump(mode="json"),
-        training.precision, training.base_precision, training.method == "qlora",
-    ]  # fmt: skip
 
 
 def _split(engine: Engine, plan: RunPlan, schedule: BatchSchedule, world: World, path: Path) -> NDArray[np.float32]:

@@ -56,7 +56,6 @@ class TeacherSplit:
     top_k: int
 
     def shard_of(self, pack: int) -> range:
-        """Return the packs of a pack's shard."""
         size = max(1, _TOKENS_PER_SHARD // self.store.sequence_length)
         return range(pack - pack % size, min(pack - pack % size + size, len(self.store)))
 

@@ -36,8 +36,8 @@ class PeerMemory:
     num_bytes = 2**28  # larger tensors are sent in pieces
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        memory = symmetric_memory().empty(self.num_bytes, dtype=torch.uint8, device=device)
-        self._memory, self._handle = memory, symmetric_memory().rendezvous(memory, group)
+        memory = symmetric_memory.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        self._memory, self._handle = memory, symmetric_memory.rendezvous(memory, group)
         self.rank, self.size = group.rank(), group.size()
 
     def of(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

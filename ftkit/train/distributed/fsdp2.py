@@ -43,9 +43,7 @@ from ftkit.train.private_apis.torch import (
     TORCH,
     ReplacedParameters,
     complete_cpu_streams,
-    divide_gradients,
     set_collectives,
-    skip_step,
 )
 from ftkit.train.world import DTYPES, World
 
@@ -199,8 +197,8 @@ class Fsdp2Engine:
         norm = gradient_norm(self._shards)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group["factor"]
-        divide_gradients(self.optimizer, ((norm + _NORM_EPSILON) / max_norm).clamp(min=1.0))
-        skip_step(self.optimizer, 1.0 - norm.isfinite().float())
+        self.optimizer.grad_scale = ((norm + _NORM_EPSILON) / max_norm).clamp(min=1.0)
+        self.optimizer.found_inf = 1.0 - norm.isfinite().float()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._update_scales()

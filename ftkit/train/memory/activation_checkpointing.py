@@ -113,7 +113,6 @@ def _warn_of_loop(loop: str, layer: str) -> None:
 
 
 def activation_checkpointing_of(layer: nn.Module) -> ActivationCheckpointing:
-    """Return the activation checkpointing mode of a decoder layer."""
     return layer.activation_checkpointing if isinstance(layer, RecomputedLayer) else "none"
 
 

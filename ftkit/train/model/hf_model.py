@@ -83,8 +83,7 @@ class TextConfig:
 
 def text_part_of(config: PretrainedConfig) -> PretrainedConfig:
     """Return the configuration of a multimodal model's text model; that of a text model is its own."""
-    text: PretrainedConfig = config.get_text_config(decoder=True)
-    return text
+    return config.get_text_config(decoder=True)
 
 
 def has_causal_class(config: PretrainedConfig) -> bool:
@@ -215,8 +214,7 @@ def build_empty(config: PretrainedConfig, attention: str) -> PreTrainedModel:
         # Some published configurations ask for tuples, or for what each layer computes.
         each.return_dict = True
         each.output_hidden_states = each.output_attentions = False
-    model: PreTrainedModel = built.train()
-    return model
+    return built.train()
 
 
 def load_pretrained(folder: Path, dtype: torch.dtype | None = None, **options: object) -> PreTrainedModel:

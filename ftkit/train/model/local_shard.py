@@ -41,7 +41,6 @@ def with_ordinary_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rows_per_read(shape: Sequence[int]) -> int:
-    """Return how many rows of a tensor to read at a time."""
     return max(1, _ELEMENTS_PER_READ // max(1, math.prod(shape[1:])))
 
 

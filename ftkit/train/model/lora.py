@@ -58,7 +58,6 @@ DORA_MAGNITUDE = f"lora_magnitude_vector.{ADAPTER}.weight"
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter belongs to an adapter, by its name."""
     return ".lora_" in name
 
 

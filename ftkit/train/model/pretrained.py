@@ -29,13 +29,14 @@ from ftkit.train.model.expert_adapters import GroupedExperts
 from ftkit.train.model.hf_model import find_decoder_layers, text_part_of
 from ftkit.train.model.linears import QuantizedLinear, WeightLayout, is_transposed
 from ftkit.train.model.local_shard import LocalShard, local_shard, rows_per_read
-from ftkit.train.model.lora import DORA_MAGNITUDE, is_adapter
+from ftkit.train.model.lora import DORA_MAGNITUDE, init_adapters, is_adapter, load_adapters
 from ftkit.train.model.weight_conversion import LazyTensors, MappedTensor, TensorSource, map_tensors
 from ftkit.train.private_apis.transformers import ignored_tensors
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
+    from ftkit.config.recipe import RecipePlan
     from ftkit.models.architecture import ArchitectureSpec, ModelSpec
     from ftkit.train.world import World
 
@@ -283,6 +284,20 @@ class _OpenFiles(ExitStack):
             self._opened[path] = self.enter_context(safe_open(path, framework="pt"))
         slices: TensorSource = self._opened[path].get_slice(stored)
         return slices
+
+
+def begin_weights(
+    model: PreTrainedModel, recipe: RecipePlan, folder: Path | None, wrapper: PretrainedConfig | None
+) -> None:
+    """Give a sharded model the weights that its run begins with: from `folder`, or random ones; and adapters."""
+    source, seed = recipe.model, recipe.training.seed
+    if folder is None:
+        init_weights(model, source.architecture, seed)
+    else:
+        load_weights(model, folder, source.vocab_size_of_weights)
+    init_adapters(model, seed)
+    if source.adapter is not None:
+        load_adapters(model, Path(source.adapter), wrapper)
 
 
 _ADDS_ONE = ("gemma", "gemma2", "gemma3_text")  # families whose RMS norms multiply by 1 + weight

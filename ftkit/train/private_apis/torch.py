@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -59,6 +58,8 @@ find_norms = torch._foreach_norm  # noqa: SLF001
 """Returns the norm of each tensor, of an order, in few kernels; of order infinity, its largest absolute value."""
 hooks_with_kwargs = module._global_forward_hooks_with_kwargs  # noqa: SLF001
 """Hooks of all modules that get keyword arguments, by id: torch leaves them there when it removes the hooks."""
+symmetric_memory = _symmetric_memory
+"""The module with `empty` and `rendezvous`: GPU memory that peers have mapped."""
 map_instances = _pytree.tree_map_only
 """Replaces the instances of a type in nested lists, tuples and dictionaries: of the type, by a function, in a tree."""
 
@@ -182,25 +183,10 @@ def raise_recompile_limit(num_layers: int) -> None:
     config.cache_size_limit = max(config.cache_size_limit, num_layers + 8)
 
 
-def symmetric_memory() -> ModuleType:
-    """Return the module with `empty` and `rendezvous`: GPU memory that peers have mapped."""
-    return _symmetric_memory
-
-
 def set_collectives(module: FSDPModule, all_gather: object, reduce_scatter: object) -> None:
     """Have FSDP2 call other collectives than NCCL's for a module (torch 2.10); their classes are private."""
     module.set_custom_all_gather(all_gather)  # type: ignore[arg-type]
     module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
-
-
-def skip_step(optimizer: torch.optim.Optimizer, is_skipped: torch.Tensor) -> None:
-    """Have a fused optimizer skip its next `step` if a scalar on the device is 1, as `torch.amp.GradScaler` does."""
-    optimizer.found_inf = is_skipped  # type: ignore[attr-defined]
-
-
-def divide_gradients(optimizer: torch.optim.Optimizer, divisor: torch.Tensor) -> None:
-    """Have a fused optimizer divide gradients by a scalar on the device in its next `step`."""
-    optimizer.grad_scale = divisor  # type: ignore[attr-defined]
 
 
 def record_collectives() -> None:

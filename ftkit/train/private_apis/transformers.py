@@ -37,7 +37,6 @@ class WeightConversions:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> WeightConversions:
-        """Return the conversions of a model's class."""
         if not CONVERTS_WEIGHTS:
             return cls([], [])
         known = get_model_conversion_mapping(model, add_legacy=False)
