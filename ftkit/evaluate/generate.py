@@ -149,8 +149,6 @@ def write_data(path: Path, completions: Path, rows: Sequence[Row], form: Format 
 
 @dataclass
 class ChatSession:
-    """A model and the turns so far."""
-
     model: GeneratingModel
     decoding: Decoding
     options: Mapping[str, object]  # variables for the chat template

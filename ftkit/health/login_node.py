@@ -34,8 +34,6 @@ _CLOCK_SECONDS: Final = 5.0
 
 @dataclass(frozen=True)
 class LoginNode:
-    """Inputs of the checks."""
-
     site: Site
     cluster: ClusterProfile
     workspace: Workspace

@@ -97,16 +97,15 @@ class Nvml:
                 fix = "check 'nvidia-smi nvlink --status' and the fabric manager"
                 yield Finding("NVLink", "failed", f"{sum(known)} of {len(known)} links are active", fix, gpu)
 
-    def samples(self) -> list[GpuSample]:
-        """Return the load of all GPUs, which takes a few hundred microseconds per GPU."""
+    def samples(self) -> Iterator[GpuSample]:
+        """Yield the load of each GPU, which takes a few hundred microseconds."""
         ask, library = self._ask, self._library
-        samples = []
         for index, handle in self._handles.items():
             memory = ask("nvmlDeviceGetMemoryInfo", handle)
             rates = ask("nvmlDeviceGetUtilizationRates", handle)
             fields = ask("nvmlDeviceGetFieldValues", handle, [(number, _ALL_LINKS) for number in _NVLINK_BYTES])
             nvlink = [value.value.ullVal for value in fields or () if value.nvmlReturn == 0]
-            sample = GpuSample(
+            yield GpuSample(
                 index=index,
                 utilization=None if rates is None else float(rates.gpu),
                 sm_activity=self._sm_activity(index, handle),
@@ -118,8 +117,6 @@ class Nvml:
                 throttle=self._throttle(handle),
                 nvlink_bytes=1024.0 * sum(nvlink) if nvlink else None,
             )
-            samples.append(sample)
-        return samples
 
     def _sm_activity(self, index: int, handle: object) -> float | None:
         """Return the percentage of busy SMs since the last call; None at first, and before Hopper."""

@@ -248,7 +248,6 @@ def _avoid_grouped_mm_of_odd_sizes(model: PreTrainedModel) -> None:
 
 
 def accepted_inputs(module: nn.Module, inputs: dict[str, object]) -> dict[str, object]:
-    """Return those keyword arguments that a module's forward accepts."""
     parameters = inspect.signature(module.forward).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     # A forward that lists its inputs, but no positions, has `**kwargs` for other purposes: it may refuse them.

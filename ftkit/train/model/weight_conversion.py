@@ -46,8 +46,6 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class MappedTensor:
-    """Source of a tensor of the model."""
-
     first: str  # one of the files' tensors that it is read from; determines the file
     source: TensorSource  # a rank may read only some of the files' tensors
     joined: frozenset[str] = frozenset()  # all of the files' tensors that are joined to it, with their scales
