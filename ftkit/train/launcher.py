@@ -32,7 +32,7 @@ from ftkit.data.imports import UNUSED as OF_TRANSFORMERS
 from ftkit.data.imports import keep_bytecode, without_packages
 from ftkit.data.staging import STAGED, stage_weights
 from ftkit.errors import FtkitError, MemoryExhaustedError, as_user_error, one_line
-from ftkit.health.faults import find_fault
+from ftkit.health.node import find_fault
 from ftkit.health.sampler import sampling
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import PlacementPlan, RunPlan, ScriptPlan, read_job_plan

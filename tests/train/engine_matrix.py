@@ -41,7 +41,7 @@ from ftkit.planning.choices import EnginePlan
 from ftkit.planning.plan import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed import fsdp2
-from ftkit.train.distributed.collectives import AllGather, CopyEngineCollectives, ReduceScatter
+from ftkit.train.distributed.collectives import AllGather, ReduceScatter, find_error
 from ftkit.train.distributed.pack_parallel import whole_pack_attention
 from ftkit.train.distributed.probe import run_probe
 from ftkit.train.distributed.verification import verify_isolation, verify_logits, verify_sharding
@@ -175,8 +175,8 @@ def copied_collectives(training: TrainingPlan, world: World) -> Iterator[None]:
         memories = (FileMemory(folder / name, world) for name in ("gathered", "reduced"))
         gathered, reduced = memories
         averaged_in = DTYPES[training.reduce_precision]
-        made = CopyEngineCollectives(AllGather(gathered), ReduceScatter(reduced, averaged_in))
-        assert not made.find_error(world)  # both ranks have the files open: the files are unlinked, the memory stays
+        made = AllGather(gathered), ReduceScatter(reduced, averaged_in)
+        assert not find_error(*made, world)  # both ranks have the files open: the files are unlinked, the memory stays
     with patch.object(fsdp2, "choose_collectives", lambda *_: made):
         yield
 

@@ -16,9 +16,9 @@ from ftkit.train.distributed import collectives
 from ftkit.train.distributed.collectives import (
     DRIVER,
     AllGather,
-    CopyEngineCollectives,
     ReduceScatter,
     choose_collectives,
+    find_error,
     reaches,
 )
 
@@ -130,8 +130,8 @@ def test_requested_but_unavailable_copy_engines_are_an_error(world: World) -> No
 
 def test_collectives_are_verified_on_known_numbers(world: World) -> None:
     gather = AllGather(OwnMemory())
-    assert not CopyEngineCollectives(gather, ReduceScatter(OwnMemory(), torch.float32)).find_error(world)
-    assert CopyEngineCollectives(gather, ReduceScatter(ForgetfulMemory(), torch.float32)).find_error(world)
+    assert not find_error(gather, ReduceScatter(OwnMemory(), torch.float32), world)
+    assert find_error(gather, ReduceScatter(ForgetfulMemory(), torch.float32), world)
 
 
 def test_an_unexpected_reduction_is_rejected() -> None:

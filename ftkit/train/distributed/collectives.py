@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -128,33 +127,26 @@ def _others_first(memory: PeerMemory) -> list[int]:
     return [(memory.rank + step) % memory.size for step in range(1, memory.size + 1)]
 
 
-@dataclass(frozen=True)
-class CopyEngineCollectives:
-    """The collectives that FSDP2 calls in place of NCCL's; they run concurrently, so each has separate memory.
+def find_error(gather: AllGather, reduce: ReduceScatter, world: World) -> str:
+    """All-gather and average known numbers; return what is wrong, or an empty string. Collective."""
+    numel, group, precision = 1024, world.mesh.get_group(), torch.bfloat16
+    ranks = torch.arange(1, world.size + 1, dtype=precision, device=world.device).repeat_interleave(numel)
+    gathered = ranks.where(ranks == world.rank + 1, 0)
+    gather(gathered, gathered.view(world.size, numel)[world.rank], group)
+    gradients = reduce.allocate(ranks.shape, dtype=precision, device=world.device).copy_(ranks * (world.rank + 1))
+    averaged = reduce.allocate((numel,), dtype=precision, device=world.device)
+    reduce(averaged, gradients, group, dist.ReduceOp.AVG)
+    expected = torch.full_like(averaged, (world.rank + 1) * (world.size + 1) / 2)
+    is_right = torch.equal(gathered, ranks) and torch.equal(averaged, expected)  # host sync: before the weights
+    return "" if is_right else "copies of known numbers were wrong"
 
-    The `reduce_dtype` of a module with them must be the dtype of its computations.
+
+def choose_collectives(training: TrainingPlan, world: World) -> tuple[AllGather, ReduceScatter] | None:
+    """Return the copy engines' collectives if the recipe allows them and they work here, or None. Collective.
+
+    They run concurrently, so each has separate memory. The `reduce_dtype` of a module with them must be the dtype of
+    its computations.
     """
-
-    all_gather: AllGather
-    reduce_scatter: ReduceScatter
-
-    def find_error(self, world: World) -> str:
-        """All-gather and average known numbers; return what is wrong, or an empty string. Collective."""
-        numel, group, precision = 1024, world.mesh.get_group(), torch.bfloat16
-        ranks = torch.arange(1, world.size + 1, dtype=precision, device=world.device).repeat_interleave(numel)
-        gathered = ranks.where(ranks == world.rank + 1, 0)
-        self.all_gather(gathered, gathered.view(world.size, numel)[world.rank], group)
-        reduce = self.reduce_scatter
-        gradients = reduce.allocate(ranks.shape, dtype=precision, device=world.device).copy_(ranks * (world.rank + 1))
-        averaged = reduce.allocate((numel,), dtype=precision, device=world.device)
-        reduce(averaged, gradients, group, dist.ReduceOp.AVG)
-        expected = torch.full_like(averaged, (world.rank + 1) * (world.size + 1) / 2)
-        is_right = torch.equal(gathered, ranks) and torch.equal(averaged, expected)  # host sync: before the weights
-        return "" if is_right else "copies of known numbers were wrong"
-
-
-def choose_collectives(training: TrainingPlan, world: World) -> CopyEngineCollectives | None:
-    """Return the copy engines' collectives if the recipe allows them and they work here, or None. Collective."""
     is_required = training.collectives == "copy_engine"
     if world.size == 1 or training.collectives == "nccl" or (world.device.type == "cpu" and not is_required):
         return None
@@ -163,9 +155,8 @@ def choose_collectives(training: TrainingPlan, world: World) -> CopyEngineCollec
         group, problem = world.mesh.get_group(), ""
         try:
             gathered, reduced = PeerMemory(group, world.device), PeerMemory(group, world.device)
-            averaged_in = DTYPES[training.reduce_precision]
-            collectives = CopyEngineCollectives(AllGather(gathered), ReduceScatter(reduced, averaged_in))
-            problem = collectives.find_error(world)
+            collectives = AllGather(gathered), ReduceScatter(reduced, DTYPES[training.reduce_precision])
+            problem = find_error(*collectives, world)
         except RuntimeError as error:
             problem = one_line(error)
         reason = next(filter(None, world.gather_objects(problem)), "")

@@ -337,4 +337,4 @@ def _shard(model: CausalLM, training: TrainingPlan, world: World, *, reshard_aft
         root.set_gradient_divide_factor(world.num_layer_ranks)
     if collectives is not None:
         for module in (*vision, *layers, model):
-            set_collectives(cast("FSDPModule", module), collectives.all_gather, collectives.reduce_scatter)
+            set_collectives(cast("FSDPModule", module), *collectives)

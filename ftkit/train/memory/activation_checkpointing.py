@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -231,12 +231,8 @@ class _Layer:
     device: dict[int, torch.Tensor] = field(default_factory=dict)  # while they are prefetched and not yet loaded
 
 
-@dataclass(frozen=True, eq=False)
-class _Offloaded:
-    """A tensor in host memory, by its layer and index there."""
-
-    layer: _Layer
-    index: int
+_Offloaded: TypeAlias = tuple[_Layer, int]
+"""A tensor in host memory, by its layer and index there."""
 
 
 class ActivationOffload:
@@ -276,7 +272,7 @@ class ActivationOffload:
             return self._offload(tensor, layer)
 
         def unpack(saved: _Offloaded | torch.Tensor) -> torch.Tensor:
-            return self._load(saved) if isinstance(saved, _Offloaded) else saved
+            return self._load(*saved) if isinstance(saved, tuple) else saved
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -304,10 +300,9 @@ class ActivationOffload:
             host.copy_(tensor, non_blocking=True)
         self._being_copied.append(tensor)
         layer.host.append(host)
-        return _Offloaded(layer, len(layer.host) - 1)
+        return layer, len(layer.host) - 1
 
-    def _load(self, offloaded: _Offloaded) -> torch.Tensor:
-        layer = offloaded.layer
+    def _load(self, layer: _Layer, index: int) -> torch.Tensor:
         if layer.host:  # the first of the layer's tensors: wait for all, and prefetch those of the layer before it
             self._prefetch(layer)
             self._library.current_stream().wait_stream(self._stream)
@@ -316,7 +311,7 @@ class ActivationOffload:
             self._newest = layer.before
             if layer.before is not None and (before := layer.before()) is not None:
                 self._prefetch(before)
-        return layer.device.pop(offloaded.index)
+        return layer.device.pop(index)
 
     def _prefetch(self, layer: _Layer) -> None:
         if layer.device:

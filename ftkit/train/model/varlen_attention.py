@@ -132,14 +132,6 @@ class _Sizes(NamedTuple):
     window: int | None
 
 
-class _Graph(NamedTuple):
-    """A graph of cuDNN, its tensors in the order of the arguments, and the bytes of its workspace."""
-
-    graph: Any
-    tensors: Sequence[Any]
-    workspace: int
-
-
 def _run_cudnn(
     tensors: list[torch.Tensor], cu_seqlens: torch.Tensor, scale: float, window: int | None, *, is_backward: bool
 ) -> None:
@@ -154,15 +146,15 @@ def _run_cudnn(
     documents = max(_MIN_DOCUMENTS, 1 << (len(cu_seqlens) - 2).bit_length())
     sizes = _Sizes(documents, tokens, heads, key_heads, width, value_width, scale, window)
     device = cu_seqlens.device
-    built = _graph(sizes, device.index, is_backward=is_backward)
-    workspace = torch.empty(built.workspace, dtype=torch.uint8, device=device)
+    graph, described, num_bytes = _graph(sizes, device.index, is_backward=is_backward)
+    workspace = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     # Elements of a token in queries, keys, values, outputs and log-sum-exps.
     row_sizes = (heads * width, key_heads * width, key_heads * value_width, heads * value_width, heads)
     boundaries = _boundaries(cu_seqlens, documents, tokens, row_sizes)
     arguments = [*(tensor.contiguous() for tensor in tensors), *boundaries]
     handle = _handle(device.index)
     _cudnn().set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
-    built.graph.execute(dict(zip(built.tensors, arguments, strict=True)), workspace, handle=handle)
+    graph.execute(dict(zip(described, arguments, strict=True)), workspace, handle=handle)
 
 
 @lru_cache(maxsize=1)  # all layers of a micro-batch have the same tensor, which a key compares by identity
@@ -175,8 +167,11 @@ def _boundaries(
 
 
 @cache
-def _graph(sizes: _Sizes, device: int, *, is_backward: bool) -> _Graph:
-    """Build a graph; offsets of documents are arguments, so that one graph serves all packs."""
+def _graph(sizes: _Sizes, device: int, *, is_backward: bool) -> tuple[Any, Sequence[Any], int]:
+    """Return a graph of cuDNN, its tensors in the order of the arguments, and the bytes of its workspace.
+
+    Offsets of documents are arguments, so that one graph serves all packs.
+    """
     cudnn = _cudnn()
     bf16, fp32 = cudnn.data_type.BFLOAT16, cudnn.data_type.FLOAT
     graph = cudnn.pygraph(
@@ -233,7 +228,7 @@ def _graph(sizes: _Sizes, device: int, *, is_backward: bool) -> _Graph:
     graph.create_execution_plans([cudnn.heur_mode.A])
     graph.check_support()
     graph.build_plans()
-    return _Graph(graph, [*tensors, *offsets.values(), lengths], max(graph.get_workspace_size(), 1))
+    return graph, [*tensors, *offsets.values(), lengths], max(graph.get_workspace_size(), 1)
 
 
 @cache
