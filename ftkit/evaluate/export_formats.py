@@ -218,7 +218,6 @@ def write_gguf(
 
 
 def gguf_type(precision: str) -> str:
-    """Return llama.cpp's name of a precision."""
     return {"fp32": "f32"}.get(precision, precision)
 
 
@@ -269,7 +268,6 @@ def _check_gguf(fields: Mapping[str, object], export: Path, ends: Sequence[int])
 
 
 def _read_fields(file: Path) -> dict[str, object]:
-    """Return the values in the header of a GGUF file."""
     return {name: field.contents() for name, field in import_module("gguf").GGUFReader(file).fields.items()}
 
 

@@ -102,7 +102,6 @@ class LoadedModel(GeneratingModel):
         return None if processor is None else PictureFeed.of(self.hf_model, processor.inputs)
 
     def _picture_inputs(self, prompt: Prompt) -> dict[str, torch.Tensor]:
-        """Return what the model's class takes for the pictures of a prompt."""
         if not prompt.pictures or self._feed is None:
             return {}
         inputs = self._feed.prompt_inputs(self.hf_model, prompt, self.device)

@@ -101,8 +101,6 @@ class Quantizer(ABC):
 
 
 class Gguf(Quantizer):
-    """Quantizes a GGUF file with llama.cpp."""
-
     measured_with = LlamaCpp.name
 
     def quantize(self, name: str, into: Path) -> tuple[Path, str]:
@@ -243,7 +241,6 @@ class _Loaded(LoadedModel):
 
 
 def _metrics(plan: RunPlan) -> tuple[str, ...]:
-    """Return the metrics of completions that the recipe has."""
     if generation := plan.recipe.evaluation.generation:
         return generation.metrics
     return tuple(plan.recipe.data.task.metrics if plan.recipe.data.task else ()) or ("loss",)

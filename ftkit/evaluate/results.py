@@ -151,7 +151,6 @@ def changed_examples(
 
 
 def to_record(step: int, data: EvaluationSet, metrics: Sequence[Metric], measured: Measured) -> EvaluationRecord:
-    """Return a checkpoint's measurements as a record of its run."""
     values = {(column.name, column.source): column.after.value for column in _columns(data, metrics, measured, None)}
     loss = values.get(("loss", ""), math.nan)
     targets = {source: 0 for _, source in values if source}

@@ -258,7 +258,6 @@ class _Rendezvous:
 
 
 def main(words: list[str]) -> int:
-    """Check this node; print the report, return the exit code."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise torch prints a page for each missing node
     parser = argparse.ArgumentParser(prog="python -m ftkit.health", description="Check this node.")
     parser.add_argument("--json", action="store_true", help="print JSON")

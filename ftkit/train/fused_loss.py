@@ -30,7 +30,6 @@ class LogitTransform:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> LogitTransform:
-        """Read the transform from a model's configuration, in which families use different keys."""
         divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
         divisor *= getattr(config, "logits_mup_width_multiplier", None) or 1.0  # Inkling
         factor = getattr(config, "logit_scale", None) or 1.0  # Cohere

@@ -168,7 +168,6 @@ def update_adamw(
 
 
 def can_update_8bit(parameter: torch.Tensor) -> bool:
-    """Return whether `update_adamw8bit` runs where a parameter is."""
     return triton is not None and parameter.is_cuda
 
 

@@ -160,7 +160,6 @@ def _count_oom_kills() -> int | None:
 
 
 def _explain_kill(num_before: int | None) -> tuple[str, int]:
-    """Return what is known about a SIGKILL, and the exit code."""
     now = _count_oom_kills()
     if now is None or num_before is None:
         return ": the node's log (dmesg) tells whether by the kernel's OOM killer", 1
@@ -282,7 +281,6 @@ class RunRank:
             self.at_end.enter_context(sampling(self._layout))
 
     def clear_error(self) -> None:
-        """Delete the error of an earlier start."""
         self._layout.rank_error(self.rank).unlink(missing_ok=True)
 
     def redirect_output(self) -> None:

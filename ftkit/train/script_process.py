@@ -49,8 +49,6 @@ _MIN_UNITS: Final = 3  # two decoder layers and the rest: with fewer, the model 
 
 @dataclass(frozen=True)
 class FoundSharding:
-    """How a model is sharded over the processes that torchrun started."""
-
     sharding: Sharding
     num_units: int  # modules whose parameters are sharded together
     num_parameters: int  # elements of all parameters, unsharded

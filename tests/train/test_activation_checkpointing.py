@@ -234,11 +234,11 @@ def test_offloaded_activations_are_prefetched_one_layer_ahead() -> None:
         [offload._offload(torch.full((2,), float(number)), layer) for _ in range(2)]
         for number, layer in enumerate(layers)
     ]
-    assert torch.equal(offload._load(parked[2][0]), torch.full((2,), 2.0))
+    assert torch.equal(offload._load(*parked[2][0]), torch.full((2,), 2.0))
     arriving = layers[1].device[1]
     assert not layers[0].device
-    assert offload._load(parked[1][1]) is arriving
-    assert [offload._load(each).tolist() for each in (parked[2][1], parked[0][0])] == [[2.0, 2.0], [0.0, 0.0]]
+    assert offload._load(*parked[1][1]) is arriving
+    assert [offload._load(*each).tolist() for each in (parked[2][1], parked[0][0])] == [[2.0, 2.0], [0.0, 0.0]]
     assert offload._newest is None
 
 
@@ -246,7 +246,7 @@ def test_offloaded_activations_are_fetched_in_any_order() -> None:
     offload = ActivationOffload(torch.device("cpu"))
     parked = [offload._offload(torch.full((2,), float(number)), offload._begin_layer()) for number in range(4)]
     order = (3, 0, 2, 1)
-    assert [offload._load(parked[number]).tolist() for number in order] == [[float(number)] * 2 for number in order]
+    assert [offload._load(*parked[number]).tolist() for number in order] == [[float(number)] * 2 for number in order]
 
 
 def test_what_a_layer_computes_is_offloaded_and_what_it_got_stays() -> None:

@@ -116,7 +116,6 @@ class TeacherSplit:
             publish(temporary, path)
 
     def _check(self, stored: NDArray[np.int32], read: NDArray[np.int32], packs: range, run: str) -> None:
-        """Refuse what is not a number, by its document."""
         if len(wrong := np.flatnonzero(np.isnan(stored[0].view(np.float32)).any(axis=1))):
             number, token = divmod(int(np.flatnonzero(read[:, 1].reshape(-1) != IGNORED)[wrong[0]]), read.shape[2])
             pack, document = packs[number], int((read[number, 2, : token + 1] == 0).sum())

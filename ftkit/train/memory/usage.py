@@ -118,7 +118,6 @@ def check_free_host_memory(plan: RunPlan, world: World) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, or its cause, is an out-of-memory error."""
     may_report = isinstance(error, RuntimeError | CheckpointException)
     is_reported = may_report and any(message in str(error).lower() for message in _MESSAGES)
     if is_reported or isinstance(error, torch.OutOfMemoryError | MemoryError):

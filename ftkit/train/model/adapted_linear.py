@@ -178,7 +178,6 @@ class TokenKeys:
         self.keys = torch.zeros(0, dtype=torch.int64)
 
     def dropout_of(self, name: str) -> Dropout | None:
-        """Return dropout for the adapter of a name in the model; None without."""
         return Dropout(self._probability, self, f"{self._seed} {name}") if self._probability else None
 
     @classmethod

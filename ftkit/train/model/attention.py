@@ -230,7 +230,6 @@ def _varlen(  # noqa: PLR0913 - the interface is transformers'
 
 
 def refuse_changed_scores(module: torch.nn.Module, arguments: Mapping[str, object]) -> None:
-    """Refuse attention arguments with which a model changes its scores."""
     name = next((name for name in _UNSUPPORTED_BY_VARLEN if arguments.get(name) is not None), None)
     if name is not None:
         raise TrainingError(

@@ -102,7 +102,6 @@ def _parts(model: PreTrainedModel, parameter: str) -> tuple[str, ...]:
 
 
 def check_expert_targets(matrices: Collection[ExpertMatrix], lora: LoraSpec) -> None:
-    """Refuse targets among the matrices of experts that can't be adapted."""
     for matrix in matrices:
         if missing := matrix.missing_parts(lora.targets):
             raise TrainingError(

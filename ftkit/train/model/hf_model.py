@@ -363,7 +363,6 @@ def find_text(model: PreTrainedModel, wrapper: PretrainedConfig | None) -> TextP
 def config_for_export(
     config: PretrainedConfig, class_name: str, dtype: torch.dtype, end_tokens: int | list[int] | None
 ) -> PretrainedConfig:
-    """Return the configuration to export, with the class name, the end tokens, and a cache for inference."""
     exported = copy.deepcopy(config)
     exported.architectures = [class_name]
     vars(exported).pop("quantization_config", None)  # weights were dequantized while they were loaded

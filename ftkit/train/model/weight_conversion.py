@@ -239,7 +239,6 @@ def _join(
 
 
 def _natural_sort_key(name: str) -> list[str | int]:
-    """Return a sort key that compares numbers in names as numbers."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
