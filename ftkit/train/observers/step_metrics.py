@@ -23,9 +23,11 @@ from ftkit.planning.training_setup import gpu_of_device
 from ftkit.runs.records import AnomalyRecord, StepRecord
 from ftkit.train.components.batches import StepBatch
 from ftkit.train.components.evaluate import mean_losses, mean_metrics
+from ftkit.train.components.recorder import Recorder
 from ftkit.train.loop import Observer, Progress, StepOutcome, StepResult, StepTiming
 from ftkit.train.memory.usage import MemoryTrace, empty_pinned_like
 from ftkit.train.model.routers import router_stats
+from ftkit.train.world import World
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,12 +35,11 @@ if TYPE_CHECKING:
     from ftkit.config.recipe import RecipePlan
     from ftkit.config.training import OnNonfinite, TrainingSpec
     from ftkit.models.architecture import ArchitectureSpec
-    from ftkit.train.components.recorder import Recorder
-    from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class StepMetrics(Observer):
     """Sums losses and stop requests over the ranks, and records the results of steps, one step behind.
 
@@ -46,44 +47,37 @@ class StepMetrics(Observer):
     device never idles. All ranks read the same numbers, so they stop after the same step.
     """
 
-    def __init__(
-        self,
-        progress: Progress,
-        world: World,
-        stopwatch: Stopwatch,
-        recorder: Recorder,
-        trace: MemoryTrace,
-        sources: tuple[str, ...],
-    ) -> None:
-        self._progress = progress
-        self._is_first = world.is_first
-        self._stopwatch = stopwatch
-        self._recorder = recorder
-        self._trace = trace
-        self._peak_flops = find_peak_flops(progress.plan.recipe, world)
-        self._num_tokens = progress.state.num_tokens
-        self._num_targets = progress.state.num_targets
+    progress: Progress
+    world: World
+    stopwatch: Stopwatch
+    recorder: Recorder
+    trace: MemoryTrace
+    sources: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        self._peak_flops = find_peak_flops(self.progress.plan.recipe, self.world)
+        self._num_tokens = self.progress.state.num_tokens
+        self._num_targets = self.progress.state.num_targets
         self._results: list[StepResult] = []  # since the last record
-        self._sources = sources
-        self._metric_names = progress.plan.recipe.training.metric_names
+        self._metric_names = self.progress.plan.recipe.training.metric_names
         self._pending: _Pending | None = None
         self._buffer: torch.Tensor | None = None
-        self.is_behind = world.device.type == "cuda"
+        self.is_behind = self.world.device.type == "cuda"
 
     def reduce(self, outcome: StepOutcome) -> Iterator[StepResult]:
         previous = self._take_pending()  # host sync: on the previous step, while the device computes this one
         self._sum_over_ranks(outcome)
         if previous is not None:
             yield previous
-        if not self.is_behind or self._progress.has_host_sync:
+        if not self.is_behind or self.progress.has_host_sync:
             result = self._take_pending()
             if result is not None:
                 yield result
 
     def _sum_over_ranks(self, outcome: StepOutcome) -> None:
         # A stop may be requested for the run, or for this Slurm job.
-        requests = [str(self._progress.plan.layout.stop_request), os.environ.get("FTKIT_STOP_FILE", "")]
-        stop = torch.full_like(outcome.loss, self._is_first and any(map(os.path.exists, requests)))
+        requests = [str(self.progress.plan.layout.stop_request), os.environ.get("FTKIT_STOP_FILE", "")]
+        stop = torch.full_like(outcome.loss, self.world.is_first and any(map(os.path.exists, requests)))
         local = [torch.stack([outcome.loss, stop]), outcome.source_losses.flatten(), outcome.router_sums.values]
         sums = torch.cat(local)
         dist.all_reduce(sums)
@@ -96,8 +90,8 @@ class StepMetrics(Observer):
             numbers = self._buffer.copy_(numbers, non_blocking=True)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
-        batch, timing = replace(outcome.batch, micro_batches=[]), self._stopwatch.take()
-        self._pending = _Pending(self._progress.step, batch, outcome.learning_rate, numbers, copied, timing)
+        batch, timing = replace(outcome.batch, micro_batches=[]), self.stopwatch.take()
+        self._pending = _Pending(self.progress.step, batch, outcome.learning_rate, numbers, copied, timing)
 
     def _take_pending(self) -> StepResult | None:
         pending, self._pending = self._pending, None
@@ -106,14 +100,14 @@ class StepMetrics(Observer):
         if pending.copied is not None:
             pending.copied.synchronize()  # host sync: on a step that completes while the next one is queued
         loss, stop, *others, grad_norm = pending.numbers.tolist()
-        self._progress.is_stopped |= stop > 0
-        num_by_source, num_samples = 2 * len(self._sources), pending.batch.num_samples
+        self.progress.is_stopped |= stop > 0
+        num_by_source, num_samples = 2 * len(self.sources), pending.batch.num_samples
         num_sums = num_by_source + len(self._metric_names)
         return StepResult(
             pending.step,
             pending.batch,
             loss / num_samples,
-            mean_losses(self._sources, others[:num_by_source]),
+            mean_losses(self.sources, others[:num_by_source]),
             grad_norm,
             pending.learning_rate,
             stop > 0,
@@ -126,7 +120,7 @@ class StepMetrics(Observer):
         self._results.append(result)
         self._num_tokens += result.batch.num_tokens
         self._num_targets += result.batch.num_targets
-        every, num_steps = self._progress.plan.recipe.training.log_every_steps, self._progress.num_steps
+        every, num_steps = self.progress.plan.recipe.training.log_every_steps, self.progress.num_steps
         if not (result.step % every == 0 or result.step in {1, num_steps} or result.stop_requested):
             return
         results, self._results = self._results, []
@@ -137,14 +131,14 @@ class StepMetrics(Observer):
         starts = np.concatenate([each.batch.document_starts for each in results])
         mfu = None
         if self._peak_flops is not None:
-            recipe, num_targets = self._progress.plan.recipe, sum(each.batch.num_targets for each in results)
+            recipe, num_targets = self.progress.plan.recipe, sum(each.batch.num_targets for each in results)
             flops = count_flops(recipe.model.architecture, recipe.training, lengths, num_targets, starts)
             mfu = flops / seconds / self._peak_flops  # Chowdhery et al. 2022, appendix B
         record = StepRecord(
             time=time.time(),
             step=result.step,
             num_steps=num_steps,
-            epoch=round(self._progress.batches.epoch_of_step(result.step), 4),
+            epoch=round(self.progress.batches.epoch_of_step(result.step), 4),
             loss=result.loss,
             learning_rate=result.learning_rate,
             grad_norm=result.grad_norm,
@@ -155,12 +149,12 @@ class StepMetrics(Observer):
             overhead_ratio=max(wait, seconds - work) / seconds,  # rounding must not make it less than the wait
             data_wait_ratio=wait / seconds,
             mfu=mfu,
-            memory_gib=self._trace.peak_gib(),
+            memory_gib=self.trace.peak_gib(),
             sources=result.sources,
             scores=result.scores,
             routers=result.routers,
         )
-        self._recorder.write(record)
+        self.recorder.write(record)
         log.info(
             "step %d/%d: loss %.4f, lr %.2e, grad norm %.2f, %.0f tokens/s in total%s",
             record.step, record.num_steps, record.loss, record.learning_rate, record.grad_norm,
