@@ -60,19 +60,6 @@ class Example:
     change: float
 
 
-@dataclass(frozen=True)
-class _Column:
-    """A metric of both models as ratios over rows."""
-
-    name: str
-    source: str
-    after: Ratio
-    before: Ratio | None
-    num_cases: int
-    is_part: bool
-    is_lower_better: bool
-
-
 _LOSSES = (("loss", 0, False), ("perplexity", 0, False), ("token_accuracy", 2, True))
 """Metrics of labels: name, column of `Measured.loss`, and whether it is a part of the labels; others are better low."""
 
@@ -82,29 +69,24 @@ def compare(
 ) -> list[Result]:
     """Return all metrics with their intervals: losses of all rows and of each source, then those of completions."""
     results = []
-    for column in _columns(data, metrics, after, before):
+    for name, source, new, old, num_cases, is_part, is_lower_better in _columns(data, metrics, after, before):
         # exp(loss) overflows above 709.
-        shown = (lambda values: np.exp(np.minimum(values, 700.0))) if column.name == "perplexity" else np.asarray
-        value, earlier, change = float(shown(column.after.value)), None, None
-        if column.before is None:
-            interval = paired_interval((column.after,), shown, seed)
+        shown = (lambda values: np.exp(np.minimum(values, 700.0))) if name == "perplexity" else np.asarray
+        value, earlier, change = float(shown(new.value)), None, None
+        if old is None:
+            interval = paired_interval((new,), shown, seed)
         else:
-            earlier = float(shown(column.before.value))
+            earlier = float(shown(old.value))
             change = value - earlier
-            both = (column.after, column.before)
-            interval = paired_interval(both, lambda new, old, shown=shown: shown(new) - shown(old), seed)
-        results.append(
-            Result(
-                column.name, column.source, earlier, value, change, interval, column.num_cases, column.is_part,
-                column.is_lower_better,
-            )
-        )  # fmt: skip
+            interval = paired_interval((new, old), lambda one, other, shown=shown: shown(one) - shown(other), seed)
+        results.append(Result(name, source, earlier, value, change, interval, num_cases, is_part, is_lower_better))
     return results
 
 
 def _columns(
     data: EvaluationSet, metrics: Sequence[Metric], after: Measured, before: Measured | None
-) -> Iterator[_Column]:
+) -> Iterator[tuple[str, str, Ratio, Ratio | None, int, bool, bool]]:
+    """Yield the first two fields of `Result`, its metric of both models as ratios over rows, and its last three."""
     sources = list(dict.fromkeys(data.sources))
     for source in ["", *(sources if len(sources) > 1 else [])]:
         chosen = np.array([source in ("", each) for each in data.sources])
@@ -115,14 +97,14 @@ def _columns(
         num_rows = int((new[:, 1] > 0).sum())
         for name, place, is_part in _LOSSES:
             earlier = None if old is None else Ratio(old[:, place], old[:, 1])
-            yield _Column(name, source, Ratio(new[:, place], new[:, 1]), earlier, num_rows, is_part, not is_part)
+            yield name, source, Ratio(new[:, place], new[:, 1]), earlier, num_rows, is_part, not is_part
     rows = np.array([case.number for case in data.cases], np.int64)
     for metric in metrics:
         own = _ratio(rows, after.scores[metric.name], len(data.rows))
         num_cases = int(own.denominators.sum())
         if num_cases:
             earlier = _ratio(rows, before.scores[metric.name], len(data.rows)) if before else None
-            yield _Column(metric.name, "", own, earlier, num_cases, metric.is_part, metric.is_lower_better)
+            yield metric.name, "", own, earlier, num_cases, metric.is_part, metric.is_lower_better
 
 
 def _ratio(rows: NDArray[np.int64], scores: Sequence[float | None], num_rows: int) -> Ratio:
@@ -151,7 +133,7 @@ def changed_examples(
 
 
 def to_record(step: int, data: EvaluationSet, metrics: Sequence[Metric], measured: Measured) -> EvaluationRecord:
-    values = {(column.name, column.source): column.after.value for column in _columns(data, metrics, measured, None)}
+    values = {(name, source): own.value for name, source, own, *_ in _columns(data, metrics, measured, None)}
     loss = values.get(("loss", ""), math.nan)
     targets = {source: 0 for _, source in values if source}
     for source, (_, num_targets, _) in zip(data.sources, measured.loss.tolist(), strict=True):
