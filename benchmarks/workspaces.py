@@ -36,7 +36,7 @@ from ftkit.runs.records import (
     StepRecord,
     to_line,
 )
-from ftkit.runs.stragglers import RankTiming
+from ftkit.runs.slow_ranks import RankTiming
 
 NOW = time.time()
 STAMP = "20260101T{:02d}{:02d}{:02d}Z"

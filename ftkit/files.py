@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
@@ -269,6 +270,15 @@ class PrivateFileError(DamagedFileError, exit_code=PrerequisiteError.exit_code):
         super().__init__(path, "you have no permission" + (f"; it belongs to {owner}" if owner else ""))
         self.meaning = f"{path} was not shared with other users, or with your group"
         self.fix = f"ask {owner or 'its owner'} for read permission for it"
+
+
+def digest_of(contents: Mapping[str, bytes]) -> str:
+    """Return the SHA-256 of the names and contents of files, sorted by name."""
+    digest = hashlib.sha256()
+    for name in sorted(contents):
+        digest.update(f"{name}\0{len(contents[name])}\0".encode())
+        digest.update(contents[name])
+    return digest.hexdigest()
 
 
 def copy_new(path: Path, offset: int, output: IO[bytes]) -> int:

@@ -18,6 +18,7 @@ from typing import Final
 
 from ftkit import __version__, assets
 from ftkit.errors import PrerequisiteError
+from ftkit.files import digest_of
 
 _TAG: Final = "py3-none-any"
 _INFO: Final = f"ftkit-{__version__}.dist-info"
@@ -47,10 +48,7 @@ def shipped_files() -> dict[str, Path]:
 @cache
 def code_identity() -> str:
     """Return the version with a digest of all files: it is equal on two machines if they run the same code."""
-    digest = hashlib.sha256()
-    for name, path in shipped_files().items():
-        digest.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
-    return f"{__version__}+{digest.hexdigest()[:12]}"
+    return f"{__version__}+{digest_of({name: path.read_bytes() for name, path in shipped_files().items()})[:12]}"
 
 
 def make_wheel() -> bytes:

@@ -20,7 +20,8 @@ from ftkit.cli.output import current_output, log_output
 from ftkit.cli.terminal.console import Terminal
 from ftkit.config.load import load_cluster
 from ftkit.errors import ConfigError, Problem, one_line, plural
-from ftkit.launch.code import copy_selected, digest_of, sent_files
+from ftkit.files import digest_of
+from ftkit.launch.code import copy_selected, sent_files
 from ftkit.launch.resolve import recipe_name
 from ftkit.launch.sweep import expand
 from ftkit.launch.user_script import copy_script

@@ -56,8 +56,8 @@ def check_image(plan: JobPlan, terminal: Terminal, *, import_missing: bool = Fal
     if plan.cluster.runtime == "docker":
         with docker_engine.connect() as client:
             built = docker_engine.inspect_required(client, plan.container_image, f"build it: ftkit build {plan.image}")
-        _warn_about_other_version(built.labels, plan, terminal)
-        return {"image_id": built.id} | _lock_digest(built.labels)
+        _warn_about_other_version(built.config.labels, plan, terminal)
+        return {"image_id": built.id} | _lock_digest(built.config.labels)
     if plan.image_file is None:
         return {}  # a registry address: the nodes pull it
     image = parse_image(plan.image, plan.workspace)

@@ -25,7 +25,7 @@ from ftkit.images.build import BaseRequest, build
 from ftkit.images.build_context import definition_file, write_files, write_lock
 from ftkit.images.image_store import ImageStatus, image_statuses, is_unpinned
 from ftkit.images.import_image import ImportMethod, ImportRequest
-from ftkit.images.oci.credentials import Credentials, from_user
+from ftkit.images.oci.connection import Credentials, from_user
 from ftkit.images.signatures import sign_file
 from ftkit.images.transfer import push, sign_pushed
 
@@ -60,7 +60,7 @@ def _cells(spec: ImageSpec, state: ImageStatus) -> list[Cell]:
     built, made = state.built, "-"
     base: Cell = "pinned" if spec.base.digest else Styled("unpinned", "yellow")
     if built:
-        made = f"{gib(built.size / 2**30)}, {age(time.time() - built.created)} ago"
+        made = f"{gib(built.size / 2**30)}, {age(time.time() - built.config.created)} ago"
         if spec.base.digest and is_unpinned(built):
             base = Styled("built unpinned", "yellow")
     imported, damaged = [], False
@@ -93,7 +93,9 @@ def _as_json(spec: ImageSpec, state: ImageStatus, store: ImageStore) -> dict[str
         "file": str(store.link(state.reference, "sqsh")),
         "is_imported": any(file.manifest for file in state.imported),
         "is_pinned": spec.base.digest is not None,
-        "built": built and {"id": built.id, "size": built.size, "created": built.created, "labels": built.labels},
+        "built": {"id": built.id, "size": built.size, "created": built.config.created, "labels": built.config.labels}
+        if built
+        else None,
         "pushed": list(state.pushed),
         "imported": [
             {

@@ -29,7 +29,6 @@ from ftkit.launch.submission import read_resumable_plan, resume, submit
 from ftkit.paths import is_address
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import RunPlan, ScriptPlan
-from ftkit.runs.bundle import SIGNED_AS
 from ftkit.runs.failure import original_command
 from ftkit.runs.manifest import build_manifest
 from ftkit.runs.metrics_file import RecordTail
@@ -158,7 +157,7 @@ def rerun_command(  # noqa: PLR0913 - one for each option
     path = Path(reference)
     is_own = not (is_address(reference) or path.exists() or path.suffix in (".json", ".tar"))
     if public_key:
-        verify_beside(path, public_key, SIGNED_AS)
+        verify_beside(path, public_key, "ftkit-bundle")
     original = read_original(str(arguments.get_run(reference).layout.root) if is_own else reference)
     image = arguments.current_settings().settings.image
     plan = rerun.plan_rerun(original, RunArgs(name=name, **placement), ctx, workspace, image, is_own=is_own)

@@ -27,9 +27,9 @@ from ftkit.launch.prune import find_dependents, find_prunable, folder_bytes, pru
 from ftkit.launch.submission import check_removable, remove_folder
 from ftkit.planning.plan import read_plan
 from ftkit.runs import checkpoints
-from ftkit.runs.bundle import SIGNED_AS, write_bundle
 from ftkit.runs.checkpoints import DamagedCheckpointError, Marker, find_best, read_marker
 from ftkit.runs.job import read_submitted
+from ftkit.runs.repeat import write_bundle
 from ftkit.runs.signing import sign
 from ftkit.runs.sync import RunCopy
 
@@ -237,7 +237,7 @@ def bundle_command(reference: str, *, output: Path | None, signs: bool, key: Pat
         terminal.warn(f"the bundle has no report; to write one first: ftkit report {layout.root.name}")
     terminal.data(f"{short_path(path.absolute())}\n")
     if private_key:
-        terminal.say(f"signed: {short_path(sign(path, private_key, SIGNED_AS).absolute())}")
+        terminal.say(f"signed: {short_path(sign(path, private_key, 'ftkit-bundle').absolute())}")
 
 
 def _find_lock(layout: RunLayout) -> Path | None:

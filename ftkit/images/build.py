@@ -20,7 +20,7 @@ from ftkit.images.build_context import BuildContext, assemble
 from ftkit.images.docker_engine import DockerImage
 from ftkit.images.events import ProgressEvent, Report, ignore_progress
 from ftkit.images.inside import PASSED
-from ftkit.images.oci.credentials import find_credentials
+from ftkit.images.oci.connection import find_credentials
 from ftkit.images.oci.registry import Registry
 from ftkit.images.transfer import pull
 from ftkit.process import without_colors
@@ -86,7 +86,7 @@ def build(
             pinned = replace(pinned, digest=names.get(pinned.repository))
         key = context.digest(f"{found.id} {base.image.digest or ''}")
         image = docker_engine.inspect(client, name)
-        is_new = no_cache or image is None or image.labels.get(docker_engine.BUILD_KEY_LABEL) != key
+        is_new = no_cache or image is None or image.config.labels.get(docker_engine.BUILD_KEY_LABEL) != key
         if image is None or is_new:
             moved_to = current_digest_if_moved(base) if base.is_recorded else None
             labels = docker_engine.make_labels(spec, read_commit(own_checkout())) | {

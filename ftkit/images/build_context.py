@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from ftkit import assets, process
 from ftkit.config.image_reference import parse_reference
 from ftkit.errors import ImageError, PrerequisiteError, one_line
-from ftkit.files import read_small, write_file
+from ftkit.files import digest_of, read_small, write_file
 from ftkit.images.docker_engine import REFERENCE_LABEL
 from ftkit.images.inside import normalize_name, parse_pins
 from ftkit.images.oci.tar import END, FILE, Member, write_member, write_padding
@@ -134,11 +134,7 @@ class BuildContext:
 
     def digest(self, base: str) -> str:
         """Return a digest of everything that the image depends on; `base` identifies the base."""
-        running = hashlib.sha256(base.encode())
-        for name, data in sorted(self.files.items()):
-            running.update(f"\n{name} {len(data)}\n".encode())
-            running.update(data)
-        return running.hexdigest()
+        return digest_of({**self.files, "base": base.encode()})
 
     def archive(self, labels: dict[str, str]) -> io.BytesIO:
         """Return the files as a tar archive, with the labels as the Dockerfile's last step."""

@@ -41,8 +41,6 @@ class DockerImage:
 
     id: Digest
     size: int
-    created: int
-    labels: dict[str, str]
     repo_digests: tuple[tuple[str, Digest], ...]
     config: ImageConfig
 
@@ -119,9 +117,8 @@ def inspect(client: APIClient, name: str) -> DockerImage | None:
     except ValueError as error:  # of very old engines
         raise ImageError(f"docker's id of {name} is not a digest: {error}", fix="see 'docker version'") from error
     repo_digests = (text.partition("@") for text in found.get("RepoDigests") or ())
-    run = image_config(config, found.get("Created"))
     digests = tuple((name, known) for name, _, digest in repo_digests if (known := as_digest(digest)))
-    return DockerImage(image_id, int(found.get("Size") or 0), run.created, config.labels, digests, run)
+    return DockerImage(image_id, int(found.get("Size") or 0), digests, image_config(config, found.get("Created")))
 
 
 def inspect_required(client: APIClient, name: str, fix: str) -> DockerImage:

@@ -43,8 +43,6 @@ class ImportManifest:
     sha256: str  # of the file
     block_size: Annotated[int, Field(gt=0)]
     blocks: tuple[str, ...]  # SHA-256 of each `block_size` bytes of it
-    root_bytes: int
-    num_entries: int
     labels: dict[str, str]
     sbom: str
     imported: float
@@ -113,7 +111,6 @@ class ImageStore:
         write_json(manifest_file(self.root / manifest.file), manifest)
 
     def point(self, reference: str, final: Path, image_format: ImageFormat) -> None:
-        """Point the link of a name to a file."""
         link = self.link(reference, image_format)
         new_link = link.with_name(f".{link.name}.{secrets.token_hex(4)}")
         new_link.symlink_to(final.name)
@@ -199,7 +196,7 @@ def image_statuses(references: Sequence[str], store: ImageStore) -> tuple[list[I
 
 
 def is_unpinned(image: DockerImage) -> bool:
-    return image.labels.get(docker_engine.UNPINNED_LABEL) == "true"
+    return image.config.labels.get(docker_engine.UNPINNED_LABEL) == "true"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ftkit.errors import ConfigError, ImageError, NotFoundError, PrerequisiteErr
 from ftkit.images import docker_engine, enroot, squashfs
 from ftkit.images.events import ByteCounter, ProgressEvent, Report, ignore_progress
 from ftkit.images.image_store import ImageStore, ImportManifest, manifest_if_intact, sbom_file
-from ftkit.images.oci.credentials import Credentials, find_credentials
+from ftkit.images.oci.connection import Credentials, find_credentials
 from ftkit.images.oci.documents import Descriptor, RunConfig
 from ftkit.images.oci.registry import Registry
 from ftkit.images.oci.tar import Entry, Layer, TarReader, flatten
@@ -318,7 +318,7 @@ def import_image(
         manifest = ImportManifest(
             reference=reference, image_id=source.image_id, registry_digest=source.registry_digest, source=source.origin,
             made_by=made.made_by, format=source.format, file=final.name, size=digests.size, sha256=digests.sha256,
-            block_size=BLOCK_SIZE, blocks=digests.blocks, root_bytes=made.num_bytes, num_entries=made.num_entries,
+            block_size=BLOCK_SIZE, blocks=digests.blocks,
             labels=source.config.labels, sbom=sbom_file(final).name if made.sbom else "", imported=time.time(),
             ftkit_version=__version__, left_out=made.left_out,
         )  # fmt: skip

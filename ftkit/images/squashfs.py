@@ -107,11 +107,9 @@ def check_squashfs(path: Path) -> None:
 
 @dataclass(frozen=True)
 class MadeFile:
-    """An image file: what made it, and its contents if they are known; it lacks `left_out`, devices and pipes."""
+    """An image file: what made it, and its SBOM if it is known; it lacks `left_out`, devices and pipes."""
 
     made_by: str = ""
-    num_entries: int = 0
-    num_bytes: int = 0
     sbom: bytes = b""
     left_out: tuple[str, ...] = ()
 
@@ -183,11 +181,9 @@ def write_root(
 
     No member is newer than the image, because docker creates newer ones for the export.
     """
-    num_entries = num_bytes = 0
     sbom = bytearray()
 
     def write(member: Member, chunks: Iterable[bytes] = ()) -> None:
-        nonlocal num_entries, num_bytes
         # With the permissions that the owner needs, because in the container the user is not root.
         needed = 0o100 * _NEEDED.get(member.kind, 5 if member.mode & 0o111 else 4)
         mtime = min(member.mtime, config.created)
@@ -199,8 +195,6 @@ def write_root(
             if keeps:
                 sbom.extend(chunk)
         write_padding(sink, member.size)
-        num_entries += 1
-        num_bytes += member.size
 
     # Folders that have to exist, and for each of their parts, of which kind the image's own member is.
     folders = [parts for folder in ("etc", config.working_directory, *config.volumes) if (parts := _parts(folder))]
@@ -218,7 +212,7 @@ def write_root(
     for path, text in zip(_REPLACED, texts, strict=True):
         write(Member(path, FILE, 0o644, config.created, len(text.encode())), (text.encode(),))
     sink.write(END)
-    return MadeFile("", num_entries, num_bytes, bytes(sbom), tuple(left_out))
+    return MadeFile(sbom=bytes(sbom), left_out=tuple(left_out))
 
 
 def _select(entries: Iterable[Entry], left_out: list[str]) -> Iterator[Entry]:

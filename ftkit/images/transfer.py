@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images import docker_engine
 from ftkit.images.events import ProgressEvent, Report, TransientError, ignore_progress, retry
-from ftkit.images.oci.credentials import Credentials, access_denied, explain_tls, find_credentials
+from ftkit.images.oci.connection import Credentials, access_denied, explain_tls, find_credentials
 from ftkit.images.oci.registry import Registry
 from ftkit.images.signatures import sign_in_registry
 
@@ -38,7 +38,6 @@ def push(
 
 
 def pull(client: APIClient, wanted: RegistryImage, report: Report) -> None:
-    """Pull an image from its registry into the docker engine."""
     start = partial(client.pull, wanted.repository, tag=wanted.digest or wanted.tag)
     transfer(start, f"pulling {wanted}", report, wanted, find_credentials(wanted.host))
 

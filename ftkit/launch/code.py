@@ -6,7 +6,6 @@ have the digest of each copy.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any, Final
 import ftkit
 from ftkit.checkout import list_files, read_commit
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, Problem
+from ftkit.files import digest_of
 from ftkit.planning.plan import CodePlan
 
 _LIMIT_BYTES: Final = 64 * 2**20
@@ -129,15 +129,6 @@ def sent_files(copies: Sequence[CodeCopy], folder: str) -> dict[str, bytes]:
 def files_of(copies: Iterable[CodeCopy]) -> dict[str, str | bytes]:
     """Return the files of copies by their paths in the run's folder."""
     return {f"code/{copy.plan.name}/{path}": data for copy in copies for path, data in copy.files.items()}
-
-
-def digest_of(contents: Mapping[str, bytes]) -> str:
-    """Return the SHA-256 of the names and contents of files, sorted by name."""
-    digest = hashlib.sha256()
-    for path in sorted(contents):
-        digest.update(f"{path}\0{len(contents[path])}\0".encode())
-        digest.update(contents[path])
-    return digest.hexdigest()
 
 
 def _walk(folder: Path) -> list[Path]:

@@ -55,7 +55,6 @@ class Overview:
 
 
 def observe(run: SubmittedRun) -> Job:
-    """Return the state of one run."""
     return observe_all([run]).states[run.id]
 
 

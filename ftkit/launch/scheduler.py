@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 def scheduler_for(name: SchedulerName) -> LocalScheduler | SlurmScheduler:
-    """Return the scheduler of that name."""
     return SlurmScheduler() if name == "slurm" else LocalScheduler()
 
 
@@ -259,10 +258,8 @@ class UncertainSubmitError(NoAnswerError):
     """Slurm's answer is unclear: the job may have been submitted."""
 
 
-class InterruptedSubmitError(UncertainSubmitError):
+class InterruptedSubmitError(UncertainSubmitError, exit_code=130):
     """The user interrupted sbatch."""
-
-    exit_code = 130
 
 
 def explain_refusal(stderr: str) -> SubmitError:

@@ -149,13 +149,12 @@ def resume(
         end = End.of_run(_check_it_ended(SubmittedRun(layout, submission), new))
         end = End(Cause.DISK_FULL) if layout.disk_full.exists() else end
     files: dict[Path, str | bytes] = {}
-    changes = {}
+    former, changes = list[Path](), {}
     if changed:
         files = {layout.root / path: content for path, content in files_of(changed.copies).items()}
-        changes = {each.key: (each.before, each.after) for each in changed.changes}
-    former = [path for path in layout.code.rglob("*") if path.is_file()] if files else []
-    if changed:
+        former = [path for path in layout.code.rglob("*") if path.is_file()] if files else []
         files |= {layout.plan: plan_to_json(new), layout.script: render_job(new, project, prepares=False)}
+        changes = {each.key: (each.before, each.after) for each in changed.changes}
     has_preparation = isinstance(new, RunPlan) and needs_preparation(new, environment)
     if isinstance(new, RunPlan) and has_preparation and (changed or not layout.preparation_script.is_file()):
         files[layout.preparation_script] = render_preparation(new, project)

@@ -37,8 +37,6 @@ class NumberedPath:
 
 @dataclass(frozen=True)
 class DataLayout:
-    """The folder of prepared data."""
-
     root: Path
 
     manifest = FilePath("manifest.json")
@@ -67,8 +65,6 @@ class Workspace:
 
 @dataclass(frozen=True)
 class RunLayout:
-    """The folder of one run."""
-
     root: Path
 
     plan = FilePath("plan.json")

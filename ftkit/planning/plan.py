@@ -84,7 +84,6 @@ class JobPlan(ABC):
 
     @property
     def layout(self) -> RunLayout:
-        """The run's folder."""
         return RunLayout(Workspace(self.workspace).runs / self.id)
 
     @property
@@ -151,8 +150,6 @@ class SweepPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(JobPlan):
-    """The plan of a run of ftkit's trainer."""
-
     fingerprint: str
     recipe: RecipePlan
     engine: EnginePlan
@@ -268,8 +265,6 @@ class Script:
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptPlan(JobPlan):
-    """The plan of a run of a script."""
-
     script: Script
 
     @property
@@ -281,7 +276,6 @@ class ScriptPlan(JobPlan):
 
 
 def plan_to_json(plan: RunPlan | ScriptPlan) -> str:
-    """Return the content of plan.json."""
     return to_json(plan)
 
 

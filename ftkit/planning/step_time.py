@@ -105,8 +105,6 @@ Bound = Literal["gpu", "host", "main memory", "network"]
 
 @dataclass(frozen=True)
 class StepTimePlan:
-    """Predicted speed of a run."""
-
     bound: Bound  # the resource that limits the step time
     step_seconds: float  # duration of an optimizer step
     slow_host_seconds: float  # the same beside a slow host (`SLOW_HOST`)

@@ -36,8 +36,6 @@ _OF_OBJECTIVE = {"loss", "kl_per_token", *PREFERENCE_METRICS, *DISTILL_METRICS}
 
 @dataclass(frozen=True)
 class LossPoint:
-    """The loss after a step."""
-
     step: int
     tokens: int
     loss: float
@@ -76,8 +74,6 @@ class RunResults:
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run in a comparison."""
-
     id: str
     inputs: dict[str, dict[str, object]]  # by section and key
     results: RunResults

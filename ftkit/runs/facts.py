@@ -9,7 +9,7 @@ from ftkit.planning.plan import PlanError, RunPlan, Script, ScriptPlan, read_job
 from ftkit.runs.gpu_samples import GpuSummary, NodeSample, read_samples, summarize_samples
 from ftkit.runs.manifest import explain_missing_digests
 from ftkit.runs.repeat import Verdict, judge
-from ftkit.runs.stragglers import Straggler, find_stragglers, read_timings
+from ftkit.runs.slow_ranks import Straggler, find_stragglers, read_timings
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts of a run."""
-
     plan: RunPlan | ScriptPlan | None  # None if it can't be read: usually, another version of ftkit wrote it
     plan_problem: str
     stragglers: list[Straggler]

@@ -96,7 +96,6 @@ class RankError:
 
 
 def write_rank_error(path: Path, error: RankError) -> None:
-    """Write a rank's error next to its log."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, error)
 
@@ -142,7 +141,6 @@ class Failure:
 
 
 def explain_failure(run: SubmittedRun, seen: Job) -> Failure | None:
-    """Return why a run failed; None if it did not."""
     if seen.state not in FAILURES:
         return None
     layout = run.layout

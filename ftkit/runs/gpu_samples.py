@@ -76,7 +76,6 @@ class GpuCurve:
 
 
 def to_line(sample: NodeSample) -> str:
-    """Return a sample as a line of JSON."""
     return json.dumps(asdict(sample), separators=(",", ":")) + "\n"
 
 
@@ -114,7 +113,6 @@ def _parse(line: str) -> NodeSample | None:
 
 
 def summarize_samples(samples: Sequence[NodeSample]) -> GpuSummary | None:
-    """Summarize a run's samples; None if there are none."""
     gpus = [gpu for sample in samples for gpu in sample.gpus]
     if not gpus:
         return None

@@ -105,8 +105,6 @@ class Job:
 
 @dataclass(frozen=True)
 class Submission:
-    """One submission of a run's script."""
-
     scheduler: SchedulerName
     job_id: JobId
     submitted: Seconds  # since the epoch
@@ -125,8 +123,6 @@ class Submission:
 
 @dataclass(frozen=True)
 class SubmittedRun:
-    """A run's folder and its newest submission."""
-
     layout: RunLayout
     submission: Submission
 

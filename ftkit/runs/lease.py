@@ -55,8 +55,6 @@ class FolderHeldError(TrainingError):
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lease."""
-
     host: str
     machine: str  # identifies the machine and the process namespace of `pid`
     pid: int
@@ -67,7 +65,6 @@ class Holder:
 
     @classmethod
     def here(cls) -> Holder:
-        """Return this process as a holder."""
         pid, job_id = os.getpid(), own_job_id()
         start = int(os.environ.get("SLURM_RESTART_COUNT", "0")), int(os.environ.get("SLURM_STEP_ID", "0"))
         return cls(socket.gethostname(), _machine(), pid, process.start_time(pid) or "", job_id, time.time(), start)

@@ -252,7 +252,6 @@ def describe_data(layout: RunLayout, fingerprint: object) -> dict[str, Values]:
 
 
 def _installed_versions() -> dict[str, str]:
-    """Return the versions of the packages that a run's numbers depend on."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):

@@ -149,7 +149,6 @@ def _metrics(layout: RunLayout, step: int) -> str:
 
 
 def append_table(folder: Path, title: str, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Add a section with a table to the card of an export."""
     table = _table([[each.removeprefix("#") for each in titles], *rows])
     with (folder / CARD_FILE).open("a", encoding="utf-8") as card:
         card.write(f"\n{title}\n\n{table}\n")

@@ -40,8 +40,6 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The results of all checks."""
-
     findings: list[Finding]
     passed: list[str]
     not_checked: dict[str, str]  # why, by the name of the check

@@ -52,8 +52,6 @@ class ReplayFacts:
 
 @dataclass
 class RankFacts:
-    """What one process observed."""
-
     rank: int
     world_size: int
     num_steps: int = 0

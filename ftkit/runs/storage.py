@@ -116,7 +116,6 @@ class Store:
         self._call("write to", write, min(path.stat().st_size, _PARTS_AT_ONCE * _PART_BYTES), path)
 
     def get(self, name: str, path: Path) -> None:
-        """Download a file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         place = f"{self._root}/{name}"
 

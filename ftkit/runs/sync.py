@@ -168,7 +168,6 @@ def fetch_run(address: str, workspace: Workspace, report: Callable[[str], None])
 
 
 def missing_copy(address: str) -> NotFoundError:
-    """Return the error for an address without a copy of a run."""
     return NotFoundError(
         f"there is no copy of a run at {address}",
         meaning="a copy has a plan.json; it is written by 'ftkit runs sync', under the run's id",

@@ -23,7 +23,7 @@ import torch
 from ftkit.files import write_json
 from ftkit.process import kernel_state
 from ftkit.runs.failure import record_rank_error
-from ftkit.runs.hangs import HangReport, describe_hang, read_hang_reports
+from ftkit.runs.slow_ranks import HangReport, describe_hang, read_hang_reports
 from ftkit.train.private_apis.torch import dump_collectives, record_collectives, waiting_collective
 from ftkit.train.world import CHECKPOINT_GROUP
 

@@ -25,7 +25,7 @@ from ftkit.images import squashfs
 from ftkit.images.events import ignore_progress
 from ftkit.images.image_store import ImageStore, manifest_file, manifest_if_intact, read_manifest
 from ftkit.images.import_image import import_image, registry_source
-from ftkit.images.oci.credentials import Credentials
+from ftkit.images.oci.connection import Credentials
 from ftkit.images.oci.registry import Registry
 from ftkit.images.oci.tar import Layer, flatten
 from ftkit.images.squashfs import ImageConfig, MadeFile, write_root

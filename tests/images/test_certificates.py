@@ -13,7 +13,7 @@ import pytest
 import requests
 from waiting import PATIENCE_SECONDS
 
-from ftkit.images.oci.credentials import trusting_adapter
+from ftkit.images.oci.connection import trusting_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -22,7 +22,7 @@ from waiting import PATIENCE_SECONDS, wait_until
 
 from ftkit.planning.layout import RunLayout
 from ftkit.runs.ends import find_end
-from ftkit.runs.hangs import describe_hang, read_hang_reports
+from ftkit.runs.slow_ranks import describe_hang, read_hang_reports
 
 PROGRAM = Path(__file__).with_name("faulty_rank.py")
 HOST = socket.gethostname()

@@ -19,8 +19,8 @@ from ftkit.launch.resolve import RunArgs
 from ftkit.launch.user_script import ScriptArgs, resolve_script
 from ftkit.planning.plan import plan_to_json
 from ftkit.runs.failure import read_rank_error
-from ftkit.runs.hangs import describe_hang, read_hang_reports
 from ftkit.runs.script_log import read_script_step
+from ftkit.runs.slow_ranks import describe_hang, read_hang_reports
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout

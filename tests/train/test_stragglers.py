@@ -11,7 +11,7 @@ from forked_ranks import SLOW_RANK
 
 from ftkit.files import write_json
 from ftkit.planning.layout import RunLayout
-from ftkit.runs.stragglers import RankTiming, find_stragglers, read_timings
+from ftkit.runs.slow_ranks import RankTiming, find_stragglers, read_timings
 from ftkit.train.observers import RankTimes
 
 if TYPE_CHECKING:

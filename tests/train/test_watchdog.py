@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ftkit.planning.layout import RunLayout
-from ftkit.runs.hangs import HangReport, describe_hang
+from ftkit.runs.slow_ranks import HangReport, describe_hang
 from ftkit.train import watchdog
 from ftkit.train.watchdog import Watchdog
 

@@ -19,10 +19,10 @@ from ftkit.runs.checkpoints import list_checkpoints
 from ftkit.runs.ends import excluded_nodes, log_tail, silent_nodes
 from ftkit.runs.facts import RunFacts, read_facts
 from ftkit.runs.failure import Failure, explain_failure, original_command
-from ftkit.runs.hangs import describe_hang, read_hang_reports
 from ftkit.runs.history import RunSummary, Silence, measure_silence, read_summary
 from ftkit.runs.job import Job, RunState, SubmittedRun
 from ftkit.runs.listing import RunEntry, read_entry
+from ftkit.runs.slow_ranks import describe_hang, read_hang_reports
 from ftkit.runs.sync import read_status
 
 if TYPE_CHECKING:

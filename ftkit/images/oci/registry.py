@@ -22,7 +22,7 @@ from ftkit.images.oci.documents import Configuration, Descriptor, Index, Manifes
 if TYPE_CHECKING:
     import requests
 
-    from ftkit.images.oci.credentials import Credentials
+    from ftkit.images.oci.connection import Credentials
 
 
 _MEDIA_TYPES: Final = (

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from ftkit.errors import TrainingError, plural
 from ftkit.files import atomic_file, write_file, write_json
-from ftkit.runs.stragglers import MIN_STEPS, RankTiming, find_stragglers, read_timings
+from ftkit.runs.slow_ranks import MIN_STEPS, RankTiming, find_stragglers, read_timings
 from ftkit.train.loop import Observer, Phase, Progress, StepResult
 from ftkit.train.private_apis.torch import dump_memory_snapshot, record_memory_history
 from ftkit.train.watchdog import Watchdog

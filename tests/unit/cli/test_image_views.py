@@ -37,7 +37,7 @@ def screen(width: int) -> tuple[Terminal, StringIO]:
 def test_the_place_of_an_imported_image_fits_80_columns() -> None:
     digest = Digest("sha256:" + "1" * 64)
     pushed = (("registry.example.com/team/olmo3", digest), ("127.0.0.1:5000/olmo3", digest))
-    built = DockerImage(digest, 20 << 30, int(time.time()) - 300, {}, pushed, ImageConfig())
+    built = DockerImage(digest, 20 << 30, pushed, ImageConfig(created=int(time.time()) - 300))
     for width, has_description in ((80, False), (120, True)):
         terminal, output = screen(width)
         show([(SPEC, ImageStatus("olmo3:25.02", built, ()))], terminal)

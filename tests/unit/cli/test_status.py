@@ -30,7 +30,7 @@ from ftkit.runs.records import (
     StageRecord,
     StartRecord,
 )
-from ftkit.runs.stragglers import RankTiming
+from ftkit.runs.slow_ranks import RankTiming
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ from ftkit.images.build import follow_build
 from ftkit.images.build_context import read_lock
 from ftkit.images.events import ignore_progress
 from ftkit.images.import_image import ImportRequest, select_source
-from ftkit.images.oci.credentials import Credentials, access_denied, explain_tls, from_user
+from ftkit.images.oci.connection import Credentials, access_denied, explain_tls, from_user
 from ftkit.images.oci.documents import Configuration, parse_json, read_document
 from ftkit.images.squashfs import check_squashfs
 from ftkit.images.transfer import explain_transfer

@@ -17,7 +17,7 @@ from ftkit.images import import_image as importing
 from ftkit.images.events import ignore_progress
 from ftkit.images.image_store import ImageStore, manifest_file, read_manifest
 from ftkit.images.import_image import ImportResult, import_image, registry_source
-from ftkit.images.oci.credentials import Credentials
+from ftkit.images.oci.connection import Credentials
 from ftkit.images.oci.registry import Registry
 from ftkit.images.squashfs import MadeFile
 from ftkit.images.verify import verify

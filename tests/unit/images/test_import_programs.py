@@ -375,7 +375,7 @@ def test_a_sif_file_is_made_from_the_id_of_an_engine_image(
     record: Path, stand_in: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in("apptainer", APPTAINER)
-    image = DockerImage(IMAGE_ID, size=1, created=0, labels={}, repo_digests=(), config=KNOWN.config)
+    image = DockerImage(IMAGE_ID, size=1, repo_digests=(), config=KNOWN.config)
     monkeypatch.setattr(importing, "_docker_source", lambda _: docker_source("ftkit/a:1", image))
     store = ImageStore(tmp_path / "images")
     import_image("a:1", select_source(requested("a:1", None, SLURM, format="sif"), ignore_progress), store)

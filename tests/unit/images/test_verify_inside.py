@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MANIFEST = ImportManifest(
     reference="a:1", image_id="", registry_digest="", source="", made_by="", format="sqsh", file="a.sqsh", size=0,
-    sha256="", block_size=1, blocks=(), root_bytes=0, num_entries=0, labels={}, sbom="", imported=0, ftkit_version="",
+    sha256="", block_size=1, blocks=(), labels={}, sbom="", imported=0, ftkit_version="",
 )  # fmt: skip
 
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ftkit.errors import ConfigError
+from ftkit.files import digest_of
 from ftkit.launch import code
 from ftkit.launch.code import (
     copies_of_run,
     copy_code,
     copy_selected,
-    digest_of,
     files_of,
     sent_files,
 )

@@ -12,8 +12,8 @@ import pytest
 from ftkit.errors import NotFoundError, PrerequisiteError
 from ftkit.files import DamagedFileError, write_json
 from ftkit.planning.plan import read_plan
-from ftkit.runs.bundle import unpack, write_bundle
 from ftkit.runs.manifest import build_manifest
+from ftkit.runs.repeat import unpack, write_bundle
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,7 +88,7 @@ def test_a_damaged_bundle_is_rejected(bundle: Path, tmp_path: Path, damage: str)
 def test_a_file_too_large_for_a_bundle_is_named(
     make_run: RunMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ftkit.runs.bundle._MAX_MEMBER_BYTES", 2**20)
+    monkeypatch.setattr("ftkit.runs.repeat._MAX_MEMBER_BYTES", 2**20)
     layout = make_run().layout
     write_json(layout.manifest, build_manifest(read_plan(layout), ["ftkit"], tmp_path))
     layout.metrics.touch()

@@ -12,12 +12,11 @@ from error_texts import check_error_texts
 
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import read_plan
-from ftkit.runs.bundle import unpack, write_bundle
 from ftkit.runs.checkpoints import choose_step
 from ftkit.runs.find import find_run, list_runs
 from ftkit.runs.lease import Holder, held_lease
 from ftkit.runs.manifest import build_manifest, record_start
-from ftkit.runs.repeat import read_original
+from ftkit.runs.repeat import read_original, unpack, write_bundle
 from ftkit.runs.signing import require_signing_key, verify_beside
 
 if TYPE_CHECKING:

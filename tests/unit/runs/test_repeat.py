@@ -15,10 +15,9 @@ from ftkit.files import DamagedFileError, write_json
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 from ftkit.planning.plan import read_plan
 from ftkit.runs import repeat
-from ftkit.runs.bundle import write_bundle
 from ftkit.runs.compare import ComparedRun, LossPoint, RunResults
 from ftkit.runs.manifest import build_manifest, record_start
-from ftkit.runs.repeat import TOLERANCE, Original, compare_with, judge, original_to_json, read_original
+from ftkit.runs.repeat import TOLERANCE, Original, compare_with, judge, original_to_json, read_original, write_bundle
 from ftkit.runs.storage import Store
 
 if TYPE_CHECKING:

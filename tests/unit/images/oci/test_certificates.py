@@ -5,7 +5,7 @@ import pytest
 from ftkit.config.image_reference import parse_reference
 from ftkit.errors import PrerequisiteError
 from ftkit.images.events import ignore_progress
-from ftkit.images.oci.credentials import explain_tls
+from ftkit.images.oci.connection import explain_tls
 from ftkit.images.oci.registry import Registry
 from ftkit.images.transfer import explain_transfer
 

@@ -17,8 +17,7 @@ from ftkit.images import events
 from ftkit.images.events import TransientError, ignore_progress
 from ftkit.images.import_image import registry_source
 from ftkit.images.oci import connection
-from ftkit.images.oci.connection import StalledError
-from ftkit.images.oci.credentials import Credentials
+from ftkit.images.oci.connection import Credentials, StalledError
 from ftkit.images.oci.documents import Configuration, Descriptor, Index, Manifest, Platform
 from ftkit.images.oci.registry import Registry, entry_for_this_machine
 
