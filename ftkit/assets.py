@@ -9,12 +9,10 @@ _INSTALLED = _PACKAGE / "_assets"
 _TOP = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent
 
 RECIPES = _PACKAGE / "recipes"
-EXAMPLES = _TOP / "examples"
-"""Recipes with a task, and the tasks."""
+EXAMPLES = _TOP / "examples"  # recipes with a task, and the tasks
 CLUSTERS = _PACKAGE / "clusters"
 ARCHITECTURES = _PACKAGE / "architectures"
-OTHER_TOOLS = _PACKAGE / "other_tools"
-"""What other tools call the keys of a recipe."""
+OTHER_TOOLS = _PACKAGE / "other_tools"  # what other tools call the keys of a recipe
 CONTAINERS = _TOP / "containers"
 JOB_TEMPLATES = _TOP / "sbatch"
 DOCKERFILE = _TOP / "Dockerfile"

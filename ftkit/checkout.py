@@ -26,18 +26,14 @@ _SETTINGS: Final = "autocrlf|eol|excludesfile|filemode|ignorecase|precomposeunic
 
 
 class Commit(NamedTuple):
-    """The commit of a checkout.
+    """The commit of a checkout, and whether the checkout differs from it.
 
-    Attributes:
-        id: its hash.
-        time: when it was committed, in seconds since 1970.
-        has_changes: whether the checkout differs from it: also true of new files, and of submodules at another commit,
-            but not of changes within submodules. Filters don't run: a file stored in Git LFS counts as changed if its
-            size or times differ from those in the index.
+    It does by new files, and by submodules at another commit, but not by changes within submodules. Filters don't run:
+    a file stored in Git LFS counts as changed if its size or times differ from those in the index.
     """
 
     id: str
-    time: int
+    time: int  # when it was committed, in seconds since 1970
     has_changes: bool
 
 

@@ -190,7 +190,6 @@ def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def missing_package_error(names: Sequence[str], meaning: str = "") -> PrerequisiteError:
-    """Return the error that packages of ftkit's extras are not installed."""
     extras = ",".join(dict.fromkeys(_EXTRAS[name] for name in names))
     return PrerequisiteError(
         f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not installed in this Python environment",
@@ -298,8 +297,7 @@ EXIT_CODES: dict[int, str] = {
 # --- Secrets -------------------------------------------------------------------------------------
 
 _HIDDEN = "***"
-_MIN_SECRET_LENGTH = 8
-"""Minimum length of a variable's value to search for: shorter ones may be ordinary words."""
+_MIN_SECRET_LENGTH = 8  # minimum length of a variable's value to search for: shorter ones may be ordinary words
 _SENSITIVE_NAME = (
     r"(?:(?<!bos_)(?<!cls_)(?<!eos_)(?<!pad_)(?<!sep_)(?<!unk_)token|secret|passw(?:or)?d|passphrase|"
     r"(?:access|account|api|private|secret)[_-]?key(?:[_-]?id)?|credentials?|(?<!require-)signature)"

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 ValueT = TypeVar("ValueT")
 _MAX_BYTES = 2**24
-MAX_JSON_BYTES = 2**28
-"""Limit of the JSON files of models: vocabularies have tens of megabytes."""
+MAX_JSON_BYTES = 2**28  # limit of the JSON files of models: vocabularies have tens of megabytes
 _MAX_DETAILS = 3
 
 
@@ -205,8 +204,7 @@ class InvalidJsonError(ValueError):
         super().__init__(shown + (f"; and {more} more" if more else ""))
 
 
-_ADAPTERS: dict[object, TypeAdapter[Any]] = {}
-"""Pydantic's adapters by type: creating one takes milliseconds."""
+_ADAPTERS: dict[object, TypeAdapter[Any]] = {}  # Pydantic's adapters by type: creating one takes milliseconds
 
 
 def _adapter(kind: Any) -> TypeAdapter[Any]:

@@ -24,13 +24,11 @@ from ftkit.errors import FtkitError, NoAnswerError, PrerequisiteError
 log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
-_STOP_SECONDS: Final = 60
-"""Time for an interrupted program to clean up."""
+_STOP_SECONDS: Final = 60  # time for an interrupted program to clean up
 _COLOR: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def without_colors(text: str) -> str:
-    """Remove color codes from a program's output."""
     return _COLOR.sub("", text)
 
 
@@ -54,8 +52,6 @@ def in_thread(function: Callable[[], ResultT]) -> Future[ResultT]:
 
 
 class ProgramOutput(NamedTuple):
-    """Exit status and output of a program that has ended."""
-
     returncode: int
     stdout: str
     stderr: str
@@ -79,7 +75,6 @@ class ProgramTimeoutError(FtkitError, exit_code=NoAnswerError.exit_code):
 
 
 def _start(args: Sequence[str], **options: object) -> subprocess.Popen[bytes]:
-    """Start a program with options of `subprocess.Popen`."""
     log.debug("run %s", shlex.join(args))
     try:
         started: subprocess.Popen[bytes] = subprocess.Popen(list(args), **options)  # type: ignore[call-overload]

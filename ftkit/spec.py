@@ -66,11 +66,9 @@ def attribute_docstrings(model: type[BaseModel]) -> dict[str, str]:
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?")
-RUN = "run:"
-"""Prefix of an earlier run's name as a model."""
+RUN = "run:"  # prefix of an earlier run's name as a model
 _RUN = re.compile(r"run:[A-Za-z0-9][A-Za-z0-9._-]*(@(\d{1,18}|best|last))?")
-SCHEMES = ("s3", "gs", "hf")
-"""Schemes of data addresses."""
+SCHEMES = ("s3", "gs", "hf")  # schemes of data addresses
 
 
 def _require(pattern: str, message: str) -> Callable[[str], str]:
@@ -113,8 +111,7 @@ check_name = _require(
     r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}",
     "a name is 1 to 63 letters, digits, '.', '_' or '-', and starts with a letter or digit",
 )
-Name = Annotated[str, AfterValidator(check_name)]
-"""A name that is safe as a folder, a job name and a label."""
+Name = Annotated[str, AfterValidator(check_name)]  # a name that is safe as a folder, a job name and a label
 
 
 def as_name(text: str, otherwise: str, most: int = 63) -> str:
@@ -126,8 +123,7 @@ _VARIABLE_RULE = "an environment variable's name has letters, digits and '_', an
 VariableName = Annotated[str, AfterValidator(_require("[A-Za-z_][A-Za-z0-9_]*", _VARIABLE_RULE))]
 _LINE_RULE = "an #SBATCH line can't contain control characters or line breaks"
 OneLine = Annotated[str, AfterValidator(_require(r"[^\x00-\x1f\x7f]*", _LINE_RULE))]
-DataPath = Annotated[str, AfterValidator(_check_data_path)]
-"""A path, a pattern of paths, or an address."""
+DataPath = Annotated[str, AfterValidator(_check_data_path)]  # a path, a pattern of paths, or an address
 HubIdOrFolder = Annotated[str, AfterValidator(_check_hub_id_or_folder)]
 Weights = Annotated[str, AfterValidator(_check_weights)]
 

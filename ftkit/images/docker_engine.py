@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 _TIMEOUT_SECONDS = 600
 _CHUNK = 1 << 20
-_MAX_TIME = (1 << 32) - 1
-"""The latest time that squashfs can store, in seconds since 1970."""
+_MAX_TIME = (1 << 32) - 1  # the latest time that squashfs can store, in seconds since 1970
 _OWNER_LABEL = "ftkit.process"
 """Label of a container: the process that created it, as `HOST:PID`; the container must not outlive it."""
 
@@ -170,7 +169,6 @@ def remove_abandoned(client: APIClient) -> None:
 
 @contextmanager
 def exported(client: APIClient, image: str) -> Iterator[io.BufferedReader]:
-    """Open the root file system of an image as a tar stream."""
     with _container(client, image, command=["true"]) as container_id:
         # Not the SDK's `export`, which copies the stream several times, in chunks of 2 MiB.
         address = f"{client.base_url}/v{client.api_version}/containers/{container_id}/export"
@@ -214,8 +212,7 @@ BUILD_KEY_LABEL: Final = "ftkit.build-key"
 LOCK_LABEL: Final = "ftkit.lock-sha256"
 REFERENCE_LABEL: Final = "ftkit.reference"
 UNPINNED_LABEL: Final = "ftkit.base-unpinned"
-_ZIP_EPOCH: Final = 315532800
-"""1980-01-01 UTC, the earliest time that a zip file can store, in seconds since 1970."""
+_ZIP_EPOCH: Final = 315532800  # 1980-01-01 UTC, the earliest time that a zip file can store, in seconds since 1970
 
 
 def make_labels(spec: ImageSpec, commit: Commit | None) -> dict[str, str]:

@@ -40,8 +40,6 @@ _SIF_MAGIC_END: Final = 32 + len(b"SIF_MAGIC")
 
 @dataclass(frozen=True)
 class ImageSource:
-    """An image that can be imported into a file of a format."""
-
     origin: str
     image_id: Digest  # of its configuration, which lists the layers, and so identifies it everywhere
     config: ImageConfig
@@ -139,7 +137,6 @@ def by_enroot(known: ImageSource, node: enroot.ComputeNode | None = None) -> Ima
 
 
 def _make_sif(known: ImageSource, remote: RegistryImage | None, output: Path, report: Report) -> MadeFile:
-    """Make a SIF file with Apptainer or Singularity, and report the program's output."""
     program = shutil.which("apptainer") or shutil.which("singularity")
     if program is None:
         raise PrerequisiteError(

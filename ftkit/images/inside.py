@@ -101,7 +101,6 @@ _INPUT_FOLDER = Path("/opt/ftkit")
 
 
 def find_issues(folder: Path = _INPUT_FOLDER) -> list[str]:
-    """Return everything that differs from the definition."""
     image = json.loads((folder / "image.json").read_text(encoding="utf-8"))
     base = parse_pins((folder / "base-packages.txt").read_text(encoding="utf-8"))
     issues = []

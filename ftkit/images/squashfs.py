@@ -62,7 +62,6 @@ def find_tool() -> SquashfsTool | None:
 
 
 def explain_failure(program: str, message: str, output: Path, num_bytes_in: int = 0) -> ImageError:
-    """Convert the output of a program that writes an image file to an error."""
     last = " / ".join(message.strip().splitlines()[-3:]) or "no output"
     lower, free = message.lower(), shutil.disk_usage(output.parent).free
     # tar2sqfs reports "I/O error" for a full disk too, after it has removed its file.
@@ -80,7 +79,6 @@ def read_file(image: Path, path: str) -> bytes:
 
 
 def disk_full(folder: Path) -> ImageError:
-    """Return the error for a disk without space for an image."""
     free_mib = shutil.disk_usage(folder).free >> 20
     return ImageError(
         f"the disk is full: {folder} has no space for the image ({free_mib} MiB are free)",
@@ -146,8 +144,7 @@ def build_squashfs(
     return replace(made[0], made_by=" ".join((*tool.before, *tool.after)))
 
 
-SBOM_PATH: Final = "opt/ftkit/sbom.cdx.json"
-"""Where the Dockerfile writes the image's SBOM."""
+SBOM_PATH: Final = "opt/ftkit/sbom.cdx.json"  # where the Dockerfile writes the image's SBOM
 
 _MAX_SBOM_BYTES = 64 << 20
 _NEEDED = {FOLDER: 7, SYMLINK: 0}

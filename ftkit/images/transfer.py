@@ -98,7 +98,6 @@ def transfer(
 
 
 def explain_transfer(message: str, reference: RegistryImage, known: Credentials | None) -> ImageError | NotFoundError:
-    """Convert the engine's message about a registry to an error."""
     lower = message.lower()
     if "no space left" in lower:
         return ImageError(f"the docker engine's disk is full: {message}", fix="free space: docker system df")

@@ -34,14 +34,10 @@ _MOST_ENCODED: Final = 2000
 _MOST_COUNTED: Final = 200_000
 """Rows whose documents are measured, and rows that are counted: seconds."""
 _SHORTEST, _PERCENTILE = 256, 0.95
-_TOKENS_PER_STEP: Final = 32_768
-"""Near the 128 short documents of QLoRA and Tulu 2."""
-_STEPS_PER_EPOCH = 20
-"""Least number of steps in an epoch: few steps with large batches learn little from small data."""
-_LARGE: Final = 30e9
-"""Parameters from which both sources of the default learning rates halve them."""
-_SMALL: Final = 1e9
-"""Parameters up to which all weights are trained if they fit: adapters save little memory there."""
+_TOKENS_PER_STEP: Final = 32_768  # near the 128 short documents of QLoRA and Tulu 2
+_STEPS_PER_EPOCH = 20  # least number of steps in an epoch: few steps with large batches learn little from small data
+_LARGE: Final = 30e9  # parameters from which both sources of the default learning rates halve them
+_SMALL: Final = 1e9  # parameters up to which all weights are trained if they fit: adapters save little memory there
 
 
 class Choice(NamedTuple):
@@ -186,12 +182,9 @@ class DocumentLengths:
     """What was seen of the data: the lengths of the documents that were encoded, in tokens, sorted; at least one."""
 
     lengths: tuple[int, ...]
-    num_rows: int
-    """Rows of the data, as far as they were counted."""
-    num_encoded: int
-    """Rows that were encoded: the first of the data."""
-    is_text: bool
-    """Whether they are plain text, not conversations."""
+    num_rows: int  # rows of the data, as far as they were counted
+    num_encoded: int  # rows that were encoded: the first of the data
+    is_text: bool  # whether they are plain text, not conversations
 
     @property
     def num_tokens(self) -> float:

@@ -84,7 +84,6 @@ class SideJob:
 
     @property
     def path(self) -> Path:
-        """Where the script is written."""
         return self.plan.layout.root / f"{self.kind}.sbatch"
 
     @property

@@ -81,8 +81,6 @@ PlanT = TypeVar("PlanT", bound=RunPlan | ScriptPlan)
 
 @dataclass(frozen=True)
 class ResumedPlan(Generic[PlanT]):
-    """A new plan, the differences, and notes about them for the user."""
-
     plan: PlanT
     changes: tuple[Change, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -151,7 +151,6 @@ def serve_command(folder: Path, plan: RunPlan, num_gpus: int) -> list[str]:
 
 
 def wait_for_server(job: SideJob, job_id: str, report: Callable[[str], None]) -> str:
-    """Wait until the server answers; return its address."""
     prefix = job.address_file
     submission = Submission(scheduler="slurm", job_id=job_id, submitted=time.time(), host=socket.gethostname())
     run = SubmittedRun(job.plan.layout, submission)

@@ -42,8 +42,6 @@ PlanT = TypeVar("PlanT", bound=RunPlan | ScriptPlan)
 
 @dataclass(frozen=True)
 class NewJob(Generic[PlanT]):
-    """The job of a new run, ready to be submitted."""
-
     plan: PlanT
     script: str
     manifest: dict[str, Any]  # content of the run's manifest.json

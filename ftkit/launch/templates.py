@@ -105,7 +105,6 @@ class _Safe(str):
 
 
 def quote_word(value: object) -> str:
-    """Quote any value as one word of bash."""
     text = str(value)
     if "\0" in text:
         raise ConfigError([Problem("", "", f"scripts and variables can't contain a NUL byte: {text!r}.")])

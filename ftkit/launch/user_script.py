@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScriptArgs:
-    """The arguments of `ftkit run` for a script."""
-
     path: Path
     args: tuple[str, ...] = ()  # arguments of the script, which follow `--`
     accelerate_config: Path | None = None

@@ -369,11 +369,9 @@ class Fit:
         )
 
     def on_gpu(self, room_gib: float) -> bool:
-        """Return whether a process fits into this memory."""
         return self.memory.total <= room_gib
 
     def on_host(self, room_gib: float) -> bool:
-        """Return whether the processes of a node fit into this host memory."""
         return self.host_memory is None or self.host_memory.total <= room_gib
 
 

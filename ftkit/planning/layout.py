@@ -112,8 +112,7 @@ class RunLayout:
     checkpoint = NumberedPath("checkpoints/step-{:06d}")
     export = FilePath("export")  # the trained model in Hugging Face's layout
     exports = FilePath("exports")  # the exports of `ftkit export`: a folder for each checkpoint and format
-    stop_request = FilePath("stop-requested")
-    """A file whose existence asks the trainer to write a checkpoint and stop."""
+    stop_request = FilePath("stop-requested")  # a file whose existence asks the trainer to write a checkpoint and stop
     job_stop_request = NumberedPath("stop-requested-{}")
     """Stop request for the trainer of one job (a Slurm job or a process)."""
     no_restart = FilePath("no-restart")  # prefix of the name of a file that a rank writes if its failure would repeat

@@ -207,7 +207,6 @@ class RunPlan(JobPlan):
 
     @property
     def checkpointing_label(self) -> str:
-        """The activation checkpointing of the decoder layers, in words."""
         num_layers = self.recipe.model.architecture.num_hidden_layers
         return self.recipe.training.checkpointing_label(num_layers, self.engine.name)
 
@@ -245,8 +244,6 @@ def setup_of(
 
 @dataclass(frozen=True)
 class Script:
-    """The script that the processes of the run start."""
-
     path: str  # path of the script within the copy of its folder
     args: tuple[str, ...]
     folder: str  # working folder of its processes

@@ -31,8 +31,6 @@ problem = partial(Problem, "")  # a problem with a key of the recipe; `find_prob
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The inputs of a plan, which the checks compare with each other."""
-
     recipe: RecipeSpec
     model: ModelPlan
     cluster: ClusterProfile

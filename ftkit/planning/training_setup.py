@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 class Gpu:
     """A GPU's specifications from its vendor's data sheet; the memory is nvidia-smi's value where it was measured."""
 
-    device_name: str
-    """torch's name for it. Variants with another speed (PCIe, NVL) have other names, and are unknown."""
+    device_name: str  # torch's name for it. Variants with another speed (PCIe, NVL) have other names, and are unknown.
     memory_gib: float
     bf16_flops: float  # dense FLOP/s, on tensor cores
     fp32_flops: float  # FLOP/s on CUDA cores: the trainer keeps TF32 off (`ftkit.train.world`)
@@ -147,7 +146,6 @@ class Setup:
         )
 
     def with_training(self, **changes: Any) -> Setup:
-        """Return the setup with some fields of `training` changed."""
         return replace(self, training=self.training.model_copy(update=changes))
 
 

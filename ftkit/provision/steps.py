@@ -21,15 +21,13 @@ from ftkit.errors import ConfigError, NotFoundError, Problem, ProvisionError, Un
 from ftkit.files import DamagedFileError, PrivateFileError, read_json, write_file, write_json
 from ftkit.provision.settings import Kind
 
-FOLDER = "{folder}"
-"""Placeholder for the folder of the cluster in a command, which is in a shell's notation."""
+FOLDER = "{folder}"  # placeholder for the folder of the cluster in a command, which is in a shell's notation
 _STATE = "state.json"
 _VERSION = 2
 """Changes with the keys of a state file, and with the ids of steps: `destroy` removes only what it finds there."""
 _LOG = "commands.log"
 _SHOWN_USERS = 5
-_SHOWN_LINES = 12
-"""Number of last lines of a failed command's output in its error."""
+_SHOWN_LINES = 12  # number of last lines of a failed command's output in its error
 
 Say = Callable[[str], None]
 
@@ -216,7 +214,6 @@ def destroy(provision: Provision, folder: Path, say: Say, *, keep_image: bool) -
 
 
 def used_by(users: tuple[str, ...]) -> str:
-    """Return the first users of a resource, and the number of others."""
     more = len(users) - _SHOWN_USERS
     return "used by " + ", ".join(users[:_SHOWN_USERS]) + (f", and {more} more" if more > 0 else "")
 

@@ -36,8 +36,7 @@ _OF_THIS_MACHINE: Final = ("login", "ssh_options", "login_folder", "send_limit_g
 _NO_RSYNC: Final = (2, 127)
 """Exit status of rsync if there is none on the other side, or the login shell's files print into its protocol."""
 _MAX_PROJECT_BYTES: Final = 2**20
-_WITH_PATHS: Final = ("data", "model", "image", "training")
-"""Keys of a recipe with paths."""
+_WITH_PATHS: Final = ("data", "model", "image", "training")  # keys of a recipe with paths
 
 
 def project_name(project: Path) -> str:
@@ -123,7 +122,6 @@ def _local_files(key: str, path: str) -> list[Path]:
 def _replace_paths(
     value: object, key: tuple[str, ...], folder: Callable[[tuple[str, ...]], Path], moved: Mapping[str, str]
 ) -> object:
-    """Return a value of a recipe with the paths of the login node."""
     if isinstance(value, dict):
         return {name: _replace_paths(each, (*key, name), folder, moved) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -149,7 +147,6 @@ def _moved_override(word: str, moved: Mapping[str, str]) -> str:
 
 
 def pack_files(files: Mapping[str, bytes]) -> bytes:
-    """Return a compressed tar archive of files by path."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
         for path, content in files.items():

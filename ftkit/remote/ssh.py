@@ -21,8 +21,7 @@ from ftkit.wheel import WHEEL_NAME, code_identity, make_wheel
 if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile
 
-_OTHER_CODE: Final = 191
-"""Exit status of a script if ftkit there is missing, or differs from this machine's."""
+_OTHER_CODE: Final = 191  # exit status of a script if ftkit there is missing, or differs from this machine's
 _BEGINNING: Final = b"ftkit-output-begins-here"
 """Line before the output of a script: the login shell's start-up files may print too."""
 _SSH_FAILED: Final = 255
@@ -38,7 +37,6 @@ class Login:
     folder: str
 
     def ssh(self, command: str, *, terminal: bool = False) -> list[str]:
-        """Return the command line of ssh that runs a shell command there."""
         return ["ssh", *self.options, "-t" if terminal else "-T", self.address, command]
 
 

@@ -59,7 +59,6 @@ class SavedFile:
 
     @classmethod
     def of(cls, path: Path) -> SavedFile:
-        """Read a file, and return its size and digest."""
         with open_regular(path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         return cls(path.stat().st_size, digest)
@@ -102,7 +101,6 @@ def read_marker(folder: Path, step: int) -> Marker:
 
 
 def find_damage(folder: Path, marker: Marker, names: Iterable[str]) -> list[str]:
-    """Return which of the named files of a checkpoint differ from the marker."""
     return [name for name in names if not marker.files[name].is_content_of(folder / name)]
 
 

@@ -27,12 +27,10 @@ class RunFacts:
 
     @property
     def trainer(self) -> RunPlan | None:
-        """The plan of a run of ftkit's trainer."""
         return self.plan if isinstance(self.plan, RunPlan) else None
 
     @property
     def script(self) -> Script | None:
-        """The script of a run that has one."""
         return self.plan.script if isinstance(self.plan, ScriptPlan) else None
 
 

@@ -82,7 +82,6 @@ class RankError:
 
     @classmethod
     def from_exception(cls, error: BaseException, *, rank: int) -> RankError:
-        """Return the error of an exception that is being handled."""
         return cls(
             time=time.time(),
             rank=rank,

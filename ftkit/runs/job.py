@@ -81,8 +81,7 @@ STATES = {
 }
 """States of a run whose last start ended so, and did not start again."""
 
-CAUSES = {state: cause for cause, state in STATES.items()}
-"""Why a run's last start ended, if only the scheduler knows."""
+CAUSES = {state: cause for cause, state in STATES.items()}  # why a run's last start ended, if only the scheduler knows
 
 
 @dataclass(frozen=True)

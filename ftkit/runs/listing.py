@@ -19,16 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClusterEntry:
-    """The values of a cluster that a listing shows."""
-
     name: Name
     scheduler: SchedulerName
 
 
 @dataclass(frozen=True)
 class SweepEntry:
-    """The sweep that a run belongs to, and this run's values."""
-
     id: str
     name: str
     values: dict[str, str]

@@ -206,7 +206,6 @@ def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0)
 
 
 def _check_inputs(values: Values, start: Values, data: Values, *, has_other_data: bool) -> None:
-    """Check that a start has the image and the data that the run was submitted with."""
     expected, found = values.get("image_lock_sha256"), mapping(start["image"]).get("lock_sha256")
     if expected and found != expected:
         raise TrainingError(

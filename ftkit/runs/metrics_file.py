@@ -27,8 +27,7 @@ MAX_LINE_BYTES = 2**23
 _MAX_TAIL_BYTES = 2**26  # number of bytes at the end of a file in which its newest record is searched
 _TAIL_BYTES = 2**14  # number of bytes that are read first in this search
 
-LARGE_BYTES = 2**25
-"""Smaller files are read completely."""
+LARGE_BYTES = 2**25  # smaller files are read completely
 _NEIGHBOR_BYTES = 2**12
 _NUM_SAMPLED = 250  # number of steps in a thinned file, at most twice as many
 _STEP, _NUM_STEPS_IN_LINE = re.compile(rb'"step": (\d+)'), re.compile(rb'"num_steps": (\d+)')

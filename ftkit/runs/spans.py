@@ -48,8 +48,7 @@ class Timeline:
         self._step = 0
         self._has_started = False
         self._begin_of_start = 0
-        self._sizes: dict[int, int] = {}
-        """Number of processes of each start, by the index of its first span."""
+        self._sizes: dict[int, int] = {}  # number of processes of each start, by the index of its first span
 
     def process_seconds(self) -> float:
         """Return the seconds without downtime, times the processes: of the start before for one that never trained."""
@@ -60,7 +59,6 @@ class Timeline:
         return total
 
     def add(self, record: Record) -> None:
-        """Add the time between the last record and this one."""
         self._begin_start(record.time)
         if self._cursor is None:
             self._cursor = record.time

@@ -73,7 +73,6 @@ class Connection:
             yield response
 
     def send(self, method: str, address: str, content: bytes, media_type: str) -> Mapping[str, str]:
-        """Write to the repository and return the response's headers."""
         url = self._redirect_target(self._repository, address, has_digest=False)
         headers = {"Content-Type": media_type}
         with self._exchange(lambda: self._request(method, url, headers, data=content)) as response:

@@ -13,8 +13,7 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 MANIFEST_TYPE: Final = "application/vnd.oci.image.manifest.v1+json"
 INDEX_TYPE: Final = "application/vnd.oci.image.index.v1+json"
-_MAX_LAYERS: Final = 1000
-"""Docker's limit is 127."""
+_MAX_LAYERS: Final = 1000  # Docker's limit is 127
 
 
 def _as_text(value: str) -> str:

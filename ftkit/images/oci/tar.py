@@ -43,8 +43,7 @@ _PLAIN_FILES = (b"0", b"\0", b"7")
 _LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL = b"L", b"K", b"x", b"g"
 
 
-END: Final = _ZEROS * 2
-"""The end marker of a stream."""
+END: Final = _ZEROS * 2  # the end marker of a stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +58,7 @@ class Member:
     target: bytes = b""
 
 
-Entry = tuple[Member, "Iterator[bytes]"]
-"""A member with its content."""
+Entry = tuple[Member, "Iterator[bytes]"]  # a member with its content
 
 
 class TarReader:
@@ -101,7 +99,6 @@ class TarReader:
             yield member
 
     def content(self) -> Iterator[bytes]:
-        """Yield the rest of the current member's content."""
         while self._unread:
             chunk = self._source.read(min(CHUNK, self._unread))
             if not chunk:
@@ -244,7 +241,6 @@ class _Above:
         return name.startswith(_DELETED)
 
     def hides(self, path: bytes) -> bool:
-        """Tell whether a path of a lower layer is not visible."""
         if path in self.paths or b"" in self.trees:
             return True
         parent = path
@@ -261,9 +257,8 @@ def flatten(layers: Sequence[Layer]) -> Iterator[Entry]:
     The topmost layer is read first. A path that a higher layer has or deletes is skipped in the layers below. Each path
     is yielded once. Each layer is read once, and once more if it has hard links to files that a higher layer hides.
 
-    Raises:
-        ImageError: a layer is damaged, or differs from the configuration. This is known only at its end: the caller
-            must discard everything that was yielded if the iteration fails.
+    Raises `ImageError` if a layer is damaged, or differs from the configuration. This is known only at its end: the
+    caller must discard everything that was yielded if the iteration fails.
     """
     above = _Above()
     for layer in reversed(layers):
