@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import io
 import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import IO, TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
@@ -23,19 +24,10 @@ from ftkit.errors import FtkitError, RunFailedError
 from ftkit.files import copy_new
 from ftkit.launch.job_states import Overview, observe_all
 from ftkit.launch.scheduler import scheduler_for
+from ftkit.runs import records
 from ftkit.runs.ends import excluded_nodes
 from ftkit.runs.job import Job, RunState, SubmittedRun
 from ftkit.runs.metrics_file import RecordTail
-from ftkit.runs.records import (
-    EndRecord,
-    MemoryRecord,
-    Record,
-    ScriptStepRecord,
-    ShardingRecord,
-    StageRecord,
-    StartRecord,
-    StepRecord,
-)
 from ftkit.runs.script_log import read_script_step, without_control
 
 if TYPE_CHECKING:
@@ -92,8 +84,9 @@ def _show_until_the_end(run: SubmittedRun, tail: RecordTail, view: PlainView, ou
             view.state(seen)
             last = seen
         for record in tail.read_new():  # after the state, so that no record from before a final state is missed
-            if output is None or not output.has(record):
-                view.record(record)
+            is_warning = isinstance(record, records.ShardingRecord) and record.warning
+            if output is None or not (is_warning or isinstance(record, records.ScriptStepRecord)):
+                view.record(record)  # else the output shows it, or the progress that is read from it
         if output:
             output.show_new()
     return last
@@ -153,24 +146,16 @@ class _ScriptOutput:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._line = ""
 
-    def has(self, record: Record) -> bool:
-        """Return whether the output, or the progress read from it, shows a record."""
-        return isinstance(record, ScriptStepRecord) or (isinstance(record, ShardingRecord) and bool(record.warning))
-
     def show_new(self) -> None:
-        before, self._offset = self._offset, copy_new(self._layout.job_log, self._offset, cast("IO[bytes]", self))
-        if self._offset != before and (step := read_script_step(self._layout)):
-            self._view.record(step)
-
-    def write(self, chunk: bytes) -> int:
-        *lines, rest = (self._line + self._decoder.decode(chunk)).split("\n")
+        new = io.BytesIO()
+        self._offset = copy_new(self._layout.job_log, self._offset, new)
+        *lines, rest = (self._line + self._decoder.decode(new.getvalue())).split("\n")
         for line in lines:
             drawn = [part for part in without_control(line).split("\r") if part.strip()]
             self._view.note(drawn[-1].rstrip() if drawn else "")
         self._line = "\r".join(rest.rsplit("\r", 2)[-2:])[-_OUTPUT_BYTES:]
-        return len(chunk)
-
-    def flush(self) -> None: ...
+        if new.tell() and (step := read_script_step(self._layout)):
+            self._view.record(step)
 
 
 class PlainView:
@@ -191,11 +176,11 @@ class PlainView:
     def note(self, text: str) -> None:
         self._terminal.say(text)
 
-    def record(self, record: Record) -> None:
+    def record(self, record: records.Record) -> None:
         """Show a record of the trainer; of steps, the first, the last, and one every half minute of the run."""
-        if isinstance(record, MemoryRecord | ScriptStepRecord):
+        if isinstance(record, records.MemoryRecord | records.ScriptStepRecord):
             return
-        if isinstance(record, StepRecord):
+        if isinstance(record, records.StepRecord):
             if record.time < self._next_step and record.step != record.num_steps:
                 return
             self._next_step = record.time + _SECONDS_BETWEEN_STEPS
@@ -234,7 +219,7 @@ class LiveView(PlainView):
         )
         self._task = self._progress.add_task("submitted", total=None, numbers="")
         self._is_waiting = True
-        self._stage: StageRecord | None = None
+        self._stage: records.StageRecord | None = None
         self._is_first_step = False
         self._progress.start()
 
@@ -248,25 +233,25 @@ class LiveView(PlainView):
     def note(self, text: str) -> None:
         self._progress.console.print(text)
 
-    def record(self, record: Record) -> None:
+    def record(self, record: records.Record) -> None:
         """Move the bar, or print a line above it; a stage moves above it once the next one starts."""
-        if isinstance(record, MemoryRecord):
+        if isinstance(record, records.MemoryRecord):
             return
         if self._stage:
             seconds = record.time - self._stage.time
             self.note(f"{self._stage.stage} ({duration(seconds)})" if seconds >= 1 else self._stage.stage)
             self._stage = None
         match record:
-            case ScriptStepRecord(num_steps=None):
+            case records.ScriptStepRecord(num_steps=None):
                 self._show_waiting(record_line(record))
-            case ScriptStepRecord(step=step, num_steps=num_steps):
+            case records.ScriptStepRecord(step=step, num_steps=num_steps):
                 loss = "" if record.loss is None else f" loss {record.loss:.3f}"
                 left = "" if record.seconds_left is None else f" {duration(record.seconds_left)} left"
                 self._move_bar(step, num_steps or step, record.loss, f"{step}/{num_steps}{loss}{left}")
-            case StageRecord():
+            case records.StageRecord():
                 self._stage = record
                 self._show_waiting(record.stage)
-            case StepRecord():
+            case records.StepRecord():
                 seconds = (record.num_steps - record.step) * record.step_seconds
                 # Unknown from the first record of a start, which includes compiling.
                 left = "" if self._is_first_step else f" {duration(seconds)} left"
@@ -275,9 +260,9 @@ class LiveView(PlainView):
                 self._move_bar(record.step, record.num_steps, record.loss, numbers)
                 self._is_first_step = False
             case _:
-                self._is_first_step |= isinstance(record, StartRecord)
+                self._is_first_step |= isinstance(record, records.StartRecord)
                 self.note(record_line(record))
-                if isinstance(record, EndRecord):
+                if isinstance(record, records.EndRecord):
                     self._show_waiting(record.outcome)
 
     def _move_bar(self, step: int, num_steps: int, loss: float | None, numbers: str) -> None:

@@ -71,11 +71,8 @@ class Conversion:
             needed, _, key = name.rpartition("?")
             target = self._meaning(key)[0]
             target = read_values()["values"].get(target, {}).get("key", target)
-            if (
-                value is None
-                or (needed and needed not in given)
-                or target in {*self.sources, *self.facts, *self.computed}
-            ):
+            is_set = target in {*self.sources, *self.facts, *self.computed}
+            if value is None or is_set or (needed and needed not in given):
                 continue
             of = self.recipe.get(value["of"]) if isinstance(value, dict) else None
             shown = round(value["times"] * of, 12) if isinstance(of, int | float) else value

@@ -73,10 +73,8 @@ def _problem(  # noqa: C901 - one case for each form of message
     kind, given, context = detail["type"], detail["input"], detail.get("ctx", {})
     match kind:
         case "extra_forbidden":
-            message, fix = (
-                "unknown key.",
-                _fix_for_unknown_key(path[-1], list(owner.model_fields) if owner else [], model),
-            )
+            message = "unknown key."
+            fix = _fix_for_unknown_key(path[-1], list(owner.model_fields) if owner else [], model)
         case "missing" if isinstance(detail["loc"][-1], int):
             key, message = key.rpartition("[")[0], f"has too few values, got {_shown(given)}."
         case "missing":

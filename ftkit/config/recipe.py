@@ -155,19 +155,17 @@ def check_access(tracking: TrackingSpec, environment: Mapping[str, str], *, sees
                 meaning="WANDB_API_KEY is not set where the run is submitted; containers don't see ~/.netrc",
                 fix="export WANDB_API_KEY before 'ftkit run', or WANDB_MODE=offline",
             )
+    if "mlflow" not in tracking.sinks:
+        return
     address = tracking.mlflow_uri or environment.get("MLFLOW_TRACKING_URI")
-    if "mlflow" in tracking.sinks and not address:
+    if not address:
         raise PrerequisiteError(
             "tracking.sinks lists mlflow, but there is no server address",
             meaning="neither tracking.mlflow_uri nor MLFLOW_TRACKING_URI is set where the run is submitted",
             fix="give tracking.mlflow_uri=https://HOST, or export MLFLOW_TRACKING_URI before 'ftkit run'",
         )
-    is_folder = (address or "").startswith(("file:", "/", "."))
-    if (
-        "mlflow" in tracking.sinks
-        and is_folder
-        and environment.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in {"1", "true"}
-    ):
+    allows_folders = environment.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in {"1", "true"}
+    if address.startswith(("file:", "/", ".")) and not allows_folders:
         raise PrerequisiteError(
             f"MLflow's client does not write to a folder: {address}",
             meaning="MLflow 3.17 refuses that unless MLFLOW_ALLOW_FILE_STORE is true",

@@ -58,13 +58,9 @@ class ModelInput:
 class Prompt(list[int]):
     """The tokens of a prompt; `pictures` is the record of its pictures' arrays."""
 
-    pictures: bytes = b""
-
-    @classmethod
-    def of(cls, tokens: Iterable[int], pictures: bytes = b"") -> Prompt:
-        prompt = cls(tokens)
-        prompt.pictures = pictures
-        return prompt
+    def __init__(self, tokens: Iterable[int], pictures: bytes = b"") -> None:
+        super().__init__(tokens)
+        self.pictures = pictures
 
 
 @dataclass(frozen=True)
@@ -258,7 +254,7 @@ def _turns(row: Row, documents: list[Document], data: DataSpec, form: Format) ->
         counts = np.flatnonzero(document.labels != IGNORED)
         for run in np.split(counts, np.flatnonzero(np.diff(counts) > 1) + 1):
             begin, end = int(run[0]) + 1, int(run[-1]) + 2
-            prompt = Prompt.of(document.tokens[:begin].tolist(), document.pictures)
+            prompt = Prompt(document.tokens[:begin].tolist(), document.pictures)
             turns.append((prompt, document.tokens[begin:end].tolist()))
     messages: list[Message | None] = [example.messages[place] for place in trained_turns(example, data.train_on)]
     if len(messages) != len(turns):  # adjacent turns form one run of tokens
@@ -309,7 +305,7 @@ def encode_prompt(
     expanded = pictures.expand_row(row, [rendering]) if pictures else [rendering]
     if isinstance(expanded, DataError):
         return expanded
-    return Prompt.of(encode_text(tokenizer, expanded[0].text), expanded[0].record)
+    return Prompt(encode_text(tokenizer, expanded[0].text), expanded[0].record)
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -229,9 +229,7 @@ class Completions:
         """Return where the completion of the last chosen turn starts in `text`, which ends with it.
 
         `text` renders the chosen turns; `prompt` all but the last with a generation prompt, as inference sends it.
-
-        Raises:
-            DataError: it can't be shown that the completion is this turn and nothing else.
+        Raises DataError: it can't be shown that the completion is this turn and nothing else.
         """
         turns = replace(conversation, messages=tuple(conversation.messages[each] for each in chosen))
         reason: DataError | None = None

@@ -75,8 +75,7 @@ _refused: dict[str, TemplateLimitError] = {}
 def run_limited(template: Template, function: Callable[..., T], *args: object) -> T:
     """Call a function that runs a chat template within limits of CPU time and memory, in a fork.
 
-    Raises:
-        TemplateLimitError: the template reached a limit, now or before.
+    Raises TemplateLimitError: the template reached a limit, now or before.
     """
     if _process.is_calling:
         return function(*args)

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from ftkit.data import template_probes as probes
 from ftkit.data.conversations import (
     PICTURE,
     Conversation,
@@ -24,17 +25,6 @@ from ftkit.data.conversations import (
 from ftkit.data.labels import Completions, Rendering, any_of
 from ftkit.data.limits import MAX_TEXT, LimitReachedError, Template, run_limited
 from ftkit.data.private_apis import compile_chat_template
-from ftkit.data.template_probes import (
-    CONTENTS,
-    PROBE,
-    TurnEnd,
-    check_syntax,
-    explain_failure,
-    fields_of,
-    find_dropped,
-    find_turn_ends,
-    shapes,
-)
 from ftkit.data.tokenizers import special_tokens_of
 from ftkit.errors import DataError, plural
 
@@ -64,8 +54,8 @@ class ChatRenderer(Template):
     needs_parts: bool = False  # whether it writes only contents that are lists of parts, as some multimodal models'
     picture_token: str = ""  # what it writes for a picture, which the model's processor expands
     dropped: frozenset[str] = frozenset()  # fields of turns that it silently omits
-    answer_end: TurnEnd = field(default_factory=TurnEnd)
-    call_end: TurnEnd = field(default_factory=TurnEnd)  # of turns with tool calls
+    answer_end: probes.TurnEnd = field(default_factory=probes.TurnEnd)
+    call_end: probes.TurnEnd = field(default_factory=probes.TurnEnd)  # of turns with tool calls
     completions: Completions = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -93,15 +83,15 @@ class ChatRenderer(Template):
 
     def inspected(self) -> ChatRenderer:
         """Return this renderer with what small conversations show of the template."""
-        check_syntax(self.name, {self.template, self.tool_template})
+        probes.check_syntax(self.name, {self.template, self.tool_template})
         renderer, in_parts = self, replace(self, needs_parts=True)
         if not renderer.writes_contents() and in_parts.writes_contents():
             renderer = in_parts
         call = Conversation((Message("user", "hi"), Message("assistant", "", tool_calls=(ToolCall("f", {}),))))
         if renderer.try_render(call) is None and renderer.try_render(with_short_ids(call)) is not None:
             renderer = replace(renderer, needs_short_ids=True)
-        answer_end, call_end = find_turn_ends(renderer)
-        dropped = frozenset(find_dropped(renderer))
+        answer_end, call_end = probes.find_turn_ends(renderer)
+        dropped = frozenset(probes.find_dropped(renderer))
         if self.picture_token:
             renderer.render(Conversation((Message("user", f"{PICTURE}hi", pictures=("",)), Message("assistant", "ok"))))
         return replace(renderer, dropped=dropped, answer_end=answer_end, call_end=call_end)
@@ -112,8 +102,9 @@ class ChatRenderer(Template):
         return list(dict.fromkeys(end.token for end in (self.answer_end, self.call_end) if end.token))
 
     def writes_contents(self) -> bool:
-        text = self.try_render(CONTENTS) or ""
-        return text.count(PROBE) == len(CONTENTS.messages) and "{'type':" not in text  # the parts, not as Python
+        text = self.try_render(probes.CONTENTS) or ""
+        has_all = text.count(probes.PROBE) == len(probes.CONTENTS.messages)
+        return has_all and "{'type':" not in text  # the parts, not as Python
 
     def render(self, conversation: Conversation, *, open_turn: bool = False) -> str:
         """Return the text of a conversation; with `open_turn`, followed by the header of an assistant turn."""
@@ -182,7 +173,7 @@ class ChatRenderer(Template):
     def _find_unproven(self) -> dict[str, DataError]:
         found: dict[str, DataError] = {}
         tried = 0
-        for name, conversation in shapes(next(iter(self.end_tokens), "")).items():
+        for name, conversation in probes.shapes(next(iter(self.end_tokens), "")).items():
             if self.try_render(conversation) is None:
                 continue
             tried += 1
@@ -199,7 +190,7 @@ class ChatRenderer(Template):
 
     def _prepared(self, conversation: Conversation) -> tuple[Conversation, bool]:
         """Check that the template writes all fields, and cut special tokens in texts; return whether there are any."""
-        lost = self.dropped and self.dropped & fields_of(conversation)
+        lost = self.dropped and self.dropped & probes.fields_of(conversation)
         if lost:
             raise DataError(
                 f"the chat template drops {', '.join(sorted(lost))}",
@@ -240,7 +231,7 @@ class ChatRenderer(Template):
             raise
         except Exception as error:  # a template may raise anything: Jinja's errors, its own, Python's
             roles = [turn["role"] for turn in turns[:_MAX_SHOWN_ROLES]] + ["…"] * (len(turns) > _MAX_SHOWN_ROLES)
-            raise explain_failure(error, ", ".join(roles) or "(none)") from error
+            raise probes.explain_failure(error, ", ".join(roles) or "(none)") from error
         if len(text) > MAX_TEXT:
             raise LimitReachedError(f"writes {len(text):,} characters")
         contents = (turn["content"] for turn in turns if isinstance(turn["content"], list))

@@ -24,10 +24,8 @@ def upload_data(data: DataSpec, destination: str, report: Report) -> dict[str, o
     """Copy files and datasets of the hub below an address; return the recipe's keys that then read the copies.
 
     The same rows are trained on, in the same order. Existing copies stay; data that is at an address already, too.
-
-    Raises:
-        DataError: a task generates the rows, or they can't be read.
-        PrerequisiteError: the address can't be written to, or has another file of that name.
+    Raises DataError: a task generates the rows, or they can't be read; PrerequisiteError: the address can't be written
+    to, or has another file of that name.
     """
     place = destination.rstrip("/") if is_address(destination) else str(Path(destination).absolute())
     is_list = len(data.sources) > 1

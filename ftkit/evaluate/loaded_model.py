@@ -146,7 +146,7 @@ class LoadedModel(GeneratingModel):
         labels = padded([document.labels for document in documents], IGNORED)
         mask = padded([np.ones_like(document.tokens) for document in documents], 0)
         with self.inference() as hf_model:
-            inputs = self._picture_inputs(Prompt.of(tokens[0].tolist(), documents[0].pictures))
+            inputs = self._picture_inputs(Prompt(tokens[0].tolist(), documents[0].pictures))
             logits = hf_model(input_ids=tokens, attention_mask=mask, use_cache=False, **inputs).logits
             for row_logits, row_labels in zip(logits, labels, strict=True):
                 counts = row_labels != IGNORED

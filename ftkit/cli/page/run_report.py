@@ -259,6 +259,11 @@ def _shortened(sample: TrainedSample) -> TrainedSample:
 # --- Charts ---------------------------------------------------------------------------------------
 
 
+def _over_tokens(title: str, tokens: list[int], values: list[float], *, color: int, is_raw: bool = False) -> str:
+    line = Line(title, tokens, values, is_raw=is_raw, color=color)
+    return draw_lines(title.replace(" ", "-"), f"{title} by tokens", title, [line], from_zero=True)
+
+
 def _pair_charts(tokens: list[int], steps: Sequence[StepRecord]) -> list[Chart]:
     """Return charts of both sides of pairs: the margin also grows while the chosen completions get less likely."""
 
@@ -275,11 +280,9 @@ def _pair_charts(tokens: list[int], steps: Sequence[StepRecord]) -> list[Chart]:
     if not steps or not all(each.scores for each in steps):
         return []
     if "agreement" in steps[0].scores:
-        line = Line("kl", tokens, [each.scores["kl"] for each in steps], is_raw=True, color=2)
-        chart = draw_lines("kl", "Divergence by tokens", "kl", [line], from_zero=True)
+        chart = _over_tokens("kl", tokens, [each.scores["kl"] for each in steps], color=2, is_raw=True)
         return [Chart("Divergence from the teacher", chart)]
-    line = Line("accuracy", tokens, [each.scores["accuracy"] for each in steps], is_raw=True, color=2)
-    accuracy = draw_lines("accuracy", "Accuracy by tokens", "accuracy", [line], from_zero=True)
+    accuracy = _over_tokens("accuracy", tokens, [each.scores["accuracy"] for each in steps], color=2, is_raw=True)
     return [
         Chart("Rewards", of_sides("reward", "reward")),
         Chart("Log-probabilities: both falling is a known trap", of_sides("log_prob", "log-probability")),
@@ -290,12 +293,9 @@ def _pair_charts(tokens: list[int], steps: Sequence[StepRecord]) -> list[Chart]:
 def _draw_charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSample]) -> list[Chart]:
     device = "GPU" if plan is not None and plan.placement.device == "cuda" else "process"
     steps, last, validation = list(history.steps.values()), history.last_step, history.evaluations
-    tokens = [each.tokens for each in steps]
-
-    def over_tokens(title: str, values: list[float], *, color: int, is_raw: bool = False) -> str:
-        line = Line(title, tokens, values, is_raw=is_raw, color=color)
-        return draw_lines(title.replace(" ", "-"), f"{title} by tokens", title, [line], from_zero=True)
-
+    tokens, rates, norms = (
+        [getattr(each, name) for each in steps] for name in ("tokens", "learning_rate", "grad_norm")
+    )
     losses = [
         Line("training", tokens, [each.loss for each in steps], is_raw=True),
         Line("validation", [history.tokens_at(each.step) for each in validation], [each.loss for each in validation],
@@ -319,8 +319,8 @@ def _draw_charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSamp
     charts = [
         Chart("Loss", draw_lines("loss", f"Training loss {course}", "loss", losses, is_wide=True), is_wide=True),
         *_pair_charts(tokens, steps),
-        Chart("Learning rate", over_tokens("learning rate", [each.learning_rate for each in steps], color=2)),
-        Chart("Gradient norm", over_tokens("gradient norm", [each.grad_norm for each in steps], color=3, is_raw=True)),
+        Chart("Learning rate", _over_tokens("learning rate", tokens, rates, color=2)),
+        Chart("Gradient norm", _over_tokens("gradient norm", tokens, norms, color=3, is_raw=True)),
         Chart("Throughput", speed),
         Chart("Memory by stage", memory),
         Chart("Load of the busiest expert", _draw_experts(history)),

@@ -12,16 +12,7 @@ from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.curves import Scale, draw_curve
 from ftkit.cli.terminal.format import count, duration, energy, gib
 from ftkit.errors import plural
-from ftkit.runs.compare import (
-    BestRun,
-    ComparedRun,
-    align_losses,
-    compare_curves,
-    differing_objectives,
-    find_best,
-    find_differences,
-    have_same_documents,
-)
+from ftkit.runs import compare
 from ftkit.runs.manifest import DOCUMENT_NUMBERS
 
 _RESULTS: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -73,7 +64,7 @@ def run_letters(num_runs: int) -> list[str]:
     return [chr(ord("A") + index) if index < 26 else str(index) for index in range(num_runs)]  # noqa: PLR2004
 
 
-def compare_runs(runs: Sequence[ComparedRun]) -> Comparison:
+def compare_runs(runs: Sequence[compare.ComparedRun]) -> Comparison:
     names = run_letters(len(runs))
     results = []
     for title, (field, form) in _RESULTS.items():
@@ -82,16 +73,16 @@ def compare_runs(runs: Sequence[ComparedRun]) -> Comparison:
             results.append((title, ["-" if value is None else form(value) for value in values]))
     differences = [
         (f"{each.section}: {each.key}".removeprefix("recipe: "), list(map(_short, each.values)))
-        for each in find_differences(runs)
+        for each in compare.find_differences(runs)
     ]
-    best = describe_best(find_best(runs), {run.id: name for name, run in zip(names, runs, strict=True)})
-    if not best and (reason := differing_objectives(runs)):
+    best = describe_best(compare.find_best(runs), {run.id: name for name, run in zip(names, runs, strict=True)})
+    if not best and (reason := compare.differing_objectives(runs)):
         best = f"no run is best, because losses are of different objectives: {reason}"
     remarks = list(_remarks(dict(zip(names, runs, strict=True))))
     return Comparison(names, [run.id for run in runs], best, results, differences, remarks)
 
 
-def describe_best(best: BestRun | None, names: Mapping[str, str]) -> str:
+def describe_best(best: compare.BestRun | None, names: Mapping[str, str]) -> str:
     """Say which run is the best and by how much, compared with the spread between seeds if runs repeat a setting."""
     if best is None or (len(best.means) == 1 and not best.seed_std):
         return ""
@@ -118,7 +109,7 @@ def _short(value: object) -> str:
     return "-" if value is None else json.dumps(value)
 
 
-def _remarks(runs: dict[str, ComparedRun]) -> Iterator[str]:
+def _remarks(runs: dict[str, compare.ComparedRun]) -> Iterator[str]:
     for name, run in runs.items():
         if run.metrics_problem:
             yield f"{name}: {run.metrics_problem}"
@@ -129,7 +120,7 @@ def _remarks(runs: dict[str, ComparedRun]) -> Iterator[str]:
             yield f"{name} was restarted after: {reasons}"
     (first_name, first), *others = runs.items()
     for name, run in others:
-        if have_same_documents(first, run) is False:
+        if compare.have_same_documents(first, run) is False:
             one, two = first.inputs["data"], run.inputs["data"]
             numbers = ", ".join(f"{one.get(key, '?')} and {two.get(key, '?')} {key}" for key in DOCUMENT_NUMBERS)
             yield f"{first_name} and {name} trained on different documents; losses are not of the same data: {numbers}"
@@ -137,10 +128,10 @@ def _remarks(runs: dict[str, ComparedRun]) -> Iterator[str]:
         yield f"{first_name} and {name}: {_verdict(first, run)}"
 
 
-def _verdict(first: ComparedRun, other: ComparedRun) -> str:
-    if reason := differing_objectives([first, other]):
+def _verdict(first: compare.ComparedRun, other: compare.ComparedRun) -> str:
+    if reason := compare.differing_objectives([first, other]):
         return f"losses are of different objectives: {reason}"
-    found = compare_curves(first, other)
+    found = compare.compare_curves(first, other)
     if found.num_common == 0:
         return "no records at the same number of tokens or the same step"
     is_by_tokens = found.by == "tokens"
@@ -153,7 +144,7 @@ def _verdict(first: ComparedRun, other: ComparedRun) -> str:
     return f"losses differ from {place} on{at_most} ({common})"
 
 
-def show_comparison(runs: Sequence[ComparedRun], terminal: Terminal) -> None:
+def show_comparison(runs: Sequence[compare.ComparedRun], terminal: Terminal) -> None:
     found = compare_runs(runs)
     ids = [Styled(run.id, "bold") for run in runs]
     terminal.facts(list(zip(found.names, ids, strict=True)), is_data=True)
@@ -168,7 +159,7 @@ def show_comparison(runs: Sequence[ComparedRun], terminal: Terminal) -> None:
     terminal.text()
     rows = [(title, *values) for title, values in found.results]
     terminal.table(["RESULT", *(f"#{name}" for name in found.names)], rows)
-    aligned = align_losses(runs)
+    aligned = compare.align_losses(runs)
     if aligned.points:
         terminal.text()
         form = count if aligned.by == "tokens" else str
@@ -183,11 +174,11 @@ def show_comparison(runs: Sequence[ComparedRun], terminal: Terminal) -> None:
         terminal.text(line)
 
 
-def show_curves(runs: Sequence[ComparedRun], terminal: Terminal, *, is_data: bool) -> None:
+def show_curves(runs: Sequence[compare.ComparedRun], terminal: Terminal, *, is_data: bool) -> None:
     """Draw the loss of each run by tokens, all on the same axes; losses of different objectives on their own."""
     curves = [[(point.tokens, point.loss) for point in run.curve] for run in runs]
     if scale := Scale.of(curves):
-        note = "; axes differ, as objectives do" if differing_objectives(runs) else ""
+        note = "; axes differ, as objectives do" if compare.differing_objectives(runs) else ""
         terminal.text(f"\nloss, {count(scale.first)} to {count(scale.last)} tokens{note}", is_data=is_data)
         owns = [Scale.of([curve]) if note else None for curve in curves]
         scales = [replace(scale, low=own.low, high=own.high) if own else scale for own in owns]
@@ -195,18 +186,19 @@ def show_curves(runs: Sequence[ComparedRun], terminal: Terminal, *, is_data: boo
         terminal.facts(list(zip(run_letters(len(runs)), drawn, strict=True)), is_data=is_data)
 
 
-def comparison_as_json(runs: Sequence[ComparedRun]) -> dict[str, object]:
-    aligned = align_losses(runs)
+def comparison_as_json(runs: Sequence[compare.ComparedRun]) -> dict[str, object]:
+    aligned, (first, *others) = compare.align_losses(runs), runs
     return {
         "runs": [run.id for run in runs],
-        "differences": [asdict(each) for each in find_differences(runs)],
-        "different_objectives": differing_objectives(runs),
-        "best": (best := find_best(runs)) and asdict(best) | {"is_clear": best.is_clear},
+        "differences": [asdict(each) for each in compare.find_differences(runs)],
+        "different_objectives": compare.differing_objectives(runs),
+        "best": (best := compare.find_best(runs)) and asdict(best) | {"is_clear": best.is_clear},
         "results": {run.id: asdict(run.results) for run in runs},
         "metrics_problems": {run.id: run.metrics_problem for run in runs if run.metrics_problem},
         "losses": [{aligned.by: place, "losses": losses} for place, losses in aligned.some()],
         "against_first": {
-            run.id: asdict(compare_curves(runs[0], run)) | {"same_documents": have_same_documents(runs[0], run)}
-            for run in runs[1:]
+            other.id: asdict(compare.compare_curves(first, other))
+            | {"same_documents": compare.have_same_documents(first, other)}
+            for other in others
         },
     }

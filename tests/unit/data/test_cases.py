@@ -33,7 +33,7 @@ def test_a_prompt_has_the_tools_of_its_row(column: str) -> None:
 def test_a_case_whose_picture_was_moved_has_no_thumbnail(tmp_path: Path) -> None:
     file = tmp_path / "a.png"
     Image.new("RGB", (8, 8)).save(file)
-    case = Case(0, {"messages": [], "image": str(file)}, Prompt.of([1], b"arrays"))
+    case = Case(0, {"messages": [], "image": str(file)}, Prompt([1], b"arrays"))
     assert (case.thumbnail() or "").startswith("data:image/jpeg;base64,")
     file.unlink()
     assert case.thumbnail() is None
