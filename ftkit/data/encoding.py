@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -236,6 +237,44 @@ _MAX_WORDS: Final = 1 << 17
 _MAX_WORD_LENGTH: Final = 64
 _GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """Words of `ByteLevel` with `use_regex`: those of GPT-2, from tokenizers' documentation."""
+_ASCII: Final = {"L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9", "Nd": "0-9"}
+"""ASCII characters of Unicode categories."""
+_ODD_BLANKS: Final = re.compile("[\x1c-\x1f]")
+"""Characters that only some regular expression engines treat as blanks."""
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """A regular expression that finds words; the text between two of them is a word as well.
+
+    `for_ascii` is an equivalent one for Python's `re`, which is twice as fast; None if there is none.
+    """
+
+    pattern: regex.Pattern[str]
+    for_ascii: re.Pattern[str] | None
+
+    @classmethod
+    def of(cls, pattern: str) -> _Pattern:
+        compiled = regex.compile(f"({pattern})")
+        if compiled.groups > 1:
+            raise regex.error(f"groups in {pattern}")
+        depth, parts = 0, list[str]()
+        for part in re.split(r"(\\p\{\w+\}|\\.|\[|\])", pattern):
+            depth += (part == "[") - (part == "]")
+            characters = _ASCII.get(part[3:-1]) if part.startswith(r"\p{") else None
+            parts.append(part if characters is None else characters if depth else f"[{characters}]")
+        try:
+            ascii_only = re.compile("".join(parts), re.ASCII)
+        except re.error:  # of \p, which only `regex` knows
+            return cls(compiled, None)
+        return cls(compiled, None if ascii_only.groups else ascii_only)
+
+    def split(self, text: str, *, is_ascii: bool) -> list[str]:
+        if is_ascii and self.for_ascii:
+            words: list[str] = self.for_ascii.findall(text)
+            if sum(map(len, words)) == len(text):
+                return words
+        return [word for word in self.pattern.split(text) if word]
 
 
 @dataclass
@@ -248,9 +287,7 @@ class WordCache:
 
     backend: Tokenizer  # without truncation and padding
     added: regex.Pattern[str] | None  # finds added tokens, which are split off first
-    patterns: tuple[regex.Pattern[str], ...] | None
-    """They find words, in order; the text between two words is one as well. None if the settings don't determine them.
-    """
+    patterns: tuple[_Pattern, ...] | None  # applied in order; None if the tokenizer's settings don't determine them
     needs_nfc: bool  # whether the tokenizer normalizes texts to Unicode's NFC first
     _words: dict[str, list[int]] = field(default_factory=dict)
     _uncacheable: set[str] = field(default_factory=set)
@@ -291,7 +328,8 @@ class WordCache:
         """Return the words and added tokens of a text; None if they can't be determined with certainty."""
         if self.patterns is None:
             return None
-        if not text.isascii():
+        is_ascii = text.isascii() and not _ODD_BLANKS.search(text)
+        if not is_ascii:
             new = set(text) - self._known
             if any(unicodedata.category(character) == "Cn" for character in new):
                 return None  # not in Python's version of Unicode, so libraries may disagree on it
@@ -303,7 +341,7 @@ class WordCache:
             pieces = [part] if part else []
             if number % 2 == 0:  # not an added token
                 for pattern in self.patterns:
-                    pieces = [word for piece in pieces for word in pattern.split(piece) if word]
+                    pieces = [word for piece in pieces for word in pattern.split(piece, is_ascii=is_ascii)]
             words += pieces
         return words
 
@@ -322,7 +360,7 @@ class WordCache:
                 self._uncacheable.add(word)
 
 
-def _patterns(settings: dict[str, Any] | None) -> tuple[regex.Pattern[str], ...] | None:
+def _patterns(settings: dict[str, Any] | None) -> tuple[_Pattern, ...] | None:
     """Return the regular expressions of a pre-tokenizer; None if there is another part in it."""
     steps = settings["pretokenizers"] if settings and settings["type"] == "Sequence" else [settings]
     patterns = []
@@ -337,7 +375,6 @@ def _patterns(settings: dict[str, Any] | None) -> tuple[regex.Pattern[str], ...]
             case _:
                 return None
     try:
-        found = tuple(regex.compile(f"({pattern})") for pattern in patterns)
+        return tuple(map(_Pattern.of, patterns)) or None
     except regex.error:
         return None
-    return found if found and all(pattern.groups == 1 for pattern in found) else None
