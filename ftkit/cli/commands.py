@@ -17,8 +17,7 @@ from ftkit.errors import closest
 
 SERVED = "FTKIT_FORWARDED"
 """Variable that is set where a forwarded command runs: it is not forwarded again."""
-SUBMITTING = ("run", "resume", "rerun")
-"""Commands that submit a job, and then follow it."""
+SUBMITTING = ("run", "resume", "rerun")  # commands that submit a job, and then follow it
 _SHARED_HELP = {
     "{RUN}": "RUN is a name (the newest run with that name), an id or the beginning or end of an id, a Slurm job id, "
     "or 'last'. SWEEP@best is the best run of a sweep by evaluation.best, or else by validation loss.",

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from ftkit.evaluate.served_model import EngineName
     from ftkit.evaluate.source import Target
 
-_MAX_SHOWN = 300
-"""Maximum characters of a prompt or a completion in an example."""
+_MAX_SHOWN = 300  # maximum characters of a prompt or a completion in an example
 _HARNESS_ALONE = (
     "--harness has its own data and metrics, and runs here in one process: omit --data, --metrics, --gpus and "
     "--as-job; --harness-tasks requires --harness"

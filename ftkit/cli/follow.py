@@ -41,8 +41,7 @@ _READ_SECONDS = 0.3
 _LOST_SECONDS = 60
 _SECONDS_BETWEEN_STEPS = 30
 _CURVE_WIDTH, _CURVE_HEIGHT = 100, 6
-_ROOM_FOR_CURVE = 16
-"""Lines of a terminal from which the curve is drawn while the run is followed."""
+_ROOM_FOR_CURVE = 16  # lines of a terminal from which the curve is drawn while the run is followed
 
 
 def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None) -> None:

@@ -21,8 +21,7 @@ from ftkit.cli.terminal.format import printable
 from ftkit.errors import redact
 from ftkit.process import without_colors
 
-_KEY = "ftkit.output"
-"""Key of a context's `meta`, which the contexts of a command line share."""
+_KEY = "ftkit.output"  # key of a context's `meta`, which the contexts of a command line share
 _log = logging.getLogger("ftkit")
 
 

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
 
 
-_Item = tuple[str, str, int, str]
-"""What can be removed: kind, name, bytes, and reason."""
+_Item = tuple[str, str, int, str]  # what can be removed: kind, name, bytes, and reason
 
 
 @forwarded_command("checkpoints", "ftkit runs checkpoints last --verify", "ftkit runs checkpoints last --json")

@@ -22,8 +22,7 @@ from ftkit.files import read_small
 from ftkit.paths import absolute_path
 
 PROJECT_FILE = "ftkit.yaml"
-ROOT = Path("/")
-"""The folder with the machine's /dev, /proc and /sys; only tests have another one."""
+ROOT = Path("/")  # the folder with the machine's /dev, /proc and /sys; only tests have another one
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ _DOCUMENTS: Final = (
 )
 
 
-_LOADERS: Final = ("json", "csv", "parquet", "arrow", "text")
-"""Names of `load_dataset` for files."""
+_LOADERS: Final = ("json", "csv", "parquet", "arrow", "text")  # names of `load_dataset` for files
 _OF_SOURCE: Final = ("path", "subset", "split", "revision", "files", "num")
 _DETECTED: Final = "the format of each source is detected from its first rows (data.format sets one for all)"
 _FILE_NAMES: Final = (".file_name", ".hf_hub_url", ".script_url")

@@ -23,10 +23,8 @@ from ftkit.spec import Spec
 
 _PLACEHOLDERS: Final = {"model": "OWNER/MODEL", "data.source": "OWNER/DATASET"}
 """Values of required keys that the input does not have; the rows say so."""
-DATASET: Final = "dataset."
-"""Beginning of the facts that are about one of the datasets."""
-OBJECTIVE: Final = "objective="
-"""Beginning of the facts that name an objective."""
+DATASET: Final = "dataset."  # beginning of the facts that are about one of the datasets
+OBJECTIVE: Final = "objective="  # beginning of the facts that name an objective
 _BNB: Final = re.compile(r"(-unsloth)?-bnb-4bit$")
 _NO_BNB: Final = "the model before bitsandbytes: ftkit quantizes it itself, and refuses weights in 4 bits"
 _UNKNOWN: Final = "ftkit does not know this key: look it up in the tool's documentation"
@@ -53,13 +51,11 @@ class Conversion:
     """The recipe of one configuration while it is made, and the rows of all keys."""
 
     tool: Tool
-    recipe: dict[str, Any] = field(default_factory=dict)
-    """Values by dotted key."""
+    recipe: dict[str, Any] = field(default_factory=dict)  # values by dotted key
     rows: list[Row] = field(default_factory=list)
     sources: dict[str, Sequence[Row]] = field(default_factory=dict)
     """The rows that a key of the recipe is from."""
-    facts: dict[str, list[Row]] = field(default_factory=dict)
-    """The rows that a rule converts."""
+    facts: dict[str, list[Row]] = field(default_factory=dict)  # the rows that a rule converts
     computed: set[str] = field(default_factory=set)
     """Keys of the recipe whose values only the program knows: its tool's defaults don't apply."""
 

@@ -261,8 +261,7 @@ class ValidationSpec(Spec):
 # Loading a recipe reads and parses the file; `ftkit.data.tasks` runs it. The file's text is part of the plan, so a job
 # runs what was submitted, and no node needs the file.
 
-METRIC_PARAMETERS = ["row", "completion"]
-"""A public function with these parameters is a metric."""
+METRIC_PARAMETERS = ["row", "completion"]  # a public function with these parameters is a metric
 _GENERATE_PARAMETERS = ("seed", "num_train", "num_heldout")
 
 

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from ftkit.models.architecture import ArchitectureSpec, ExpertMatrix
 
 GIB: Final = 2**30
-FP32: Final = 4
-"""Bytes per fp32 number."""
+FP32: Final = 4  # bytes per fp32 number
 USABLE_MEMORY: Final = 0.95
 """Fraction of a GPU's memory for tensors; the CUDA context, NCCL and fragmentation take the rest."""
 
@@ -70,14 +69,11 @@ class ParameterCounts:
     quantized: int = 0
 
 
-NF4_BLOCK = 64
-"""Weights that share a scale."""
-FP8_MULTIPLE = 16
-"""Both dimensions of FP8 matrices must be multiples of this."""
+NF4_BLOCK = 64  # weights that share a scale
+FP8_MULTIPLE = 16  # both dimensions of FP8 matrices must be multiples of this
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """Names of routers in transformers' families: they are small, and sensitive to rounding."""
-NF4_NESTED_BLOCK = 256
-"""Scales per second-level scale of double quantization."""
+NF4_NESTED_BLOCK = 256  # scales per second-level scale of double quantization
 
 
 def is_quantized(quantization: Quantization, num_inputs: int, num_outputs: int) -> bool:

@@ -71,8 +71,7 @@ _TAG = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
 _NAMED = re.compile(rf"(?P<path>{_COMPONENT}(?:/{_COMPONENT})*)(?::(?P<tag>{_TAG}))?(?:@(?P<digest>{DIGEST_PATTERN}))?")
 _DOCKERD: Final = "dockerd://"
 
-ImageFormat = Literal["sqsh", "sif"]
-"""squashfs, which enroot and pyxis read, or Apptainer's SIF."""
+ImageFormat = Literal["sqsh", "sif"]  # squashfs, which enroot and pyxis read, or Apptainer's SIF
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from typing import Any
 
 KeyPath = tuple[str, ...]
 
-COMMAND_LINE = "command line"
-"""Origin of values from the command line."""
+COMMAND_LINE = "command line"  # origin of values from the command line
 
 
 @dataclass(frozen=True)

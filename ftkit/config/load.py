@@ -78,14 +78,11 @@ def load_cluster(name: str, ctx: Context) -> ClusterProfile:
 class ImageDefinition(NamedTuple):
     spec: ImageSpec
     """The definition; its base has the digest that a lock records, if the definition gives none."""
-    base_file: Path
-    """The file that sets the base."""
+    base_file: Path  # the file that sets the base
     base_locks: tuple[Path, ...]
     """Files that may record the base's digest: next to `base_file`, which comes first, and in the user's folder."""
-    is_base_recorded: bool
-    """Whether the base's digest is from one of these."""
-    lock_file: Path
-    """The lock of the packages, next to the file that lists them."""
+    is_base_recorded: bool  # whether the base's digest is from one of these
+    lock_file: Path  # the lock of the packages, next to the file that lists them
 
 
 def load_image(reference: str, ctx: Context) -> ImageSpec:

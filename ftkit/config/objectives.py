@@ -22,8 +22,7 @@ completions: the plain estimate of the divergence (k1 of Schulman 2020), exact o
 then the reference point of `kto`, and the fraction of desirable completions."""
 
 
-ENTRY_BYTES = 6
-"""Bytes of a token of a teacher's distribution on disk."""
+ENTRY_BYTES = 6  # bytes of a token of a teacher's distribution on disk
 DISTILL_METRICS = ("kl", "next_token_loss", "agreement")
 """Metrics of distillation, means over tokens: the divergence from the teacher, without the factor T², the loss of the
 next token, and how often the student's likeliest token is the teacher's."""

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 SpecT = TypeVar("SpecT", bound=BaseModel)
 
 
-MAX_PROBLEMS: Final = 20
-"""Maximum number of problems shown: more add little."""
+MAX_PROBLEMS: Final = 20  # maximum number of problems shown: more add little
 _LONGEST_VALUE: Final = 80
 
 _MAPPING_EXPECTED: Final = ("dict_type", "model_attributes_type", "model_type")

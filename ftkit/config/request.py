@@ -83,36 +83,24 @@ class Origins:
 class RunRequest:
     """Inputs of one run besides the recipe and the profile."""
 
-    name: str | None
-    """The recipe's if None."""
-    num_nodes: int | None
-    """`--nodes`; the recipe's number if None."""
-    gpus_per_node: int | None
-    """`--gpus-per-node`; the recipe's number, else the cluster's, if None."""
+    name: str | None  # the recipe's if None
+    num_nodes: int | None  # `--nodes`; the recipe's number if None
+    gpus_per_node: int | None  # `--gpus-per-node`; the recipe's number, else the cluster's, if None
     image: AnyImage | None
-    image_is_explicit: bool
-    """Whether `--image` set it, rather than a configuration file."""
+    image_is_explicit: bool  # whether `--image` set it, rather than a configuration file
     workspace: Path
-    python: str
-    """The interpreter that ftkit runs in, for runtime `none`."""
-    created: datetime
-    """When the run was requested, in UTC."""
-    suffix: str
-    """Makes the run's id unique."""
-    data_stamp: str = ""
-    """Text that changes when the recipe's files change."""
-    num_packs: int | None = None
-    """Packs of the training split, if the data is already prepared."""
-    num_tokens: int | None = None
-    """Tokens of their documents, without padding."""
-    num_targets: int | None = None
-    """Tokens of them in the loss."""
+    python: str  # the interpreter that ftkit runs in, for runtime `none`
+    created: datetime  # when the run was requested, in UTC
+    suffix: str  # makes the run's id unique
+    data_stamp: str = ""  # text that changes when the recipe's files change
+    num_packs: int | None = None  # packs of the training split, if the data is already prepared
+    num_tokens: int | None = None  # tokens of their documents, without padding
+    num_targets: int | None = None  # tokens of them in the loss
     padding: float | None = None
     """Ratio of the tokens of padded rows to those of packs; None if unknown."""
     model: ModelPlan | None = None
     """The model with its complete shape and parameter counts; None if the recipe's shape is complete."""
     processes_per_node: int | None = None
     """`--processes-per-node`: without GPUs, in place of `gpus_per_node`."""
-    teacher: ModelPlan | None = None
-    """The teacher of objective distill, as `model`."""
+    teacher: ModelPlan | None = None  # the teacher of objective distill, as `model`
     origins: Origins = field(default_factory=Origins)

@@ -29,10 +29,8 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES: Final = 256 * 1024
 MAX_DEPTH: Final = 32
-MAX_VALUES: Final = 5_000
-"""Maximum items and values of a file, aliases expanded."""
-MAX_DIGITS: Final = 18
-"""Maximum digits of an integer: those of 64 bits."""
+MAX_VALUES: Final = 5_000  # maximum items and values of a file, aliases expanded
+MAX_DIGITS: Final = 18  # maximum digits of an integer: those of 64 bits
 _LONGEST_SHOWN: Final = 200
 
 _STRING_TAGS: Final = ("!", "tag:yaml.org,2002:str")

@@ -20,8 +20,7 @@ from ftkit.errors import DataError, NotFoundError, one_line
 if TYPE_CHECKING:
     from ftkit.config.data_sources import TaskFile
 
-Call = tuple[str, object]
-"""A tool's name, and its arguments."""
+Call = tuple[str, object]  # a tool's name, and its arguments
 
 _XML = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
 _XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)

@@ -20,12 +20,10 @@ from ftkit.errors import DataError, closest
 PICTURE: Final = "\ufdd1"
 """Mark of a picture in a turn's content: a Unicode noncharacter, which texts don't contain."""
 JsonObject = Mapping[str, Any]
-TemplateTurn = dict[str, Any]
-"""A turn as chat templates expect it."""
+TemplateTurn = dict[str, Any]  # a turn as chat templates expect it
 _MAX_SHOWN = 80
 _MAX_SHOWN_ROLES = 8
-_SHORT_ID = 9
-"""Length of a tool call id for templates that require it (Mistral's)."""
+_SHORT_ID = 9  # length of a tool call id for templates that require it (Mistral's)
 
 
 @dataclass(frozen=True, slots=True)

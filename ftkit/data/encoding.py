@@ -232,8 +232,7 @@ class RowEncoder:
         ]
 
 
-_MAX_WORDS: Final = 1 << 17
-"""Maximum number of cached words: about 30 MB."""
+_MAX_WORDS: Final = 1 << 17  # maximum number of cached words: about 30 MB
 _MAX_WORD_LENGTH: Final = 64
 _GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """Words of `ByteLevel` with `use_regex`: those of GPT-2, from tokenizers' documentation."""

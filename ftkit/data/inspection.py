@@ -197,8 +197,7 @@ class DataInspector:
 
     recipe: RecipePlan
     encoder: BatchEncoder
-    report: Callable[[str], None]
-    """Called every ten seconds with the number of rows read."""
+    report: Callable[[str], None]  # called every ten seconds with the number of rows read
 
     def samples(self, num_rows: int) -> Iterator[Sample]:
         """Yield the documents of the first rows that can be used."""

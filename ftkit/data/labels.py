@@ -32,8 +32,7 @@ _LAST_TAG = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+])\s*\Z")
 _TAGS = re.compile(r"</?\w+>|<\|?[\w/:▁]+\|?>|\[/?[A-Z_]+]|/no_?think\b|/think\b")
 """Markers in the text of a template that it may look for in contents."""
 _LOOK_BACK = 80
-_MAX_FRAMES = 32
-"""Frames of one shape: a template's text may depend on the place of the turn."""
+_MAX_FRAMES = 32  # frames of one shape: a template's text may depend on the place of the turn
 
 REPEATED_MARKER: Final = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\1{2,}")
 """A special token at least three times in a row: what stands for a picture."""

@@ -36,8 +36,7 @@ MEMORY_BYTES: Final = 512 << 20
 """Beyond what the process has: a conversation of 10 MB takes 130 MiB."""
 MAX_TEXT: Final = 32 << 20
 """Characters of a rendering: several times the longest text that is tokenized."""
-_CALLS_PER_CHECK = 16
-"""Reading the size of the process takes as long as a rendering."""
+_CALLS_PER_CHECK = 16  # reading the size of the process takes as long as a rendering
 _PR_SET_PDEATHSIG: Final = 1
 
 

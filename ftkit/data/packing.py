@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 IGNORED = -100
 """The label of a token that does not count in the loss: PyTorch's default `ignore_index`."""
-TRAINED: Final = np.uint32(1 << 31)
-"""Bit of a stored token that marks it as trained."""
+TRAINED: Final = np.uint32(1 << 31)  # bit of a stored token that marks it as trained
 REJECTED: Final = np.uint16(1 << 15)
 """Bit of a stored document's source that marks the rejected side of a pair, or an undesirable completion."""
 
@@ -158,11 +157,9 @@ class DocumentBatch:
             yield found.digest()
 
 
-WINDOW_TOKENS = 8 << 20
-"""Tokens of a window: 32 MiB, with enough documents to fill the packs."""
+WINDOW_TOKENS = 8 << 20  # tokens of a window: 32 MiB, with enough documents to fill the packs
 _MIN_PACKS_OF_WINDOW = 128
-_FULL = 0.995
-"""Minimum fill ratio; the documents of an emptier pack wait for the next window."""
+_FULL = 0.995  # minimum fill ratio; the documents of an emptier pack wait for the next window
 _MAX_WAITING = 0.5
 """Fraction of a window that may wait. With documents as long as a pack, a quarter would waste 0.3% of the tokens."""
 

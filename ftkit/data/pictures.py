@@ -50,8 +50,7 @@ _MAX_SCANS: Final = 100  # of a progressive JPEG, each of which passes over the 
 _FORMATS: Final = frozenset(("JPEG", "MPO", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000"))
 """Formats of pictures. Pillow's others include programs (EPS) and files of other kinds."""
 _THUMBNAIL: Final = (96, 96)  # maximum width and height
-_ALIGNMENT: Final = 8
-"""Bytes: of all arrays in a record, and of records in a file."""
+_ALIGNMENT: Final = 8  # bytes: of all arrays in a record, and of records in a file
 
 
 @dataclass(frozen=True)

@@ -60,13 +60,11 @@ class DataManifest:
     """Tokens of prompts of training pairs that are not stored again for the rejected side (`data.share_prompts`)."""
     num_row_tokens: int = 0
     """Tokens of the training documents as padded rows (`data.packing: off`), padding included."""
-    num_documents: int = 0
-    """Documents of all splits before any is dropped, truncated, or split."""
+    num_documents: int = 0  # documents of all splits before any is dropped, truncated, or split
     too_long: dict[str, int] = field(default_factory=dict)
     """Number of documents longer than a pack, by what happened with them (`data.too_long`)."""
     sources: tuple[SourceStats, ...] = ()
-    preparation_version: int = 0
-    """Version of the code that prepared the data."""
+    preparation_version: int = 0  # version of the code that prepared the data
     digests: dict[str, str] = field(default_factory=dict)
     """SHA-256 of the packs of each split, and of the tokenizer; as `documents`, the sum of that of each training
     document, which is the same for packs of any length."""

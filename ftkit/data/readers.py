@@ -377,8 +377,7 @@ _KINDS: Final = (
     ("a web page", rb"(?i)(?:\xef\xbb\xbf)?\s*<(?:!doctype\s+html|html|head)\b", ""),
 )
 """Kinds of files with the pattern at their beginning, and the suffix that selects their reader, if there is one."""
-START_BYTES: Final = 512
-"""Bytes of a file's beginning from which its kind is recognized."""
+START_BYTES: Final = 512  # bytes of a file's beginning from which its kind is recognized
 
 
 def check_kind(start: bytes, file: str, expected: str = "JSON Lines", suffix: str = "") -> None:

@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     from ftkit.config.objectives import Objective
     from ftkit.data.rows import Columns, Row
 
-DETECTION_ROWS = 100
-"""Number of rows from which a format is detected."""
+DETECTION_ROWS = 100  # number of rows from which a format is detected
 METADATA = frozenset(
     ("id", "_id", "idx", "index", "uid", "uuid", "guid", "hash", "source", "dataset", "origin", "url", "split",
      "language", "lang", "license", "timestamp", "created_at", "date", "category", "tags", "parallel_tool_calls",

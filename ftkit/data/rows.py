@@ -14,11 +14,9 @@ from typing import Any
 
 from ftkit.errors import DataError
 
-Columns = dict[str, Any]
-"""A row's values by column, as JSON has them."""
+Columns = dict[str, Any]  # a row's values by column, as JSON has them
 
-MAX_DEPTH = 64
-"""Maximum nesting: far more than a conversation has, far less than Python's stack."""
+MAX_DEPTH = 64  # maximum nesting: far more than a conversation has, far less than Python's stack
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 NUL_BYTES = "the file is UTF-16, or was damaged when it was copied or a disk was full"
 _ENCODINGS = (

@@ -31,8 +31,7 @@ Split = Literal["train", "validation"]
 FIRST_BYTES = 1 << 20
 FIRST_ROWS = 200
 """Maximum bytes and rows of a file that are checked before a job is submitted."""
-_DETECTION_BYTES = 64 << 20
-"""Maximum bytes of the rows from which a format is detected."""
+_DETECTION_BYTES = 64 << 20  # maximum bytes of the rows from which a format is detected
 
 
 class SelectedRow(NamedTuple):

@@ -41,8 +41,7 @@ MAX_COPYING_NODES = 15
 """On more nodes, weights are not copied. N copies read the shared file system N times; ranks that read only their
 shards read it about once in total. So a copy pays off after about N starts with the same weights on the same nodes
 (docs/reference/many-nodes.md)."""
-_THREADS = 8
-"""Files copied in parallel: one stream does not saturate a parallel file system."""
+_THREADS = 8  # files copied in parallel: one stream does not saturate a parallel file system
 
 
 def needs_preparation(plan: RunPlan, environment: Mapping[str, str]) -> bool:

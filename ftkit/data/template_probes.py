@@ -23,8 +23,7 @@ from ftkit.errors import DataError, one_line
 if TYPE_CHECKING:
     from ftkit.data.rendering import ChatRenderer
 
-PROBE: Final = "ftkitprobe"
-"""Text of the field in each conversation of `_probes`."""
+PROBE: Final = "ftkitprobe"  # text of the field in each conversation of `_probes`
 CONTENTS: Final = Conversation((Message("user", PROBE), Message("assistant", PROBE)))
 """A conversation with `PROBE` as the content of each turn."""
 _TOOL: Final[JsonObject] = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {

@@ -13,8 +13,7 @@ from ftkit.hub.client import TOKENIZER_FILE
 
 JsonFile = dict[str, Any]
 _CONFIG = "tokenizer_config.json"
-TEKKEN_FILE = "tekken.json"
-"""Vocabulary of Mistral's newer models."""
+TEKKEN_FILE = "tekken.json"  # vocabulary of Mistral's newer models
 _VOCABULARIES = (TOKENIZER_FILE, TEKKEN_FILE, "*vocab*", "*.model", "*.tiktoken")
 """Files with a vocabulary, of which a tokenizer needs one."""
 VOCABULARY_FILES = (TOKENIZER_FILE, _CONFIG, "special_tokens_map.json", "added_tokens.json")

@@ -31,13 +31,10 @@ if TYPE_CHECKING:
     from ftkit.config.data import TooLong
 
 _BATCH_ROWS = 64
-_BATCH_PICTURES = 4
-"""Rows of a batch if they may have pictures, of megabytes each."""
+_BATCH_PICTURES = 4  # rows of a batch if they may have pictures, of megabytes each
 _BATCH_BYTES = 1 << 18
-_BATCHES_BEFORE_WORKERS = 4
-"""With fewer batches, starting workers takes longer than the work."""
-_BATCHES_OF_WORKER = 4
-"""Batches in flight per worker, which bounds the rows in memory."""
+_BATCHES_BEFORE_WORKERS = 4  # with fewer batches, starting workers takes longer than the work
+_BATCHES_OF_WORKER = 4  # batches in flight per worker, which bounds the rows in memory
 
 
 class Pair(NamedTuple):
@@ -307,8 +304,7 @@ def _batches(rows: Iterable[SelectedRow], most: int) -> Iterator[list[SelectedRo
         yield batch
 
 
-_encoder: BatchEncoder | None = None
-"""State of a worker process."""
+_encoder: BatchEncoder | None = None  # state of a worker process
 
 
 def _begin_worker(encoder: BatchEncoder, parent: int) -> None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, Literal
 
-Vision = Literal["frozen", "projector", "full"]
-"""What of the vision part is trained."""
+Vision = Literal["frozen", "projector", "full"]  # what of the vision part is trained
 _CHANNELS = 3
 _NUM_TOKENS = ("mm_tokens_per_image", "image_seq_length", "image_seq_len")
 _MERGE = ("spatial_merge_size", "merge_size", "scale_factor")

@@ -25,12 +25,9 @@ if TYPE_CHECKING:
 
     from ftkit.runs.spans import Span
 
-MAX_POINTS = 600
-"""Maximum points of a line: more can't be told apart, and make the page slow."""
-_SMOOTH_OVER = 0.02
-"""Window of a moving mean, as a fraction of the curve."""
-_SMOOTH_FROM = 60
-"""Number of points from which a curve is smoothed."""
+MAX_POINTS = 600  # maximum points of a line: more can't be told apart, and make the page slow
+_SMOOTH_OVER = 0.02  # window of a moving mean, as a fraction of the curve
+_SMOOTH_FROM = 60  # number of points from which a curve is smoothed
 _WIDE, _NARROW, _HEIGHT = 1040, 460, 250
 _DOTS = 72
 _MAX_TICKS = 6

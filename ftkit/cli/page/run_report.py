@@ -32,8 +32,7 @@ _NUM_EXAMPLES = 6
 _NUM_SAMPLES = 3
 _SAMPLE_CHARACTERS = 3000
 _MAX_TILES_PER_ROW = 6
-_NARROWEST = 1 / 600
-"""Smallest visible fraction of a run's time on the timeline."""
+_NARROWEST = 1 / 600  # smallest visible fraction of a run's time on the timeline
 _TIME_USE = {
     "training": "forward, backward, optimizer", "data wait": "waiting for data", "other": "other",
     "checkpoint": "waiting for checkpoints", "evaluation": "evaluation", "start-up": "start-up",
@@ -41,8 +40,7 @@ _TIME_USE = {
 }  # fmt: skip
 
 
-_Tile = tuple[str, str, str]
-"""Title, value, and detail."""
+_Tile = tuple[str, str, str]  # title, value, and detail
 
 
 def read_report(layout: RunLayout, state: str) -> dict[str, object]:

@@ -12,8 +12,7 @@ LOG_FROM = 30
 """Ratio of the highest to the lowest value from which a loss is drawn on a logarithmic axis."""
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _BRAILLE = 0x2800
-_LABEL = 10
-"""Width of the labels of the axis."""
+_LABEL = 10  # width of the labels of the axis
 
 
 @dataclass(frozen=True)

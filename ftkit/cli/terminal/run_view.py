@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from ftkit.runs.gpu_samples import GpuSummary
     from ftkit.runs.records import EvaluationRecord, Sample, StepRecord
 
-_NUM_SHOWN = 5
-"""Number of checkpoints, and of restarts."""
+_NUM_SHOWN = 5  # number of checkpoints, and of restarts
 _NUM_ANOMALIES_SHOWN = 8
 _RECORDS = (
     "start", "first_step", "last_step", "before", "after", "checkpoint", "failed_checkpoint", "end", "sharding",
