@@ -13,6 +13,7 @@ EXAMPLES = _TOP / "examples"  # recipes with a task, and the tasks
 CLUSTERS = _PACKAGE / "clusters"
 ARCHITECTURES = _PACKAGE / "architectures"
 OTHER_TOOLS = _PACKAGE / "other_tools"  # what other tools call the keys of a recipe
+SHELL = _PACKAGE / "shell"  # scripts that run outside of job scripts
 CONTAINERS = _TOP / "containers"
 JOB_TEMPLATES = _TOP / "sbatch"
 DOCKERFILE = _TOP / "Dockerfile"

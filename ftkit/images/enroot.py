@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ftkit import process
+from ftkit import assets, process
 from ftkit.config.image_reference import Digest, RegistryImage, is_loopback
 from ftkit.errors import ImageError
 from ftkit.images import squashfs
@@ -25,63 +25,8 @@ if TYPE_CHECKING:
 
 _TIMEOUT_SECONDS: Final = 4 * 3600
 _CLEAN_UP_SECONDS: Final = 120
-_WRONG_IMAGE, _WRONG_LAYERS, _HAS_DEVICES = 65, 66, 67
-
-_IMPORT: Final = f"""set -eu
-output=$1 uri=$2 config=$4 layers=$5
-case $(enroot version) in [0-3].*) uri=$3 ;; esac
-export ENROOT_CACHE_PATH=$6/cache
-(umask 077 && mkdir -p -- "$ENROOT_CACHE_PATH")
-enroot import --output "$output" -- "$uri"
-if [ -n "$config" ]; then
-    expected=$({{ echo "$config"; for layer in $layers; do echo "${{layer%:*}}"; done; }} | sort -u)
-    [ "$(ls "$ENROOT_CACHE_PATH" | sort)" = "$expected" ] || exit {_WRONG_IMAGE}
-    for layer in $layers; do
-        found=$(zstd -d -c -q -- "$ENROOT_CACHE_PATH/${{layer%:*}}" | sha256sum)
-        [ "${{found%% *}}" = "${{layer#*:}}" ] || exit {_WRONG_LAYERS}
-    done
-fi
-if command -v unsquashfs >/dev/null && unsquashfs -lls "$output" | grep '^[bc]'; then exit {_HAS_DEVICES}; fi
-"""
-"""Arguments: the file, the exact address, the address for releases without support for digests, the hexadecimal digest
-of the image's configuration, those of its layers as `BLOB:CONTENT`, a temporary folder.
-
-enroot compares each blob that it downloads with its digest, and keeps it in its cache under that digest: layers
-recompressed with zstd, the configuration unchanged. It does not compare the manifest with the requested digest. The
-cache is empty at first: what is in it afterwards is what the file was made from, even if a tag moved meanwhile.
-"""
-
-_ENDED: Final = "ftkit-import-ended"
-_ON_NODE: Final = f"""set -eu
-disk=$1 mine=ftkit-import-$UID-$HOSTNAME
-shift
-folder=$disk/$mine-$$ import=
-clean() {{
-    trap '' TERM INT HUP
-    [ -z "$import" ] || kill -KILL -- "-$import" 2>/dev/null || true
-    for _ in $(seq 100); do rm -rf -- "$folder" 2>/dev/null && break; sleep 0.1; done
-}}
-trap 'code=$?; clean; [ "$code" = 143 ] || echo {_ENDED}' EXIT
-trap 'exit 143' TERM INT HUP
-mkdir -p -- "$disk"
-for left in "$disk/$mine"-*; do
-    kill -0 "${{left##*-}}" 2>/dev/null || rm -rf -- "$left" || true
-done
-(umask 077 && mkdir -- "$folder" "$folder/temp")
-export ENROOT_TEMP_PATH=$folder/temp
-set -m
-bash -c "$@" "$folder" &
-import=$!
-set +m
-wait "$import"
-"""
-"""enroot's temporary folders go to the node's local disk: shared file systems can't store overlayfs whiteouts.
-
-The import runs in the background, because bash handles a signal only after its foreground program has ended, and Slurm
-kills after KillWait. It is killed immediately, so that nothing writes into a folder that is being removed. Programs in
-other process groups get the signal from Slurm, and end a moment later: hence several attempts to remove the folder. The
-next import on that node removes what a killed one left.
-"""
+_WRONG_IMAGE, _WRONG_LAYERS, _HAS_DEVICES = 65, 66, 67  # exit codes of enroot-import.sh
+_ENDED: Final = "ftkit-import-ended"  # the last line of enroot-on-node.sh, unless it was ended
 
 
 @dataclass(frozen=True)
@@ -125,7 +70,8 @@ def import_to(output: Path, address: Address, node: ComputeNode | None = None) -
     """Import an image into a file that does not exist yet."""
     layers = " ".join(f"{blob.hex}:{content.hex}" for blob, content in address.layers)
     config = address.config.hex if address.config else ""
-    words = [_IMPORT, "ftkit", str(output), address.uri, address.by_tag, config, layers]
+    script = (assets.SHELL / "enroot-import.sh").read_text(encoding="utf-8")
+    words = [script, "ftkit", str(output), address.uri, address.by_tag, config, layers]
     # SOURCE_DATE_EPOCH would change all times, and make .pyc files stale.
     environment = {key: value for key, value in os.environ.items() if key != "SOURCE_DATE_EPOCH"}
     environment |= {"ENROOT_SQUASH_OPTIONS": squashfs.ENROOT_OPTIONS}
@@ -148,7 +94,8 @@ def import_to(output: Path, address: Address, node: ComputeNode | None = None) -
 def _on_node(words: list[str], node: ComputeNode, output: Path, environment: dict[str, str]) -> process.ProgramOutput:
     """Run on a compute node, as a batch job: srun's own job would be killed immediately on cancellation."""
     job, log = f"ftkit-import-{secrets.token_hex(4)}", output.with_name(f"{output.name}.log")
-    script = shlex.join(["exec", "bash", "-c", _ON_NODE, "ftkit", node.local_folder, *words])
+    on_node = (assets.SHELL / "enroot-on-node.sh").read_text(encoding="utf-8")
+    script = shlex.join(["exec", "bash", "-c", on_node, "ftkit", node.local_folder, *words])
     command = ["sbatch", "--wait", "--no-requeue", *node.options, f"--job-name={job}"]
     command += [f"--output={str(log).replace('%', '%%')}", f"--wrap={script}"]
     try:

@@ -8,6 +8,7 @@ import shlex
 import sys
 from dataclasses import dataclass, replace
 
+from ftkit import assets
 from ftkit.config.layers import COMMAND_LINE
 from ftkit.errors import ConfigError, Problem
 from ftkit.files import to_json
@@ -310,15 +311,6 @@ _PRESETS = {
 }
 """The provider's names of machine sizes, by GPU model and number of GPUs."""
 
-_CLAIM = """#!/usr/bin/env bash
-# Fails if resources are recorded under this cluster's name, such as those of another user's cluster.
-set -eo pipefail
-cd "$(dirname "$0")"
-bash terraform.sh state pull | jq --slurp --exit-status 'all(.[]; .resources == [])' >/dev/null || {
-  echo "Terraform's state of this name can't be read, or has another cluster's resources: use another name" >&2
-  exit 1
-}
-"""
 _RUN_TERRAFORM = """#!/usr/bin/env bash
 # Runs Terraform in the installation's folder, with the environment that its .envrc sets up.
 set -eo pipefail
@@ -341,7 +333,7 @@ def _plan_soperator(name: str, spec: SoperatorSpec) -> Provision:
         files={
             "ftkit.tfvars.json": json.dumps(_variables(name, spec), indent=2) + "\n",
             "terraform.sh": _RUN_TERRAFORM.format(spec=spec, installation=_INSTALLATION),
-            "claim.sh": _CLAIM,
+            "claim.sh": (assets.SHELL / "soperator-claim.sh").read_text(encoding="utf-8"),
         },
         checks=(
             Check("a Nebius account is active", "nebius iam whoami", "log in with: nebius profile create"),

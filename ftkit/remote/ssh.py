@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from ftkit import process
+from ftkit import assets, process
 from ftkit.errors import PrerequisiteError
 from ftkit.wheel import WHEEL_NAME, code_identity, make_wheel
 
@@ -103,49 +103,18 @@ def unreachable(login: Login) -> PrerequisiteError:
 
 # --- Installation --------------------------------------------------------------------------------
 
-_NO_PYTHON: Final = 93
-_INSTALL: Final = """\
-set -eu
-exec >&2
-folder={folder}
-mkdir -p "$folder" && cd "$folder" && chmod 700 .
-rm -rf venv/identity ftkit-*.whl tmp
-mkdir tmp
-export TMPDIR=$PWD/tmp  # /tmp is often small or full
-trap 'rm -rf "$TMPDIR"' EXIT
-base64 -d >{wheel} <<'END'
-{content}
-END
-python=
-for each in python3.13 python3.12 python3.11 python3; do
-  if "$each" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-    python=$each
-    break
-  fi
-done
-if command -v uv >/dev/null; then
-  uv venv --quiet --allow-existing --python '>=3.11' venv
-  uv pip install --quiet --python venv/bin/python --reinstall-package ftkit {requirements}
-elif [ -n "$python" ]; then
-  [ -x venv/bin/python ] || "$python" -m venv venv
-  venv/bin/python -m pip install --quiet --disable-pip-version-check {requirements}
-  venv/bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps ./{wheel}
-else
-  echo "neither uv nor Python 3.11 or later (with venv) is on PATH there"
-  exit {no_python}
-fi
-rm -f {wheel}
-echo {identity} >venv/identity
-"""
+_NO_PYTHON: Final = 93  # exit status of install.sh
 
 
 def install(login: Login, extras: Sequence[str] = ()) -> None:
     """Install this ftkit in the virtual environment on the login node, replacing an existing ftkit."""
     chosen = f"[{','.join(extras)}]" if extras else ""
-    script = _INSTALL.format(
-        folder=shlex.quote(login.folder), wheel=WHEEL_NAME, no_python=_NO_PYTHON, identity=code_identity(),
-        content=base64.encodebytes(make_wheel()).decode().strip(), requirements=shlex.quote(f"./{WHEEL_NAME}{chosen}"),
-    )  # fmt: skip
+    values = {
+        "FOLDER": login.folder, "WHEEL": WHEEL_NAME, "REQUIREMENT": f"./{WHEEL_NAME}{chosen}",
+        "IDENTITY": code_identity(), "CONTENT": base64.encodebytes(make_wheel()).decode().strip(),
+    }  # fmt: skip
+    script = "".join(f"FTKIT_{name}={shlex.quote(value)}\n" for name, value in values.items())
+    script += (assets.SHELL / "install.sh").read_text(encoding="utf-8")
     code = process.run_passing(login.ssh("bash -ls"), script.encode(), lambda _: None)
     if code:
         fix = f"try the connection with: {shlex.join(login.ssh('true'))}"
