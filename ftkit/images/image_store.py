@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from ftkit.config.image_reference import Digest, ImageFormat, NamedImage
 from ftkit.errors import FtkitError, PrerequisiteError, one_line
@@ -34,7 +34,7 @@ _PARTIAL = ".partial-"
 class ImportManifest:
     reference: str
     image_id: Digest  # digest of its configuration, which names the file
-    registry_digest: Annotated[Digest | None, BeforeValidator(lambda value: value or None)]
+    registry_digest: Digest | None
     source: str
     made_by: str  # program that made the file, with its options
     format: ImageFormat
@@ -96,7 +96,7 @@ class ImageStore:
         limit = time.time() - 24 * 3600
         return [path for path in self.root.glob(f"{_PARTIAL}*") if path.stat().st_mtime < limit]
 
-    def publish(self, partial: Path, manifest: ImportManifest, sbom: bytes) -> Path:
+    def publish(self, partial: Path, manifest: ImportManifest, sbom: bytes) -> None:
         """Rename a finished file to its final name, write its manifest, and point the link to it."""
         final = self.root / manifest.file
         if manifest.sbom:
@@ -105,7 +105,6 @@ class ImageStore:
         publish(partial, final)
         self.record(manifest)
         self.point(manifest.reference, final, manifest.format)
-        return final
 
     def record(self, manifest: ImportManifest) -> None:
         write_json(manifest_file(self.root / manifest.file), manifest)

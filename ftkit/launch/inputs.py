@@ -27,6 +27,7 @@ from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.paths import fixed_folder, is_address, is_pattern
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import DocumentFit, RunPlan
+from ftkit.runs.manifest import mapping
 
 if TYPE_CHECKING:
     import os
@@ -185,9 +186,7 @@ def _count_prepared(plan: RunPlan) -> DocumentFit | None:
     total, num_too_long, longest = (prepared.get(name) for name in ("num_documents", "num_too_long", "max_seqlen"))
     if not (isinstance(total, int) and isinstance(num_too_long, int) and isinstance(longest, int) and total):
         return None
-    data, outcomes = plan.recipe.data, prepared.get("too_long")
-    if not isinstance(outcomes, dict):  # an earlier version's manifest
-        outcomes = {data.resolve_too_long(data.format): num_too_long}
+    outcomes = mapping(prepared.get("too_long"))
     too_long = {outcome: number for outcome, number in outcomes.items() if isinstance(number, int)}
     stored, shared = (prepared.get(name) for name in ("num_train_tokens", "num_shared_tokens"))
     saved = shared / (shared + stored) if isinstance(stored, int) and isinstance(shared, int) and shared else None

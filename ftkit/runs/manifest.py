@@ -240,7 +240,7 @@ def trained_data(starts: object) -> Values:
 
 
 def describe_data(layout: RunLayout, fingerprint: object) -> dict[str, Values]:
-    """Return the prepared data's digests and numbers of documents; an earlier version wrote none."""
+    """Return the prepared data's digests and numbers of documents; empty before it is prepared."""
     data = DataLayout(Workspace(layout.root.parents[1]).data / str(fingerprint))
     prepared = read_json_if_valid(data.manifest, Values) or {}
     return {
