@@ -297,8 +297,8 @@ import os
 import torch
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-from ftkit.train.private_apis.deepspeed import forget_pending_gradients, import_deepspeed
-from ftkit.train.private_apis.deepspeed import Zero3Optimizer, zero3_partition
+from ftkit.train.private_apis.libraries import forget_pending_gradients, import_deepspeed
+from ftkit.train.private_apis.libraries import Zero3Optimizer, zero3_partition
 
 deepspeed = import_deepspeed(torch.device("cpu"))
 config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "steps_per_print": 2**31}

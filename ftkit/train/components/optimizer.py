@@ -14,8 +14,7 @@ from torch.optim.adamw import adamw
 from ftkit.train.gpu_kernels import can_update, can_update_8bit, update_adamw, update_adamw8bit
 from ftkit.train.model.local_shard import local_tensor
 from ftkit.train.model.vision import trained_vision
-from ftkit.train.private_apis.deepspeed import zero3_partition
-from ftkit.train.private_apis.libraries import import_bitsandbytes
+from ftkit.train.private_apis.libraries import import_bitsandbytes, zero3_partition
 from ftkit.train.private_apis.torch import add_to_all
 
 if TYPE_CHECKING:

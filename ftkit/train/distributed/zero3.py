@@ -25,7 +25,7 @@ from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.lora import saved_parameters
 from ftkit.train.model.routers import Routers
 from ftkit.train.objectives import Preferences
-from ftkit.train.private_apis.deepspeed import (
+from ftkit.train.private_apis.libraries import (
     Zero3Optimizer,
     Zero3Partition,
     forget_pending_gradients,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ftkit.train.private_apis.deepspeed import zero3_partition
+from ftkit.train.private_apis.libraries import zero3_partition
 from ftkit.train.private_apis.torch import find_norms
 
 if TYPE_CHECKING:
