@@ -43,10 +43,6 @@ class ContextGroup:
     group: dist.ProcessGroup | None = None
     num_gathered: int = 1
 
-    @property
-    def name(self) -> str:
-        return "" if self.group is None else self.group.group_name
-
     def part(self, length: int) -> slice:
         """Return this process's range of a pack's `length` tokens; ranges of all ranks have the same size."""
         tokens = length // self.size

@@ -95,7 +95,8 @@ def check_tensor_parallel(config: PretrainedConfig, kernel: Kernel, size: int) -
 
 def whole_pack_attention(kernel: Kernel, exchange: ContextGroup) -> str:
     """Register attention over whole packs, since transformers' masks are for a rank's tokens; return its name."""
-    AttentionInterface.register(_NAME, partial(_attention, kernel=kernel, group=exchange.name, size=exchange.size))
+    group = "" if exchange.group is None else exchange.group.group_name
+    AttentionInterface.register(_NAME, partial(_attention, kernel=kernel, group=group, size=exchange.size))
     return _NAME
 
 
