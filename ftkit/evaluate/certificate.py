@@ -45,13 +45,10 @@ _NUM_ROWS = 4
 _NUM_COMPLETIONS = 8
 _COMPLETION_TOKENS = 12
 _CALL_TOKENS = 128
-_END_TOKENS = 4
-"""Tokens that an engine may generate where the first one must end a turn."""
+_END_TOKENS = 4  # tokens that an engine may generate where the first one must end a turn
 _LONG_TOKENS = 448
-_MAX_WINDOW = 8192
-"""Longest sliding window that a prompt exceeds."""
-_EXPLAINED = 0.3
-"""Largest part of an error that its explanation leaves."""
+_MAX_WINDOW = 8192  # longest sliding window that a prompt exceeds
+_EXPLAINED = 0.3  # largest part of an error that its explanation leaves
 _TEXTS = (
     "", " ", "Grüße, 世界! नमस्ते 🙂👩‍👩‍👧", "שלום عليكم", "a\tb\n\n\n  c\r\nd", "{{ messages }} {% raw %} <|x|> [INST]",
     "1234567890 3.14159 -42 1e-9", "def f(x):\n\treturn [x**2 for _ in range(3)]  # ok", "ﬁ é é Å Ⅷ ½",
@@ -62,8 +59,7 @@ _PROPERTIES = {
     "sliding_window": "the sliding window is not applied",
     "final_logit_softcapping": "logits are not capped",
 }
-_NAME_PART = re.compile(r"[^.]+(?:\.\d+)?")
-"""A part of a module's name, with its number if it is one of a list."""
+_NAME_PART = re.compile(r"[^.]+(?:\.\d+)?")  # a part of a module's name, with its number if it is one of a list
 
 
 @dataclass(frozen=True)

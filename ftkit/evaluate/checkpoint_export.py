@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
 
 _MAX_COMPARED_ROWS = 50
-_MAX_COMPARED_TOKENS = 2048
-"""Tokens of a batch, with padding, whose logits are in memory in fp32."""
+_MAX_COMPARED_TOKENS = 2048  # tokens of a batch, with padding, whose logits are in memory in fp32
 
 
 @dataclass(frozen=True)

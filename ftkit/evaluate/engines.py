@@ -36,15 +36,12 @@ _HOST = "127.0.0.1"
 _START_SECONDS = 1800.0
 _ANSWER_SECONDS = 600.0
 _SHOWN_LINES = 8
-_MAX_PROMPTS = 256
-"""Prompts of a request: as many as vLLM computes at once by default."""
-LARGEST_BIAS = 100
-"""Largest bias of a logit in OpenAI's API."""
+_MAX_PROMPTS = 256  # prompts of a request: as many as vLLM computes at once by default
+LARGEST_BIAS = 100  # largest bias of a logit in OpenAI's API
 _NUM_PROBABILITIES = 2000
 """Tokens whose probabilities llama.cpp returns; all of them if the wanted one is not among these."""
 _MODEL = "trained"
-_KEY = "VLLM_API_KEY"
-"""Variable with the key of a server that requires one, as vLLM reads it."""
+_KEY = "VLLM_API_KEY"  # variable with the key of a server that requires one, as vLLM reads it
 
 
 class EngineError(TrainingError):

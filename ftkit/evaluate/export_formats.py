@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan
 
 Format = Literal["hf", "gguf", "fp8", "w4a16", "vllm-lora"]
-COMPRESSED = ("fp8", "w4a16")
-"""Formats of llm-compressor."""
+COMPRESSED = ("fp8", "w4a16")  # formats of llm-compressor
 
 CONVERTER = "FTKIT_GGUF_CONVERTER"
 QUANTIZE = "llama-quantize"
@@ -37,8 +36,7 @@ _LOADS_OUTPUT = ("olmo2", "olmo3", "olmoe")
 """Families whose output projection must be in the file; for others, llama.cpp falls back to the embedding."""
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
 """Families with `query_pre_attn_scalar`, and the number of layers by which llama.cpp recognizes their 27B."""
-_GEMMA_SCALAR = 256
-"""transformers' default of `query_pre_attn_scalar`."""
+_GEMMA_SCALAR = 256  # transformers' default of `query_pre_attn_scalar`
 
 
 @dataclass(frozen=True)

@@ -51,17 +51,14 @@ if TYPE_CHECKING:
 _MAX_ROWS = 100
 _MAX_TARGETS = 4000
 """Tokens whose loss is measured, in whole documents: llama.cpp's server computes one for each request."""
-_NUM_COMPARED = 200
-"""Most probable tokens that are kept for the divergence, in kilobytes for each target."""
+_NUM_COMPARED = 200  # most probable tokens that are kept for the divergence, in kilobytes for each target
 _TIMED_TOKENS = 64
 _CALIBRATION_DOCUMENTS = 512
 _CALIBRATION_TOKENS = 2**20
 _INCREASE = "increase"
 _FALLBACK = re.compile(r"(\d+ of \d+) tensor\(s\) required fallback")
-_Measured = tuple[Measured, Distributions]
-"""Losses and scores of rows, and the distributions at each label."""
-_SMALLEST = 1e-12
-"""Smallest probability of all tokens together that are not among the most probable ones."""
+_Measured = tuple[Measured, Distributions]  # losses and scores of rows, and the distributions at each label
+_SMALLEST = 1e-12  # smallest probability of all tokens together that are not among the most probable ones
 
 
 class Quantizer(ABC):

@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from ftkit.evaluate.scoring import Measured
 
 NUM_RESAMPLES = 2000
-_BATCH_SIZE = 100
-"""Resamples per batch, which bounds the memory."""
-_QUANTILE = 1.96
-"""Standard errors of a 95% interval of the normal distribution."""
+_BATCH_SIZE = 100  # resamples per batch, which bounds the memory
+_QUANTILE = 1.96  # standard errors of a 95% interval of the normal distribution
 
 Interval = tuple[float, float]
 

@@ -101,8 +101,7 @@ def run_ranks(size: int, words: Sequence[str]) -> int:
 # --- Measuring -----------------------------------------------------------------------------------
 
 
-_TOKENS_PER_FORWARD = 8192
-"""Maximum tokens of a forward pass, whose logits are all in memory."""
+_TOKENS_PER_FORWARD = 8192  # maximum tokens of a forward pass, whose logits are all in memory
 
 
 @dataclass(frozen=True)

@@ -39,13 +39,10 @@ TOLERANCE = 1e-4
 Both are computed in fp32 from the same numbers."""
 CLOSER_THAN_BASE = 0.5
 """Largest error, and largest change by rounding, relative to the distance between the trained model and its base."""
-_MAX_ERROR_OF_PROBABILITY = 0.01
-"""Largest difference of the end token's probability after a reply."""
+_MAX_ERROR_OF_PROBABILITY = 0.01  # largest difference of the end token's probability after a reply
 _NUM_TOKENS_BEFORE_END = 3
-_DTYPES = {"bf16": "BF16", "fp32": "F32"}
-"""Names of dtypes in safetensors."""
-_MEMORY_BESIDES_WEIGHTS = 2**30
-"""Bytes of activations, logits, and what loading allocates for a moment."""
+_DTYPES = {"bf16": "BF16", "fp32": "F32"}  # names of dtypes in safetensors
+_MEMORY_BESIDES_WEIGHTS = 2**30  # bytes of activations, logits, and what loading allocates for a moment
 
 
 def verify_export(folder: Path, report: Callable[[str], None]) -> list[Check]:
@@ -287,10 +284,8 @@ def _check_end(folder: Path, model: PreTrainedModel, record: ExportRecord, *, is
 # --- Models larger than memory -------------------------------------------------------------------
 
 
-_BYTES_PER_VALUE = 6
-"""A tensor while it is loaded: in bf16 as in the file, and in fp32."""
-_PROCESS_BYTES = 2**29
-"""Memory of a process that has imported torch and transformers, and of activations."""
+_BYTES_PER_VALUE = 6  # a tensor while it is loaded: in bf16 as in the file, and in fp32
+_PROCESS_BYTES = 2**29  # memory of a process that has imported torch and transformers, and of activations
 
 
 def peak_bytes(largest: int) -> int:

@@ -26,8 +26,7 @@ from ftkit.planning.layout import Workspace
 _TIMEOUT_SECONDS: Final = 2.0
 CHECK_SECONDS: Final = 3.0
 """Time for all checks together; a name server or a file system may respond much later, or never."""
-_FEW_GIB: Final = 100
-"""Free space for checkpoints, prepared data and an export; less is a warning."""
+_FEW_GIB: Final = 100  # free space for checkpoints, prepared data and an export; less is a warning
 _CLOCK_SECONDS: Final = 5.0
 """Largest difference of clocks: a larger one makes leases, file times and certificates unreliable."""
 

@@ -26,8 +26,7 @@ from ftkit.runs.gpu_samples import GpuSample
 
 _GIB: Final = 2**30
 _MIB: Final = 2**20
-_LEAST_FREE_GIB: Final = 2
-"""Free space on the local disk for compiled kernels and temporary files of one run."""
+_LEAST_FREE_GIB: Final = 2  # free space on the local disk for compiled kernels and temporary files of one run
 _SLOW_MB: Final = {"local disk": 200, "shared disk": 50}
 """Minimum MB/s of one writer: at less, loading weights and writing checkpoints take hours."""
 _THROTTLE_REASONS: Final = {
@@ -40,10 +39,8 @@ _THROTTLE_REASONS: Final = {
 """nvmlClocksEventReason*: why clocks are below the requested ones. Idle and fixed clocks are not throttling."""
 _FAULTY_REASONS: Final = ("hardware slowdown", "hardware thermal", "power brake")
 """Reasons that no load explains on a healthy node; a power cap and software thermal limits occur under full load."""
-_NVLINK_BYTES: Final = (138, 139)
-"""NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX and _RX, in KiB since the driver was loaded."""
-_ALL_LINKS: Final = 2**32 - 1
-"""Scope of a field value: the sum over all links."""
+_NVLINK_BYTES: Final = (138, 139)  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX and _RX, in KiB since the driver was loaded
+_ALL_LINKS: Final = 2**32 - 1  # scope of a field value: the sum over all links
 
 
 class Nvml:

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 ResultT = TypeVar("ResultT")
 MeasuredDevice = Literal["cpu", "cuda"]
-_START_SECONDS: Final = 90.0
-"""Time for importing torch and creating a CUDA context on a busy node, in eight processes."""
+_START_SECONDS: Final = 90.0  # time for importing torch and creating a CUDA context on a busy node, in eight processes
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from ftkit.train.private_apis.torch import TORCH, Ctx
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-Losses: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Losses of tokens, and the gradient of their sum."""
+Losses: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # losses of tokens, and the gradient of their sum
 
 
 @dataclass(frozen=True)

@@ -281,6 +281,7 @@ class RunRank:
             self.at_end.enter_context(sampling(self._layout))
 
     def clear_error(self) -> None:
+        """Delete the error of an earlier start."""
         self._layout.rank_error(self.rank).unlink(missing_ok=True)
 
     def redirect_output(self) -> None:

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """A recipe's precisions as torch dtypes."""
-CHECKPOINT_GROUP = "checkpoint"
-"""Description of the process group in which checkpoints are written, beside training."""
+CHECKPOINT_GROUP = "checkpoint"  # description of the process group in which checkpoints are written, beside training
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long a collective waits for other ranks before the run fails instead of hanging."""
 

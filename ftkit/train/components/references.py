@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PACKS_PER_WRITE = 256
-"""Packs after which a part is written: what a killed computation loses at most."""
+_PACKS_PER_WRITE = 256  # packs after which a part is written: what a killed computation loses at most
 _PACKS_COMPARED = 8
 """Packs of which a start computes the log-probabilities again, and compares them with the stored ones."""
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}

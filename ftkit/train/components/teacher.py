@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from ftkit.train.engine import Engine
     from ftkit.train.world import World
 
-_TOKENS_PER_SHARD = 2**17
-"""Tokens of a shard's packs: what a killed computation loses at most, on each process."""
+_TOKENS_PER_SHARD = 2**17  # tokens of a shard's packs: what a killed computation loses at most, on each process
 
 
 @dataclass(frozen=True)

@@ -163,8 +163,7 @@ def _states_and_gradients(
 
 _DOCUMENT_SHARES = (0.05, 0.62, 0.03, 0.11)  # fractions of a pack for its documents; a fifth document fills the rest
 _ROW_SHARES = (0.93, 0.61)  # fractions of padded rows for their documents, in turn; the rest is padding
-_KEPT_SHARE = 0.75
-"""Fraction of a document that is kept. Its rest differs: no kept token may attend to it."""
+_KEPT_SHARE = 0.75  # fraction of a document that is kept. Its rest differs: no kept token may attend to it
 
 
 @dataclass(frozen=True)

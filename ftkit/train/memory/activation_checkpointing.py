@@ -231,8 +231,7 @@ class _Layer:
     device: dict[int, torch.Tensor] = field(default_factory=dict)  # while they are prefetched and not yet loaded
 
 
-_Offloaded: TypeAlias = tuple[_Layer, int]
-"""A tensor in host memory, by its layer and index there."""
+_Offloaded: TypeAlias = tuple[_Layer, int]  # a tensor in host memory, by its layer and index there
 
 
 class ActivationOffload:

@@ -58,8 +58,7 @@ find_norms = torch._foreach_norm  # noqa: SLF001
 """Returns the norm of each tensor, of an order, in few kernels; of order infinity, its largest absolute value."""
 hooks_with_kwargs = module._global_forward_hooks_with_kwargs  # noqa: SLF001
 """Hooks of all modules that get keyword arguments, by id: torch leaves them there when it removes the hooks."""
-symmetric_memory = _symmetric_memory
-"""The module with `empty` and `rendezvous`: GPU memory that peers have mapped."""
+symmetric_memory = _symmetric_memory  # the module with `empty` and `rendezvous`: GPU memory that peers have mapped
 map_instances = _pytree.tree_map_only
 """Replaces the instances of a type in nested lists, tuples and dictionaries: of the type, by a function, in a tree."""
 
