@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import click
-from click.shell_completion import get_completion_class
+from click.shell_completion import FishComplete, ZshComplete
 
 from ftkit import assets
 from ftkit.cli.arguments import json_option, load_all
-from ftkit.cli.commands import command, current_context
+from ftkit.cli.commands import BashCompletion, command, current_context
 from ftkit.cli.main import COMPLETE_VARIABLE, PROGRAM, cli
 from ftkit.cli.terminal.console import Facts, Styled, Terminal
 from ftkit.cli.terminal.format import count, short_path
@@ -17,7 +17,6 @@ from ftkit.config.image import ImageSpec
 from ftkit.config.load import load_recipe, shipped_config
 from ftkit.config.recipe import RecipeSpec
 from ftkit.config.request import LoadedSettings, load_settings
-from ftkit.errors import PrerequisiteError
 from ftkit.models.architecture import ArchitectureSpec, ModelSpec
 from ftkit.models.parameters import count_by_config, count_model
 from ftkit.spec import Spec
@@ -142,10 +141,8 @@ def _drop_required(schema: object) -> None:
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion_command(shell: str) -> None:
     """Print the script that completes commands, recipes, clusters, images and runs after TAB."""
-    completion = get_completion_class(shell)
-    if completion is None:
-        raise PrerequisiteError(f"click has no completion for {shell}", fix="install another release of click")
-    script = completion(cli, {}, PROGRAM, COMPLETE_VARIABLE).source()
+    completions = {"bash": BashCompletion, "zsh": ZshComplete, "fish": FishComplete}
+    script = completions[shell](cli, {}, PROGRAM, COMPLETE_VARIABLE).source()
     for before, after in _SCRIPT_EDITS.get(shell, {}).items():
         script = script.replace(before, after)
     Terminal().data(script + "\n")

@@ -119,7 +119,6 @@ class _Forwarded:
         return ssh.call(self.login, script, on_output, stdin)
 
     def send(self, archive: bytes) -> None:
-        """Replace the project's files there by those of an archive."""
         digest = digest_of(self.files)
         script = f"""\
             mkdir -p {self.project} && cd {self.project} && rm -rf .digest clusters recipes containers sbatch &&

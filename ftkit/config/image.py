@@ -70,7 +70,6 @@ class ImageSpec(Spec):
 
     @property
     def all_packages(self) -> tuple[str, ...]:
-        """The requirements of `packages` and `extra_packages`."""
         return self.packages + self.extra_packages
 
     @property

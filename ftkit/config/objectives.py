@@ -154,7 +154,6 @@ class ObjectiveSpec(Spec):
 
     @property
     def distillation(self) -> DistillSpec | None:
-        """The options of objective distill; None for another."""
         return self.distill if self.objective == "distill" else None
 
     @property
@@ -175,7 +174,6 @@ class ObjectiveSpec(Spec):
         return max(1, self.completions_per_sample)
 
     def conflicts_of_objective(self) -> Iterator[str]:
-        """Yield why options have no effect."""
         if self.objective == "distill" and (self.distill is None or self.distill.teacher == "random"):
             yield "objective 'distill' needs a trained teacher: set distill.teacher"
         for name in ("distill", *OPTIONS):

@@ -229,12 +229,10 @@ class TrainingSpec(ObjectiveSpec):
 
     @property
     def trains_in_fp8(self) -> bool:
-        """Whether trained linear layers of decoder layers compute in FP8."""
         return self.precision == "fp8"
 
     @property
     def multiplies_in_fp8(self) -> bool:
-        """Whether linear layers of decoder layers compute in FP8."""
         return self.trains_in_fp8 or self.base_precision == "fp8"
 
     @model_validator(mode="before")

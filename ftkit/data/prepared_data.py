@@ -143,17 +143,10 @@ class PackWriter:
         last = np.cumsum(pack_sizes, dtype=np.int64) - 1
         starts = np.concatenate([[0], ends[last[:-1]] - self.num_tokens])
         targets = np.add.reduceat(documents.tokens >= TRAINED, starts, dtype=np.int64)
-        arrays = (
-            documents.tokens.astype("<u4", copy=False),
-            ends.astype("<i8", copy=False),
-            documents.sources.astype("<u2", copy=False),
-            (self.num_documents + last + 1).astype("<i8", copy=False),
-            targets.astype("<i8", copy=False),
-            documents.starts.astype("<i8", copy=False),
-            documents.records.astype("<i8", copy=False),
-        )
+        arrays: list[NDArray[np.generic]] = [documents.tokens, ends, documents.sources, self.num_documents + last + 1]
+        arrays += [targets, documents.starts, documents.records]
         for file, array in zip(self._files.values(), arrays, strict=False):
-            file.write(array.data)
+            file.write(array.astype(array.dtype.newbyteorder("<"), copy=False).data)
         self.num_documents += len(documents.lengths)
         self.num_packs += len(pack_sizes)
         self.num_tokens += len(documents.tokens)

@@ -200,7 +200,9 @@ class ChatRenderer(Template):
         if self.needs_short_ids:
             conversation = with_short_ids(conversation)
         pattern = any_of(self.special_tokens)
-        texts = list(_texts_of(conversation))
+        given = conversation.messages
+        turns = [[each.content, each.reasoning, *(call.arguments for call in each.tool_calls)] for each in given]
+        texts = list(_strings([*turns, *conversation.tools]))
         if not any(map(pattern.search, texts)):
             return conversation, False
         if any(_CUT in text for text in texts):
@@ -212,7 +214,7 @@ class ChatRenderer(Template):
                 reasoning=_cut(message.reasoning, pattern),
                 tool_calls=tuple(replace(call, arguments=_cut(call.arguments, pattern)) for call in message.tool_calls),
             )
-            for message in conversation.messages
+            for message in given
         )
         return replace(conversation, messages=messages, tools=tuple(_cut(list(conversation.tools), pattern))), True
 
@@ -349,15 +351,6 @@ def _without_cuts(rendering: Rendering) -> Rendering:
     cuts = tuple(place - number for number, place in enumerate(places))
     pictures = tuple((place - bisect_left(places, place), source) for place, source in rendering.pictures)
     return Rendering(rendering.text.replace(_CUT, ""), spans, cuts, pictures)
-
-
-def _texts_of(conversation: Conversation) -> Iterator[str]:
-    for message in conversation.messages:
-        yield message.content
-        yield message.reasoning or ""
-        for call in message.tool_calls:
-            yield from _strings(call.arguments)
-    yield from _strings(list(conversation.tools))
 
 
 def _strings(value: object) -> Iterator[str]:

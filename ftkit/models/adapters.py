@@ -36,7 +36,6 @@ class LoraSpec(Spec):
 
     @property
     def scaling(self) -> float:
-        """The factor of the adapters' output."""
         return self.scaling_of(1)
 
     def scaling_of(self, num_ranks: int) -> float:

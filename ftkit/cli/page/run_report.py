@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from importlib.util import find_spec
 from itertools import islice
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -227,20 +226,18 @@ def _inputs(plan: RunPlan, manifest: dict[str, Any], history: History) -> dict[s
 @cache  # a live page is drawn again and again
 def _samples(layout: RunLayout) -> tuple[TrainedSample, ...]:
     """Return documents as the trainer sees them, a few screens of each; none if data or tokenizer is missing here."""
-    if any(find_spec(name) is None for name in ("numpy", "tokenizers", "transformers")):
-        return ()
-    from ftkit.data.inspection import samples_of_packs
-    from ftkit.data.prepared_data import PreparedData
-    from ftkit.data.tokenizers import load_saved_tokenizer
-
     try:
+        from ftkit.data.inspection import samples_of_packs
+        from ftkit.data.prepared_data import PreparedData
+        from ftkit.data.tokenizers import load_saved_tokenizer
+
         plan = read_plan_to_use(layout)
         if not plan.data.is_prepared:
             return ()
         data = PreparedData(plan.data.root)
         found = samples_of_packs(data, [0], load_saved_tokenizer(data.tokenizer))
         return tuple(map(_shortened, islice(found, _NUM_SAMPLES)))
-    except (FtkitError, OSError, ValueError):  # a page without samples is better than none
+    except (FtkitError, ImportError, OSError, ValueError):  # a page without samples is better than none
         return ()
 
 

@@ -314,7 +314,6 @@ def _show_samples(evaluation: EvaluationRecord, terminal: Terminal, *, is_data: 
 
 
 def choose_samples(samples: tuple[Sample, ...]) -> list[Sample]:
-    """Choose two samples: a correct and a wrong one if there are both."""
     correct = [sample for sample in samples if sample.correct]
     wrong = [sample for sample in samples if not sample.correct]
     return [correct[0], wrong[0]] if correct and wrong else list(samples[:2])
