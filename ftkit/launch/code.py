@@ -101,7 +101,11 @@ def copies_of_run(manifest: Mapping[str, Any], folder: Path, *, allows_changes: 
     """Read the copies of a run to repeat it; `allows_changes` accepts changed and missing ones, else a ConfigError."""
     copies, problems = [], []
     for name, values in manifest.get("code", {}).items():
-        plan = CodePlan(**values)
+        try:
+            plan = CodePlan(**values)
+        except TypeError:
+            what = "another version of ftkit described it, in another form."
+            raise ConfigError([Problem("", f"code: {name}", what, "Use that version of ftkit.")]) from None
         files = {
             str(path.relative_to(folder / name)): path.read_bytes()
             for path in sorted((folder / name).rglob("*"))

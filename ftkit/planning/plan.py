@@ -63,7 +63,7 @@ class CodePlan:
 class JobPlan(ABC):
     """What scheduler, runtime and run folder need of a run's plan."""
 
-    version: Literal[3]  # of the plan's fields and their meaning; a plan with another version is refused
+    version: Literal[4]  # of the plan's fields and their meaning; a plan with another version is refused
     ftkit_version: str
     id: str
     name: str

@@ -235,7 +235,7 @@ def _plan_job(cluster: ClusterProfile, request: RunRequest, resources: Resources
     threads = max(1, (cluster.cpus_per_node or per_node) // per_node)
     has_container, name = cluster.runtime != "none", request.name or name
     return {
-        "version": 3,
+        "version": 4,
         "ftkit_version": __version__,
         "id": f"{name}-{request.created:%Y%m%dT%H%M%SZ}-{request.suffix}",
         "name": name,

@@ -112,3 +112,6 @@ def test_a_rerun_uses_the_same_code_or_reports_what_is_missing_or_changed(tmp_pa
     write(run / "code" / "with-mylib", "mylib/new.py")
     with pytest.raises(ConfigError, match="was changed"):
         copies_of_run(manifest, run / "code", allows_changes=False)
+    other = {"code": {name: values | {"import_from": "."} for name, values in manifest["code"].items()}}
+    with pytest.raises(ConfigError, match="another version"):
+        copies_of_run(other, run / "code", allows_changes=True)
