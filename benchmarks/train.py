@@ -137,6 +137,7 @@ PEERS = {
     "trl-flex": Peer("trl_sft.py", ("--attention=flex_attention",)),
     "trl-compiled": Peer("trl_sft.py", ("--compile",)),
     "unsloth": Peer("unsloth_sft.py"),
+    "unsloth-fp32": Peer("unsloth_sft.py", ("--fp32-weights",)),
     "trl-preferences": Peer("trl_preferences.py"),
     "trl-sdpa-compiled": Peer("trl_sft.py", ("--attention=sdpa", "--compile")),
 }

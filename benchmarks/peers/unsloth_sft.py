@@ -5,6 +5,7 @@
 The model's shape, initial weights and packs are those of ftkit's trainer. The rest is as in Unsloth's documentation:
 `FastLanguageModel`, its checkpointing where the plan recomputes, no dropout, TRL's `SFTTrainer` as Unsloth changes it.
 A pack of one document is a plain causal row; several documents in a pack are isolated by Unsloth's own packing.
+Full fine-tuning keeps weights in bf16 there, which loses small updates; `--fp32-weights` keeps fp32, as ftkit does.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def save_initial_model(plan: RunPlan, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def load_model(plan: RunPlan, folder: Path, checkpointing: str) -> Any:
+def load_model(plan: RunPlan, folder: Path, checkpointing: str, *, in_fp32: bool) -> Any:
     """Load the model as Unsloth does, with adapters if the plan has some."""
     training = plan.recipe.training
     lora = training.adapters
@@ -58,6 +59,7 @@ def load_model(plan: RunPlan, folder: Path, checkpointing: str) -> Any:
         load_in_4bit=training.method == "qlora",
         load_in_fp8=training.base_precision == "fp8",
         full_finetuning=lora is None,
+        float32_mixed_precision=in_fp32 or None,
         use_gradient_checkpointing=uses,
     )
     if lora is None:
@@ -110,13 +112,15 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--warm-up-steps", type=int, default=4)
+    parser.add_argument("--fp32-weights", action="store_true", help="of full fine-tuning")
     options = parser.parse_args()
     plan = read_plan(RunLayout(options.plan.parent))
     folder = Path(tempfile.mkdtemp(prefix="unsloth-"))
     try:
         save_initial_model(plan, folder)
         torch.cuda.empty_cache()
-        model = load_model(plan, folder, plan.recipe.training.activation_checkpointing)
+        checkpointing = plan.recipe.training.activation_checkpointing
+        model = load_model(plan, folder, checkpointing, in_fp32=options.fp32_weights)
     finally:
         shutil.rmtree(folder)
     data = packs_as_dataset(plan, options.steps)
