@@ -21,7 +21,7 @@ from ftkit.cli.terminal.console import Facts, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.cli.terminal.plan_view import plan_facts
 from ftkit.config.context import PROJECT_FILE, Context, list_names
-from ftkit.config.data_sources import DATA_FILE
+from ftkit.config.data_sources import DATA_FILE, expand_source
 from ftkit.config.layers import Layers
 from ftkit.config.load import load_cluster
 from ftkit.config.request import load_settings
@@ -157,12 +157,20 @@ def _with_reasons(
                 value.fa.set_flow_style()
             document[section][each.key] = value
             document[section].yaml_add_eol_comment(each.why, each.key, column=32)
-    for section, settings in given.items():
-        if isinstance(settings, dict):
-            document.setdefault(section, CommentedMap()).update(settings)
-        else:
-            document[section] = settings
+    _set_keys(document, given)
     return to_yaml(document)
+
+
+def _set_keys(document: CommentedMap, given: Mapping[str, object]) -> None:
+    """Set keys in a mapping and the mappings in it; a short form is expanded where one of its other keys is set."""
+    for key, value in given.items():
+        short = document.get(key)
+        if isinstance(value, dict) and isinstance(short, str):
+            document[key] = CommentedMap(weights=short) if key == "model" else CommentedMap(expand_source(short))
+        if isinstance(value, dict) and isinstance(document.get(key), dict):
+            _set_keys(document[key], value)
+        else:
+            document[key] = value
 
 
 def _set_up_project(terminal: Terminal, *, asks: bool, force: bool) -> None:

@@ -71,7 +71,7 @@ def _find_local(place: str, key: str) -> list[str]:
         raise NotFoundError(
             f"{key}: {place} has no data files",
             meaning=f"looked for names that end in {', '.join(IN_FOLDERS)}, or these with {', '.join(COMPRESSIONS)}",
-            fix="give a file, a folder of such files, or a pattern that matches some",
+            fix="give a file, a folder of such files, or a pattern, such as 'texts/*.txt' for text",
         )
     return found
 

@@ -105,6 +105,8 @@ def choose_recipe(
     hardware = detect_hardware(load_place(RunArgs(), ctx).cluster, ctx.environment, ctx.root)
     of_data += choose_data(found, length, has_validation=recipe.data.validation is not None)
     keys = {override.partition("=")[0] for override in given}
+    if "training.max_steps" in keys:  # it replaces the epochs
+        keys.add("training.num_epochs")
     best, failure = None, None
     for method in methods_to_try(num_parameters, is_text=is_text, on_gpu=hardware.device == "cuda"):
         settings = choose_training(
@@ -186,9 +188,10 @@ class DocumentLengths:
     num_encoded: int  # rows that were encoded: the first of the data
     is_text: bool  # whether they are plain text, not conversations
 
-    @property
-    def num_tokens(self) -> float:
-        return sum(self.lengths) / self.num_encoded * self.num_rows
+    def num_tokens(self, length: int) -> float:
+        """Return the tokens of all rows' documents, without those that are dropped as longer than `length`."""
+        kept = sum(each for each in self.lengths if self.is_text or each <= length)
+        return kept / self.num_encoded * self.num_rows
 
     def length_of_packs(self, max_positions: int) -> int:
         """Return the power of two that holds 95% of the documents, or all if that is at most twice as long."""
@@ -230,14 +233,15 @@ def choose_training(
     longer = found.num_longer(length)
     share = f"{1 - longer / len(found.lengths):.1%} of documents fit" if longer else "all documents fit"
     yield Choice("sequence_length", length, f"tokens in a pack; {'longer texts are split' if found.is_text else share}")
-    num_packs = found.num_tokens / length
+    num_tokens = found.num_tokens(length)
+    num_packs = num_tokens / length
     packs = max(1, min(_TOKENS_PER_STEP // length, int(num_packs / _STEPS_PER_EPOCH)))
     packs = 1 << (packs.bit_length() - 1)
     packs = -(-packs // num_processes) * num_processes
     yield Choice("global_batch_size", packs, f"packs in a step: {packs * length:,} tokens")
     passes = ((2e6, 3), (2e7, 2)) if objective == "next_token" else ()  # preferences are overfitted sooner
-    num_epochs = next((epochs for most, epochs in passes if found.num_tokens < most), 1)
-    yield Choice("num_epochs", num_epochs, f"passes over about {float(f'{found.num_tokens:.2g}'):,.0f} tokens")
+    num_epochs = next((epochs for most, epochs in passes if num_tokens < most), 1)
+    yield Choice("num_epochs", num_epochs, f"passes over about {float(f'{num_tokens:.2g}'):,.0f} tokens")
     usual = usual_learning_rate(objective, method)
     paper = "Zephyr" if objective != "next_token" else "Tulu 2" if method == "full" else "QLoRA"
     is_large = num_parameters >= _LARGE

@@ -11,6 +11,7 @@ import pytest
 
 from ftkit.cli.main import main
 from ftkit.config.context import Context
+from ftkit.config.data_sources import FilesSource
 from ftkit.config.load import load_recipe
 
 
@@ -108,6 +109,18 @@ def test_typed_settings_are_used_and_written(capsys: pytest.CaptureFixture[str])
     assert (recipe.data.format.kind, recipe.training.learning_rate) == ("prompt-completion", 1e-3)
     assert recipe.tracking.project == "mine"
     assert main(["plan", "pairs.yaml"]) == 0
+
+
+def test_keys_beside_a_short_form_are_written_with_it_and_steps_replace_the_epochs() -> None:
+    chats()
+    keys = ["model.tokenizer.source=./model", "data.source.num_train=50", "training.max_steps=7"]
+    assert main(["init", "model", "chats.jsonl", *keys]) == 0
+    recipe = load_recipe("./chats.yaml", Context.here())
+    assert recipe.model.tokenizer.source == str(Path("model").resolve())
+    assert isinstance(recipe.data.source, FilesSource)
+    assert recipe.data.source.num_train == 50
+    assert (recipe.training.max_steps, recipe.training.num_epochs) == (7, None)
+    assert main(["plan", "chats.yaml"]) == 0
 
 
 def test_the_only_data_file_of_the_folder_is_found() -> None:

@@ -27,6 +27,7 @@ def test_few_long_documents_are_left_out_and_counted() -> None:
     assert chosen(found)["sequence_length"] == 512
     assert chosen(found)["too_long"] == "drop"
     assert found.num_longer(512) == 4
+    assert found.num_tokens(512) == 96 * 400
 
 
 def test_all_documents_fit_if_the_longest_is_at_most_twice_as_long() -> None:
@@ -46,10 +47,10 @@ def test_batches_divide_among_the_processes_and_small_data_has_several_steps(
 ) -> None:
     found = DocumentLengths(tuple(lengths), num_rows, len(lengths), is_text=False)
     values = chosen(found, num_processes=num_processes)
-    packs = values["global_batch_size"]
+    packs, length = values["global_batch_size"], found.length_of_packs(131_072)
     assert isinstance(packs, int)
     assert packs % num_processes == 0
-    assert packs <= num_processes or packs * 20 <= found.num_tokens / found.length_of_packs(131_072) * num_processes
+    assert packs <= num_processes or packs * 20 <= found.num_tokens(length) / length * num_processes
 
 
 @pytest.mark.parametrize(
