@@ -257,10 +257,12 @@ def _check_labels(recipe: RecipePlan, folder: Path) -> None:
             with suppress(DataError):  # the check of the rows reports it
                 examples.append((row, conversations_of(read_example(row.columns, recipe.data, form))))
         limits.run_in_fork(renderer, _check_examples, recipe.data, renderer, examples)
-        _check_rows(
-            recipe.data, examples,
-            lambda row, found: [pictures.open_picture(source, row.folder) for source in _pictures_of(found)],
-        )  # fmt: skip
+
+        def open_each(row: Row, found: tuple[Conversation, ...]) -> None:
+            for source in _pictures_of(found):
+                pictures.open_picture(source, row.folder)  # not kept: each may take 300 MB
+
+        _check_rows(recipe.data, examples, open_each)
 
 
 def _check_examples(

@@ -11,6 +11,7 @@ import runpy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from template_constructions import CONSTRUCTIONS, Construction, tokenizer_of
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
 from ftkit.config.data import DataSpec, MessagesFormat
+from ftkit.data import pictures
 from ftkit.data.encoding import RowEncoder
 from ftkit.data.packing import IGNORED, Document
 from ftkit.data.rendering import ChatRenderer
@@ -221,3 +223,27 @@ def test_a_plan_refuses_first_rows_whose_labels_cannot_be_shown(shape: str, is_r
         return
     with pytest.raises(DataError, match=r"rows\.jsonl:1: turn 2: .*'<\|close\|>'"):
         _check_labels(cast("Any", recipe), tmp_path)
+
+
+class Picture: ...
+
+
+def test_pictures_of_first_rows_are_in_memory_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, _ = tokenizer_of(CONSTRUCTIONS["reasoning as a turn"])
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    turns = [{"role": "user", "content": "<image>" * 3}, {"role": "assistant", "content": "cats"}]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"messages": turns, "images": ["a.png", "b.png", "c.png"]}))
+    data = DataSpec.model_validate({"source": {"kind": "files", "train": str(rows)}, "pictures": True})
+    recipe = SimpleNamespace(data=data, model=ModelSpec.model_construct(weights=str(tmp_path), added_tokens=()))
+    in_memory, seen = WeakSet[Picture](), []
+
+    def open_picture(source: object, folder: str) -> Picture:
+        seen.append((source, folder, len(in_memory)))
+        in_memory.add(picture := Picture())
+        return picture
+
+    monkeypatch.setattr(pictures, "open_picture", open_picture)
+    _check_labels(cast("Any", recipe), tmp_path)
+    assert seen == [(name, str(tmp_path), 0) for name in ("a.png", "b.png", "c.png")]
