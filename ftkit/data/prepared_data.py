@@ -104,6 +104,7 @@ _RECORDS, _PICTURES = "pictures.i64", "pictures.bin"
 each pack ends in the documents; the targets of each pack; the tokens that each document shares with the one before, of
 which there is no file if none does; where the record of each document's pictures begins and ends; the records, in the
 order of the rows. There is no file of the last two if there are no pictures."""
+_TYPES = ("<u4", "<i8", "<u2", "<i8", "<i8", "<i8", "<i8")  # of these arrays, but the last
 
 
 class PackWriter:
@@ -145,8 +146,8 @@ class PackWriter:
         targets = np.add.reduceat(documents.tokens >= TRAINED, starts, dtype=np.int64)
         arrays: list[NDArray[np.generic]] = [documents.tokens, ends, documents.sources, self.num_documents + last + 1]
         arrays += [targets, documents.starts, documents.records]
-        for file, array in zip(self._files.values(), arrays, strict=False):
-            file.write(array.astype(array.dtype.newbyteorder("<"), copy=False).data)
+        for file, array, kind in zip(self._files.values(), arrays, _TYPES, strict=False):
+            file.write(array.astype(kind, copy=False).data)
         self.num_documents += len(documents.lengths)
         self.num_packs += len(pack_sizes)
         self.num_tokens += len(documents.tokens)

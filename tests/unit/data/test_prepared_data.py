@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,6 +66,15 @@ def test_documents_without_pictures_have_no_files_of_them(tmp_path: Path) -> Non
     store = PackStore(tmp_path / "train", 8)
     assert (store.has_pictures, store.pictures([0])) == (False, [])
     assert not list((tmp_path / "train").glob("pictures*"))
+
+
+def test_files_have_their_types_whatever_those_of_the_documents(tmp_path: Path) -> None:
+    batch = DocumentBatch.of([_described("ab")], source=3)
+    wide: Any = {name: value.astype(np.int64) for name, value in vars(batch).items() if name != "pictures"}
+    with PackWriter(tmp_path / "train") as writer:
+        writer.write(replace(batch, **wide), [1])
+    (pack,) = PackStore(tmp_path / "train", 8).read([0])
+    assert (pack[0, 0], pack[3, 0]) == (int(batch.tokens[0]), 3)
 
 
 def test_a_documents_digest_has_its_pictures() -> None:
