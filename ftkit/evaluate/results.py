@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,18 @@ class Example:
     change: float
 
 
+class _Column(NamedTuple):
+    """A metric of both models as ratios over rows."""
+
+    name: str
+    source: str
+    after: Ratio
+    before: Ratio | None
+    num_cases: int
+    is_part: bool
+    is_lower_better: bool
+
+
 _LOSSES = (("loss", 0, False), ("perplexity", 0, False), ("token_accuracy", 2, True))
 """Metrics of labels: name, column of `Measured.loss`, and whether it is a part of the labels; others are better low."""
 
@@ -83,8 +95,7 @@ def compare(
 
 def _columns(
     data: EvaluationSet, metrics: Sequence[Metric], after: Measured, before: Measured | None
-) -> Iterator[tuple[str, str, Ratio, Ratio | None, int, bool, bool]]:
-    """Yield the first two fields of `Result`, its metric of both models as ratios over rows, and its last three."""
+) -> Iterator[_Column]:
     sources = list(dict.fromkeys(data.sources))
     for source in ["", *(sources if len(sources) > 1 else [])]:
         chosen = np.array([source in ("", each) for each in data.sources])
@@ -95,14 +106,14 @@ def _columns(
         num_rows = int((new[:, 1] > 0).sum())
         for name, place, is_part in _LOSSES:
             earlier = None if old is None else Ratio(old[:, place], old[:, 1])
-            yield name, source, Ratio(new[:, place], new[:, 1]), earlier, num_rows, is_part, not is_part
+            yield _Column(name, source, Ratio(new[:, place], new[:, 1]), earlier, num_rows, is_part, not is_part)
     rows = np.array([case.number for case in data.cases], np.int64)
     for metric in metrics:
         own = _ratio(rows, after.scores[metric.name], len(data.rows))
         num_cases = int(own.denominators.sum())
         if num_cases:
             earlier = _ratio(rows, before.scores[metric.name], len(data.rows)) if before else None
-            yield metric.name, "", own, earlier, num_cases, metric.is_part, metric.is_lower_better
+            yield _Column(metric.name, "", own, earlier, num_cases, metric.is_part, metric.is_lower_better)
 
 
 def _ratio(rows: NDArray[np.int64], scores: Sequence[float | None], num_rows: int) -> Ratio:
@@ -131,7 +142,7 @@ def changed_examples(
 
 
 def to_record(step: int, data: EvaluationSet, metrics: Sequence[Metric], measured: Measured) -> EvaluationRecord:
-    values = {(name, source): own.value for name, source, own, *_ in _columns(data, metrics, measured, None)}
+    values = {(each.name, each.source): each.after.value for each in _columns(data, metrics, measured, None)}
     loss = values.get(("loss", ""), math.nan)
     targets = {source: 0 for _, source in values if source}
     for source, (_, num_targets, _) in zip(data.sources, measured.loss.tolist(), strict=True):
