@@ -67,7 +67,11 @@ def read_timings(layout: RunLayout) -> list[RankTiming]:
 
 
 def find_stragglers(timings: Iterable[RankTiming]) -> list[Straggler]:
-    """Return hosts with GPUs slower than others, the slowest first; on a single host, its GPUs are compared."""
+    """Return hosts with GPUs slower than others, the slowest first; on a single host, its GPUs are compared.
+
+    Fast ranks wait for slow ones in collectives, so steps take equally long on all; the times between collectives
+    differ. Ranks on CPUs are not compared: how long they compute depends on what else the machine does.
+    """
     known = [
         each for each in timings if each.device == "cuda" and each.num_steps >= MIN_STEPS and each.compute_seconds > 0
     ]
