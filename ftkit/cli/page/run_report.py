@@ -288,9 +288,8 @@ def _pair_charts(tokens: list[int], steps: Sequence[StepRecord]) -> list[Chart]:
 def _draw_charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSample]) -> list[Chart]:
     device = "GPU" if plan is not None and plan.placement.device == "cuda" else "process"
     steps, last, validation = list(history.steps.values()), history.last_step, history.evaluations
-    tokens, rates, norms = (
-        [getattr(each, name) for each in steps] for name in ("tokens", "learning_rate", "grad_norm")
-    )
+    tokens, rates = [each.tokens for each in steps], [each.learning_rate for each in steps]
+    norms = [each.grad_norm for each in steps]
     losses = [
         Line("training", tokens, [each.loss for each in steps], is_raw=True),
         Line("validation", [history.tokens_at(each.step) for each in validation], [each.loss for each in validation],
