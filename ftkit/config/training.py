@@ -36,7 +36,7 @@ TrainingPrecision = Literal["bf16", "fp32", "fp8"]
 Quantization = Literal["none", "nf4", "fp8"]
 
 LARGEST_GROUP, LONGEST_SEQUENCE = 2**16, 2**24
-"""Bounds beyond what fits in memory. They limit the search for settings that fit: all divisors, all halvings."""
+"""Upper bounds, far above what fits in memory. They bound the search over divisors and halvings."""
 
 
 def _number_or_auto(least: int, what: str) -> BeforeValidator:
@@ -68,8 +68,8 @@ class TrainingSpec(ObjectiveSpec):
     """The adapters of methods lora and qlora. Default if null."""
     vision: Vision = "frozen"
     """Weights of a multimodal model that are trained in addition to those of `method`, on data with pictures: none, the
-    projector of picture features into the text model, or projector and vision tower. Their files have no place among
-    adapters: the export is then the merged model."""
+    projector of picture features into the text model, or projector and vision tower. Files of adapters can't hold them,
+    so the merged model is exported."""
     vision_learning_rate: PositiveFloat | None = None
     """Highest learning rate of the weights that `vision` trains. `learning_rate` if null."""
     context_parallel: PositiveInt = 1
@@ -273,7 +273,7 @@ class TrainingSpec(ObjectiveSpec):
         if self.method == "full" and self.lora is not None:
             yield "lora has no effect with method 'full': set method to 'lora' or 'qlora', or remove it"
         if self.trains_in_fp8 and self.method != "full":
-            fix = "set base_precision to 'fp8' instead" if self.method == "lora" else "weights are in 4 bits already"
+            fix = "set base_precision to 'fp8' instead" if self.method == "lora" else "omit it: they have 4 bits"
             yield f"precision '{self.precision}' trains all weights; with method '{self.method}' {fix}"
         if self.base_precision == "fp8" and self.method != "lora":
             yield f"base_precision is for method 'lora'; with method '{self.method}' omit it"
@@ -301,8 +301,8 @@ class TrainingSpec(ObjectiveSpec):
         if self.checkpointed_layers is not None and mode in {"none", "auto"}:
             modes = "'selective', 'except_attention' or 'full': set one of them"
             yield f"checkpointed_layers is the number of layers with activation_checkpointing {modes}"
-        if self.optimizer == "adamw8bit" and self.offload != "none":
-            yield f"optimizer 'adamw8bit' keeps its states on the GPU: it is incompatible with offload '{self.offload}'"
+        if self.optimizer != "adamw" and self.offload != "none":
+            yield f"optimizer '{self.optimizer}' needs its states on the GPU: omit offload '{self.offload}'"
 
     def _conflicts_of_groups(self) -> Iterator[str]:
         if self.sequence_length % self.gpus_per_pack:

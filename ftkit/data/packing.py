@@ -161,7 +161,7 @@ WINDOW_TOKENS = 8 << 20  # tokens of a window: 32 MiB, with enough documents to 
 _MIN_PACKS_OF_WINDOW = 128
 _FULL = 0.995  # minimum fill ratio; the documents of an emptier pack wait for the next window
 _MAX_WAITING = 0.5
-"""Fraction of a window that may wait. With documents as long as a pack, a quarter would waste 0.3% of the tokens."""
+"""Fraction of a window that may wait. With 0.25, and documents as long as packs, padding takes 0.3% of tokens."""
 
 MIN_WIDTH = 128
 """Minimum width of padded rows. Flex attention has no training kernel for fewer tokens."""
@@ -284,8 +284,8 @@ def document_begins(positions: NDArray[np.signedinteger]) -> NDArray[np.bool_]:
 def visible_until(positions: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return the place of the first later token that can't attend to each token of packs: [P, T] -> [P, T].
 
-    That is the end of its document; for a prompt that the next document shares, the end of that one. So one number for
-    a token describes the mask of a tree (FlashMask: Wang et al. 2024).
+    That is the end of its document, or of the next document if that shares the prompt. One number per token thus
+    encodes a tree mask (FlashMask: Wang et al. 2024).
     """
     until = np.empty_like(positions)
     for row, own in zip(until, positions, strict=True):
@@ -312,9 +312,9 @@ def find_padding(packs: NDArray[np.int32]) -> NDArray[np.bool_]:
 def mismatch_completions(packs: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return packs with each prompt followed by the completion of another prompt of its pack: int32 [P, 4, L].
 
-    Documents have the numbers of their prompts, and a pack its length. Completions are those of the next document, as
-    in KTO (Ethayarajh et al. 2024); where prompts repeat, those of equal prompts are next to each other, and the
-    distance is the number of the most frequent one. `REJECTED` marks what has a completion of its own prompt anyway.
+    The order of documents and the length of packs stay. Each prompt gets the completion of the next document, as in KTO
+    (Ethayarajh et al. 2024). Where prompts repeat, documents are sorted by prompt, and the distance is the count of the
+    most frequent prompt. `REJECTED` marks documents that still have a completion of their own prompt.
     """
     mismatched = packs.copy()
     for pack, (tokens, labels, positions, sources) in zip(mismatched, packs, strict=True):

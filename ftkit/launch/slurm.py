@@ -135,7 +135,7 @@ _REASONS = {
     "DependencyNeverSatisfied": "{other} failed: it will never start",
     "InvalidAccount": "its account may no longer be used: it will never start",
     "InvalidQOS": "its quality of service may no longer be used: it will never start",
-    "JobArrayTaskLimit": "as many runs of its sweep train as --max-parallel allows",
+    "JobArrayTaskLimit": "the sweep's --max-parallel limit is reached",
     "JobHeldAdmin": "an administrator or Slurm holds it; to release it: scontrol release {job}",
     "JobHeldUser": "it is held; to release it: scontrol release {job}",
     "JobHoldMaxRequeue": "it was requeued too often, and is held; to release it: scontrol release {job}",

@@ -33,10 +33,10 @@ FP8_SPEEDUP = {True: 1.54, False: 1.78}
 weights (converted each time), False for frozen ones (stored in FP8). Fitted to runs of Llama 3 8B on two H200 and of 8
 layers of OLMo-3 7B on one, and of Llama 3.3 70B LoRA with 80 and with 32 checkpointed layers."""
 FP8_GATHER_BYTES = 12
-"""Bytes that a micro-batch does not read or write per weight that arrives in FP8: its maximum is known, and it was
-rounded before the all-gather, once."""
+"""Memory traffic, in bytes per weight and micro-batch, that the FP8 all-gather saves: amax and cast happen once, before
+it."""
 SDPA_EFFICIENCY = 0.30
-"""The same for SDPA, which gets a mask for packs and therefore computes all pairs of tokens, visible or not."""
+"""Fraction of the peak that attention by SDPA reaches. With a mask for packs, it computes all pairs of tokens."""
 ELEMENTWISE_PASSES = {True: 10, False: 20}
 """How often operations other than matmuls and attention read or write a layer's saved activations: with compiled layers
 (True), and without (False)."""
@@ -97,8 +97,8 @@ SLOW_HOST = 1.8
 """How many times as long the slowest host took that was measured: Gemma 3 1B in four packs of 2,048 tokens, 189 ms a
 step beside an H100."""
 FP8_HOST_SECONDS_PER_LAYER = 0.00096
-"""Time that it needs in addition for the kernels around FP8 matmuls, which round and transpose. Fitted to Gemma 3 12B
-LoRA with frozen weights in FP8 at 2,048 tokens on an H200, in which the host limits the step."""
+"""Time in which the host also launches the cast and transpose kernels of FP8. Fitted to Gemma 3 12B LoRA with frozen
+weights in FP8 at 2,048 tokens on an H200, where the host limits the step."""
 
 Bound = Literal["gpu", "host", "main memory", "network"]
 

@@ -221,27 +221,27 @@ class StepResult:
 
 
 class Observer:
-    """Attached to the training loop. A method that a subclass does not override does nothing."""
+    """Attached to the training loop. By default, each method does nothing."""
 
     def start(self) -> None:
-        """Start before the first step."""
+        """Called before the first step."""
 
     def begin(self, phase: Phase) -> None:
-        """Take notice of a phase of the next step; "forward" and "backward" begin once for each micro-batch."""
+        """Called when a phase of the next step begins; "forward" and "backward" begin once per micro-batch."""
 
     def reduce(self, outcome: StepOutcome) -> Iterable[StepResult]:
-        """Take a step that the host has queued; return the results that are known by now. Collective."""
+        """Called with a step that the host has queued; return the results that are known by now. Collective."""
         del outcome
         return ()
 
     def report(self, result: StepResult) -> None:
-        """Take the result of a step, the same on all ranks, once the device has completed it."""
+        """Called with the result of a step, equal on all ranks, once the device has completed it."""
 
     def end_step(self) -> None:
-        """Take notice that the host has queued a step, which `Progress` counts; what takes long belongs here."""
+        """Called when the host has queued a step, which `Progress` counts. Long work belongs here."""
 
     def finish(self) -> None:
-        """Take notice that training ended without an error."""
+        """Called when training has ended without an error."""
 
     def close(self) -> None:
         """End after the last step, or after an error."""

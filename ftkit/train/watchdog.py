@@ -60,8 +60,8 @@ class Watchdog:
 
     All ranks notice a hang, since they wait for each other. Each writes its Python stacks, torch's record of the last
     collectives, and a report; what differs in the reports is the cause. The processes then end, and the job script
-    restarts them. Steps shorter than `floor_seconds` are no hang. What is between two steps may take any time: after
-    that, it is only reported. All of a user's script is, which announces no phases.
+    restarts them. Steps shorter than `floor_seconds` are no hang. Work between two steps, such as a checkpoint, is only
+    reported if it takes longer than the limit. User scripts announce no phases, so all their work is between steps.
 
     `processes` are the hosts and ids of all ranks; 0 if unknown. `num_steps` returns how many steps have ended.
     """

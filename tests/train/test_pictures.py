@@ -151,7 +151,7 @@ def test_pictures_that_reach_other_documents_or_none_are_found_before_step_1(cha
     with lone_world("cpu") as world:
         engine = Fsdp2Engine(model, training, world)
         if changes:
-            with pytest.raises(TrainingError, match="with other pixels"):
+            with pytest.raises(TrainingError, match="other pixels"):
                 verify_pictures(engine, world, store, feed, training)
         else:
             assert verify_pictures(engine, world, store, feed, training)["pixels of other documents"] == "difference 0"

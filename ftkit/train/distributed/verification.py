@@ -1,4 +1,4 @@
-"""Checks before step 1, on every rank: the model is sharded as planned, and equals its own class; packs or padded rows.
+"""Checks before step 1, on every rank: sharding, logits of the model's own class, isolation; packs or padded rows.
 
 A check that fails ends the run in seconds instead of wasting a night.
 """
@@ -163,7 +163,7 @@ def verify_pictures(
     tolerance = math.inf if training.precision == "fp8" else PIXEL_TOLERANCE[training.compute_precision]
     if not leak <= tolerance or (is_behind.any() and not effect > leak):
         raise TrainingError(
-            f"with other pixels, the loss of their own document changes by {effect:.1e}, and that of other documents "
+            f"other pixels in one document change its own loss by {effect:.1e}, and the losses of other documents "
             f"by {leak:.1e}; rounding explains {tolerance:.0e}",
             meaning="this model puts pictures into other documents of a pack, or does not see them",
             fix="try another training.attention, choose another model, or set data.pictures=false to train on text",
@@ -207,7 +207,7 @@ def choose_packing(  # noqa: PLR0913 - what decides it
     if training.documents_per_sample > 1 or training.stores_reference or training.distillation is not None:
         raise TrainingError(
             f"objective '{training.objective}' needs packs, but this model is trained on padded rows: {reason}",
-            meaning="rows of one document each would separate pairs, and what is stored of packs",
+            meaning="one document per row would split pairs, and would not match what is stored for each pack",
             fix=("set data.share_prompts=false, " if shares_prompts else "")
             + "choose another model, or try another training.attention",
         )
