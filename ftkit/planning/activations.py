@@ -1,7 +1,7 @@
 """Count the activations that decoder layers save for the backward pass.
 
-They were measured on the real layers: the tensors that autograd saves, with the layer compiled (torch.compile
-recomputes element-wise operations between matmuls) and eager. The multiples are in `ftkit.models.families`.
+The counts are the tensors that autograd saves, measured on the real layers, both eager and compiled (torch.compile
+recomputes element-wise operations between matmuls). `ftkit.models.families` has them for each family.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Activations:
-    """Bytes of the activations of a micro-batch on one process."""
+    """Activation memory of a micro-batch on one process, in bytes."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup, self._shape, self._training = setup, setup.shape, setup.training
@@ -38,15 +38,15 @@ class Activations:
 
     @cached_property
     def layer(self) -> float:
-        """Those of a layer when its backward pass begins, recomputed or not."""
+        """Activations of a layer when its backward pass begins, whether saved or recomputed."""
         shape, training, setup = self._shape, self._training, self._setup
         width, adapters = training.compute_bytes, training.adapters
         size: float = layer_bytes(shape, width, compiled=self._compiled, adapters=adapters)
         if self._recomputes_inputs and self._has_fused_feed_forward:
             size -= width * _count_numbers(self._savings.recomputed_inputs, shape)
         if adapters is not None and adapters.use_dora:
-            # The magnitudes' gradients read the outputs of the adapted matrices. Only those that are added to the
-            # residual stream are not saved anyway. With dropout, or uncompiled, they read other tensors of that size.
+            # The gradients of the magnitudes read the outputs of the adapted matrices. Those are saved anyway, except
+            # outputs added to the residual stream. With dropout or in eager mode, they read other tensors of that size.
             adapted = (each for each in self._counts.linears if each.name in adapters.targets)
             outputs = sum(each.count * each.outputs for each in adapted) / shape.num_hidden_layers
             if self._compiled and not adapters.dropout:
@@ -54,18 +54,18 @@ class Activations:
             size += width * outputs
         if training.context_parallel > 1:  # attention's output, before its heads are exchanged for tokens
             size += width * shape.num_attention_heads * shape.head_dim
-        # All-gathered tokens of the other GPUs: inputs of attention and feed-forward layer, and an output to be summed.
+        # Tokens of the other GPUs: all-gathered inputs of attention and feed-forward, and an output before its sum.
         size += 3 * (training.tensor_parallel - 1) * width * shape.hidden_size
         return setup.tokens * size
 
     def in_backward(self, mode: ActivationCheckpointing) -> float:
-        """Return those of a layer, and their gradients, at the peak of its backward pass.
+        """Return a layer's activations and their gradients at the peak of its backward pass.
 
-        That is in the feed-forward layer, besides the gradient of the layer's output. A compiled kernel reads gate, up,
-        and the gradient of their product, and writes the gradients of both. One of these takes the place of `up`, which
-        makes four wide tensors, unless the kernel also recomputes the product: then Inductor reuses none of six (seen
-        in its code), seven with adapters, whose part of the product's gradient is apart. What `except_attention`
-        recomputes for attention comes later.
+        The peak is in the feed-forward layer, and includes the gradient of the layer's output. A compiled kernel reads
+        gate, up, and the gradient of their product, and writes the gradients of gate and up, one of them in place of
+        `up`: four wide tensors. If it also recomputes the product, Inductor reuses none of six tensors (seen in its
+        code), or seven with adapters, whose part of the product's gradient is a separate tensor. `except_attention`
+        recomputes the tensors of attention only after the peak.
         """
         size = self.layer + self.hidden
         if not self._has_fused_feed_forward:
@@ -87,10 +87,10 @@ class Activations:
 
     @cached_property
     def of_pictures(self) -> float:
-        """What packs full of pictures keep until the end of the backward pass: pixels, and what a trained tower saves.
+        """Pixels and a trained tower's saved tensors, for packs full of pictures; freed after the backward pass.
 
-        These are the outputs of eager operations, of which three are as wide as the feed-forward layer. They are not
-        measured.
+        The tower saves the outputs of eager operations; three of them are as wide as the feed-forward layer. These
+        counts are not measured.
         """
         vision = self._vision
         if vision is None:
@@ -102,36 +102,36 @@ class Activations:
 
     @property
     def in_tower(self) -> float:
-        """What a layer of the vision tower computes with, for packs full of pictures."""
+        """Working memory of one layer of the vision tower, for packs full of pictures."""
         vision = self._vision
         numbers = 6 * vision.hidden + 2 * vision.intermediate if vision else 0
         return self._training.compute_bytes * self._num_patches * numbers
 
     @property
     def mask(self) -> float:
-        """The mask of attention without a kernel for packs."""
+        """The attention mask, if the attention kernel does not support packs."""
         training = self._training
         has_mask = self._setup.device == "cpu" or training.attention in {"sdpa", "eager"}
         return has_mask * training.micro_batch_size * training.sequence_length**2
 
     def saved(self, layers: int) -> float:
-        """Return what the first `layers` layers save for their backward pass."""
+        """Return the bytes that the first `layers` layers save for the backward pass."""
         moved = self._offloaded_by_layer[:layers]
         saved = sum(self._saved_in_layer[mode] for mode in self.modes[:layers])
-        return saved - sum(moved) + max(moved, default=0)  # those of one offloaded layer are being copied
+        return saved - sum(moved) + max(moved, default=0)  # one offloaded layer is still being copied
 
     @property
     def offloaded(self) -> float:
-        """Those of all layers that are copied to host memory."""
+        """Activations of all layers that are copied to host memory."""
         return sum(self._offloaded_by_layer)
 
     @cached_property
     def _saved_in_layer(self) -> dict[ActivationCheckpointing, float]:
-        """What a layer with each mode saves for its backward pass.
+        """Bytes that a layer saves for the backward pass, by checkpointing mode.
 
-        With `selective`, these are its input and the outputs of its matmuls and of its attention. An output that is
-        added to the residual stream is saved only if a norm follows it; otherwise the stream between attention and
-        feed-forward is.
+        `selective` saves the layer's input and the outputs of its matmuls and of attention. It saves an output that is
+        added to the residual stream only if a norm follows it, and otherwise the residual stream between attention and
+        feed-forward.
         """
         shape, training = self._shape, self._training
         outputs = SavedTensors(3 if self._savings.norms_follow else 2, 2, 2, 2)
@@ -146,7 +146,7 @@ class Activations:
 
     @cached_property
     def _offloaded_by_layer(self) -> list[float]:
-        """What each layer copies to host memory: if it is not compiled, only its input."""
+        """Bytes that each layer copies to host memory: all that it saves, or only its input if it is not compiled."""
         return [
             is_offloaded * (self._saved_in_layer[mode] if self._compiled else self.hidden)
             for mode, is_offloaded in zip(self.modes, self._is_offloaded, strict=True)
@@ -154,7 +154,7 @@ class Activations:
 
 
 def layer_bytes(shape: ArchitectureSpec, width: int, *, compiled: bool, adapters: LoraSpec | None = None) -> int:
-    """Return the bytes that a layer saves per token for the backward pass; `width` is that of the compute dtype."""
+    """Return the bytes per token that a layer saves for the backward pass; `width` is the compute dtype's itemsize."""
     savings = family_of(shape.family).savings
     size = width * _count_numbers(savings.compiled if compiled else savings.eager, shape)
     if not compiled:
@@ -172,11 +172,11 @@ def _rank_of_experts(shape: ArchitectureSpec, adapters: LoraSpec | None) -> int:
 
 
 def _count_of_experts(shape: ArchitectureSpec, adapters: LoraSpec | None) -> int:
-    """Count the elements that routed experts save per token, in addition to a dense layer of their total width.
+    """Count the elements per token that routed experts save in addition to a dense layer of their total width.
 
-    These are each expert's copy of the token, and its output, which is multiplied by the router's weight. Frozen
-    experts don't save the inputs of their matmuls, because no weight gradient needs them, unless they have adapters;
-    neither does a frozen router.
+    Each expert saves its copy of the token, and its output, which is multiplied by the router's weight. Frozen experts
+    without adapters don't save the inputs of their matmuls, because no weight gradient needs them. Neither does a
+    frozen router.
     """
     counts = count_model(shape)
     copies = counts.experts_per_token * shape.hidden_size

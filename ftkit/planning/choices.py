@@ -28,8 +28,8 @@ _SHARDED = {
     "qlora": "4-bit weights and adapters",
 }
 SPARE = 0.8
-"""Fraction of a GPU's usable memory up to which layers stay unsharded: predictions were off by up to 6%, and by up to
-12% before the worst of them were corrected."""
+"""Layers stay unsharded only if the peak is predicted to be at most this fraction of a GPU's usable memory. Predictions
+were off by up to 6%, and by up to 12% before the worst of them were corrected."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class EnginePlan:
     has_linear_kernel: bool = True
 
     def resolved(self, setup: Setup) -> EnginePlan:
-        """Return the plan with a setup's sharding, also in the reason."""
+        """Return the plan with the setup's sharding, which is also appended to the reason."""
         decided = {
             f"{setup.num_replicas} replicas of {setup.num_shards} shards": setup.num_replicas > 1,
             f"layers are divided among {setup.training.tensor_parallel} GPUs": setup.training.tensor_parallel > 1,
@@ -85,7 +85,7 @@ def choose_engine(
 
 
 def least_memory(training: TrainingSpec) -> TrainingPlan:
-    """Resolve `auto` values to those with the least memory."""
+    """Resolve `auto` values to the settings that use the least memory."""
     micro, checkpointing = training.micro_batch_size, training.activation_checkpointing
     return TrainingPlan.extend(
         training,
@@ -96,10 +96,10 @@ def least_memory(training: TrainingSpec) -> TrainingPlan:
 
 @lru_cache(maxsize=64)  # the choice of settings and the suggestions try the same setups
 def with_sharding(setup: Setup) -> Setup:
-    """Decide over how many GPUs a copy of the model is sharded, and when layers are resharded and gradients reduced.
+    """Choose the number of shards, and when layers are resharded and gradients reduced.
 
-    Values that the recipe sets stay. For `auto`, choose the predicted fastest that leaves memory to spare, and of those
-    that are about as fast the first.
+    Keep the recipe's values. For `auto`, choose the sharding with the shortest predicted step that leaves memory to
+    spare. A later option replaces an earlier one only if it is faster by `LEAST_DIFFERENCE`.
     """
     possible = list(_shardings(setup))
     if setup.gpu is None or len(possible) == 1:
@@ -117,9 +117,9 @@ def with_sharding(setup: Setup) -> Setup:
 
 
 def _shardings(setup: Setup) -> Iterator[Setup]:
-    """Yield the ways to shard that a recipe allows and whose memory can be predicted.
+    """Yield the shardings that the recipe allows and whose memory can be predicted.
 
-    Replicas have whole nodes. On one host, deferred gradients save nothing, because copy engines move them for free.
+    Replicas have whole nodes. On one host, deferring the reduction of gradients saves nothing: copy engines are free.
     """
     training, num_processes = setup.training, setup.num_processes
     whole = replace(setup, num_shards=num_processes, num_replicas=1, keeps_weights=False, defers_sync=False)
@@ -144,19 +144,19 @@ def _shardings(setup: Setup) -> Iterator[Setup]:
 
 
 WORTHWHILE = 1.1  # minimum speed-up of a suggestion, about the error of predictions
-LEAST_DIFFERENCE = 1.02  # minimum speed-up for a larger micro-batch, and for a way to shard that takes more memory
-ROOM = 0.85  # fraction of a GPU's usable memory for `auto`: predictions were off by up to a tenth
-ROOM_IF_ESTIMATED = 0.5  # the same for a model with estimated parameters
+LEAST_DIFFERENCE = 1.02  # minimum speed-up for a larger micro-batch, and for a sharding that takes more memory
+ROOM = 0.85  # fraction of a GPU's usable memory that `auto` fills: predictions were off by up to a tenth
+ROOM_IF_ESTIMATED = 0.5  # `ROOM` for a model whose parameters are estimated
 MOST_TOKENS = 2**17  # maximum tokens of a micro-batch for `auto`: larger ones were not measured
-CPU_TOKENS = 2**11  # the same without GPUs, where memory and speed are not predicted
+CPU_TOKENS = 2**11  # `MOST_TOKENS` on CPUs, where memory and speed are not predicted
 MODES: tuple[ActivationCheckpointing, ...] = get_args(ActivationCheckpointing)
-"""All modes of activation checkpointing, each with less memory than the one before."""
+"""All modes of activation checkpointing; each uses less memory than the one before."""
 TRIED: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full", "except_attention")
-"""The same in the order of `auto`: the later is chosen only if it is faster by `LEAST_DIFFERENCE`."""
+"""Order in which `auto` tries the modes: a later mode is chosen only if it is faster by `LEAST_DIFFERENCE`."""
 
 HOST_ROOM = 0.5
-"""Fraction of a node's memory up to which `auto` offloads activations; if it is unknown, of its GPUs' memory: few nodes
-have less."""
+"""Fraction of a node's memory that a run may use if `auto` offloads activations. If the node's memory is unknown, it is
+assumed to be that of its GPUs: few nodes have less."""
 OFFLOAD_STEPS = 16  # numbers of offloaded layers that `auto` tries
 
 OPEN = ("micro_batch_size", "activation_checkpointing")
@@ -182,8 +182,8 @@ class Option(NamedTuple):
 def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingPlan, ExecutionPlan]:
     """Resolve a recipe's `auto` values to the fastest settings that are predicted to fit with memory to spare.
 
-    Values that the recipe sets stay. Without predictions, the settings with the least memory are chosen; on CPUs, at
-    most `CPU_TOKENS` per micro-batch. `lightest` is the setup with `auto` values resolved by `least_memory`.
+    Keep the recipe's values. Without predictions, choose the settings with the least memory; on CPUs, at most
+    `CPU_TOKENS` per micro-batch. `lightest` is the setup with `auto` values resolved by `least_memory`.
     """
     chosen, gpu = tuple(field for field in OPEN if getattr(training, field) == "auto"), lightest.gpu
     resolved = lightest.training
@@ -223,10 +223,10 @@ def predict_option(setup: Setup, gpu: Gpu) -> Option:
 def possible_options(
     setup: Setup, gpu: Gpu, sizes: Sequence[int], modes: Sequence[ActivationCheckpointing], room_gib: float | None
 ) -> Iterator[Option]:
-    """Yield the possible settings with their predictions, in the order of micro-batch, then checkpointing.
+    """Yield the possible settings with their predictions, by micro-batch size, then by checkpointing mode.
 
-    With `room_gib` of memory, a mode is also used in as few layers as fit, if the one before does not fit. If it is
-    None, the setup's number of layers stays.
+    If a mode fits in `room_gib` and the next lighter one does not, also yield the mode in the fewest layers that fit.
+    If `room_gib` is None, keep the setup's number of layers.
     """
     for size in sizes:
         fits_on_gpu = dict.fromkeys(MODES, False)
@@ -250,13 +250,13 @@ def possible_options(
                     fewest = _with_fewest_layers(whole.with_training(offloaded_layers=num), room_gib)
                     option = predict_option(fewest, gpu)
                     yield option
-                    if option.step_seconds > previous:  # copies take longer than the GPU
+                    if option.step_seconds > previous:  # copies take longer than the computation
                         break
                     previous = option.step_seconds
 
 
 def _numbers_of_offloaded_layers(setup: Setup, gpu: Gpu) -> Sequence[int | None]:
-    """Return numbers of `selective` layers that host memory has room for, from 0 in steps; or the recipe's only."""
+    """Return the numbers of `selective` layers to try offloading: 0 and those that fit host memory; or the recipe's."""
     training, num_layers = setup.training, setup.shape.num_hidden_layers
     if training.offloaded_layers is not None or not training.activation_offload or setup.engine != "fsdp2":
         return [training.offloaded_layers]
@@ -267,7 +267,7 @@ def _numbers_of_offloaded_layers(setup: Setup, gpu: Gpu) -> Sequence[int | None]
 
 
 def fits_host(setup: Setup, gpu: Gpu) -> bool:
-    """Return whether nodes have memory to spare for what is offloaded."""
+    """Return whether nodes have memory to spare for the offloaded tensors."""
     node_gib = setup.node_memory_gib or gpu.memory_gib * setup.num_processes / setup.num_nodes
     return Fit(setup).on_host(HOST_ROOM * node_gib)
 
@@ -283,7 +283,7 @@ def _is_possible(setup: Setup, mode: ActivationCheckpointing) -> bool:
 
 
 def _with_fewest_layers(setup: Setup, room_gib: float) -> Setup:
-    """Return the setup with its mode of checkpointing in as few layers as fit, or in all."""
+    """Return the setup with its checkpointing mode in the fewest layers that fit; in all layers if fewer don't."""
     resharded = replace(setup, gpu=None)  # without spare memory, layers are resharded
 
     def fits(num: int) -> bool:
@@ -295,7 +295,7 @@ def _with_fewest_layers(setup: Setup, room_gib: float) -> Setup:
 
 
 def fastest_option(options: Iterator[Option], room_gib: float) -> Option | None:
-    """Return the fastest option that fits, or an earlier one that is about as fast; None if none fits."""
+    """Return the fastest option that fits; a later one must be faster by `LEAST_DIFFERENCE`. None if none fits."""
     best: Option | None = None
     for each in options:
         if each.total_gib <= room_gib and (best is None or each.step_seconds * LEAST_DIFFERENCE < best.step_seconds):

@@ -1,4 +1,4 @@
-"""The reasons why a run is impossible: what recipe, model, cluster, image and folders contradict in each other."""
+"""Find the reasons why a run is impossible: contradictions between recipe, model, cluster, image and folders."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _wrong_size_key(cluster: ClusterProfile, request: RunRequest, resources: Res
 
 
 def _time_limit(cluster: ClusterProfile, wanted: str | None) -> Iterator[Problem]:
-    """Check that Slurm doesn't ask a job to stop as soon as it starts: up to a minute early (`sbatch --signal`)."""
+    """Check that Slurm doesn't send the stop signal as soon as the job starts: it can be a minute early (sbatch(1))."""
     limit = cluster.limit_time(wanted)
     seconds = parse_time_limit(limit) if limit else None
     shortest = cluster.stop_signal_seconds + 60
@@ -130,7 +130,7 @@ def _image(cluster: ClusterProfile, request: RunRequest) -> Iterator[Problem]:
 def check_mounts(
     cluster: ClusterProfile, workspace: Path, folders: Iterable[tuple[str, str, str]]
 ) -> Iterator[Problem]:
-    """Yield the reasons why a job can't mount these folders: for each, the spec of its key, the key, and the path."""
+    """Yield the reasons why a job can't mount these folders, given as (spec of the key, key, path)."""
 
     def has_control_characters(path: str) -> bool:
         return any(ord(character) < ord(" ") for character in path)

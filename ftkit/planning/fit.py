@@ -1,4 +1,4 @@
-"""Does a run fit: the memory of a process and of a node, predicted from the architecture alone.
+"""Predict the memory of a process and of a node from the architecture alone.
 
 The formulas count the tensors of the Hugging Face implementations of the four measured families; tests compare the
 parameter counts with the real classes. For other families, the formulas are estimates.
@@ -29,21 +29,21 @@ from ftkit.planning.flops import delta_rule_bytes
 from ftkit.planning.training_setup import Setup
 
 CPU_LIBRARIES_GIB = 0.45
-"""Resident set of a process on a CPU besides the predicted tensors. Measured with the recipe `demo` and torch's build
-for CPUs: 0.42 with FSDP2, 0.45 with LoRA, 0.51 with QLoRA. The formulas for tensors were fitted to GPUs: 45 million
-parameters took 0.4 to 0.7 GiB more than predicted."""
+"""Resident set size of a CPU process beyond the predicted tensors. Measured with the recipe `demo` and torch's CPU
+build: 0.42 with FSDP2, 0.45 with LoRA, 0.51 with QLoRA. The formulas for tensors were fitted to GPUs: on CPUs, 45
+million parameters took 0.4 to 0.7 GiB more than predicted."""
 _STATE_BYTES: Final = {"adamw": 2 * FP32, "adamw8bit": 2 * (1 + FP32 / 256)}
-"""Bytes of an optimizer's states per trained parameter: two in fp32, or of one byte with a scale per 256 of them."""
+"""Bytes of an optimizer's states per trained parameter: two in fp32, or two of one byte with an fp32 scale per 256."""
 PROCESS_GIB: Final = 4.0  # host memory of a process without offloaded tensors: torch, CUDA and NCCL. Assumed.
 Moment = Literal["teacher", "loading", "pictures", "loss", "backward", "optimizer"]
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Predicted peak memory of one process, in GiB, by part at the moment of the peak.
+    """Predicted peak memory of one process in GiB, split into its parts at the moment of the peak.
 
-    `communication` is unsharded weights, and gradients before their reduction; `libraries` is Python, torch and
-    transformers on a CPU, where the memory of a process is its resident set.
+    `communication` is unsharded weights, and gradients before their reduction. `libraries` is Python, torch and
+    transformers on a CPU, where the resident set counts.
     """
 
     moment: Moment
@@ -69,12 +69,12 @@ def _tensors_of(setup: Setup) -> Tensors:
 
 
 class Tensors:
-    """Bytes of the tensors of a process with FSDP2: those that exist between steps, and others at points of a step.
+    """Tensor memory of a process with FSDP2, in bytes: between steps, and at points within a step.
 
-    Trained weights have fp32 masters, gradients and two AdamW states (16 bytes per parameter in total; ZeRO-3 also has
-    them in the compute dtype); frozen weights exist once. All are sharded. While a layer runs, its unsharded weights
-    exist in the compute dtype, as do those of the prefetched next layer, and those outside the layers. If layers stay
-    unsharded, those of all layers exist from the forward pass to the backward pass.
+    Trained weights have fp32 masters, gradients and two AdamW states (16 bytes per parameter; ZeRO-3 also keeps a copy
+    in the compute dtype). Frozen weights exist once. All are sharded. While a layer runs, three sets of weights are
+    unsharded in the compute dtype: its own, those of the prefetched next layer, and those outside the layers. If layers
+    stay unsharded, those of all layers are unsharded from the forward to the backward pass.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -84,7 +84,7 @@ class Tensors:
         self.counts, method = count_model(setup.shape), method_counts(setup.shape, setup.training)
         self.trained, self.total = method.trained, method.total
         self.stored = self.trained + count_repeated_parameters(setup.shape, setup.training)
-        """Trained parameters on all processes; those that tensor parallelism does not divide are on each of a group."""
+        """Trained parameters on all processes; those that tensor parallelism doesn't divide count once per rank."""
         self.table = setup.shape.vocab_size * setup.shape.hidden_size
         self.activations = Activations(setup)
         # A layer that tensor parallelism divides among all GPUs is never resharded.
@@ -132,7 +132,7 @@ class Tensors:
 
     @property
     def accumulated_gradients(self) -> float | None:
-        """Gradients of earlier micro-batches; None in a step of one, which has none until the backward pass."""
+        """Gradients of earlier micro-batches; None if a step has one: no gradients exist before its backward pass."""
         if self.setup.num_micro_batches == 1:
             return None
         if not self.setup.defers_sync:
@@ -157,7 +157,7 @@ class Tensors:
 
     @cached_property
     def matrix(self) -> float:
-        """A copy of the largest quantized matrix: dequantized, or of FP8 transposed."""
+        """A copy of the largest quantized matrix: dequantized from NF4, or transposed in FP8."""
         width = {"none": 0, "nf4": self.width, "fp8": 1}[self.training.quantization]
         sizes = [linear.size for linear in self.counts.linears]
         sizes += [each.size for each in self.counts.expert_matrices if are_quantized(self.training.quantization, each)]
@@ -171,15 +171,15 @@ class Tensors:
             return self.around + self.layer * (layers if self.keeps_weights else 1)
         if self.width == FP32:
             return 0
-        # One process: frozen weights are used without a copy, trained ones have a copy in the compute dtype.
+        # One process computes with the frozen weights themselves, and with copies of trained ones in the compute dtype.
         return self.width * (self.trained_around + self.trained_layer * layers)
 
     def in_flight(self, layers: int) -> float:
-        """Return what a layer's backward pass communicates: its gradients, and the weights of the next of `layers`."""
+        """Return the buffers of a layer's backward pass: its gradients, and the next layer's prefetched weights."""
         size = self.width * self.trained_layer
         if self.num_shards > 1:
             reduced = self.training.reduce_bytes * self.trained_layer
-            # The previous layer's gradients are being reduced; this layer's follow once its activations are freed.
+            # The previous layer's gradients are being reduced. This layer's follow once its activations are freed.
             size += reduced + max(0, reduced - self.activations.layer)
             size += 2 * self.layer if layers and not self.keeps_weights else 0
         return size + self.matrix
@@ -196,12 +196,12 @@ class Tensors:
 
     @property
     def kept_logits(self) -> float:
-        """What stays of them in the backward pass."""
+        """The part of `loss_logits` that lives in the backward pass: with FSDP2, the gradient of the projection."""
         return self.width * self.table if self.training.adapters is None else 0
 
     @property
     def reduced_last(self) -> float:
-        """Unsharded weights and gradients at the optimizer step, which follows the last reduction at once."""
+        """Unsharded weights and gradients at the optimizer step, which immediately follows the last reduction."""
         reduced = self.training.reduce_bytes if self.num_shards > 1 else 0
         size: float = (reduced + 2 * self.width) * self.trained_around
         if self.training.offload == "optimizer":  # one tensor's states at a time
@@ -214,7 +214,7 @@ class Tensors:
         layers = self.shape.num_hidden_layers
         loaded = self.weights
         is_tied = self.shape.tie_word_embeddings and self.setup.engine == "fsdp2"
-        if is_tied and self.training.offload != "all":  # a tied table exists twice before it is tied
+        if is_tied and self.training.offload != "all":  # the embedding exists twice before the weights are tied
             width = FP32 if self.training.adapters is None else self.width
             loaded += width * self.table / self.num_shards
         norm_and_loss = (8 + 2 * self.width) * self.tokens * self.shape.hidden_size
@@ -231,7 +231,7 @@ class Tensors:
                 logits=self.loss_logits,
                 communication=self.unsharded_weights(layers),
             ),
-            # Activations are largest after the last layer's gradients are reduced, gradients at the first layer.
+            # Activations peak after the last layer's gradients are reduced; gradients peak at the first layer.
             self._in_backward(max(0, layers - 2)),
             self._in_backward(0),
             self._plan("optimizer", gradients=self.gradients, communication=self.reduced_last),
@@ -267,7 +267,7 @@ class Tensors:
 
 
 class _Zero3Tensors(Tensors):
-    """The tensors with DeepSpeed's ZeRO-3, which gathers up to a number of weights, in the order of their use."""
+    """Tensor memory with DeepSpeed's ZeRO-3, which all-gathers up to `ZERO3_LIVE_WEIGHTS` in the order of their use."""
 
     @property
     def has_masters(self) -> bool:
@@ -301,7 +301,7 @@ class _Zero3Tensors(Tensors):
 
 
 def teacher_memory(setup: Setup) -> MemoryPlan:
-    """Predict the peak memory of a process while a frozen model, whose setup this is, computes its distributions."""
+    """Predict the peak memory of a process while a frozen teacher with this setup computes its distributions."""
     tensors, is_offloaded, size = Tensors(setup), setup.training.offload == "all", setup.shape.vocab_size
     weights = 0 if is_offloaded else tensors.width * tensors.total / setup.num_shards
     gathered = tensors.around + 2 * tensors.layer if setup.num_shards > 1 or is_offloaded else 0
@@ -317,8 +317,8 @@ def teacher_memory(setup: Setup) -> MemoryPlan:
 class HostMemoryPlan:
     """Predicted host memory of a node of a run that offloads, in GiB, over all processes of the node.
 
-    `processes` is their memory besides offloaded tensors. Copies of the state for checkpoints are not in it: without
-    room for them, training waits for each checkpoint.
+    `processes` is the memory of the processes without offloaded tensors. Host snapshots for checkpoints are not
+    included: without room for them, training waits for each checkpoint.
     """
 
     parameters: float
@@ -338,7 +338,7 @@ class HostMemoryPlan:
 
 @dataclass(frozen=True)
 class Fit:
-    """Predicted memory of a setup; each prediction is made once, when it is first asked for."""
+    """Predicted memory of a setup, computed lazily and cached."""
 
     setup: Setup
 
@@ -352,7 +352,7 @@ class Fit:
     def host_memory(self) -> HostMemoryPlan | None:
         """Host memory of a node; None if nothing is offloaded.
 
-        State that takes less GPU memory because of `offload` is in host memory instead.
+        The state that `offload` removes from GPU memory is in host memory instead.
         """
         setup, training = self.setup, self.setup.training
         if setup.device == "cpu" or (training.offload == "none" and not training.activation_offload):
@@ -376,7 +376,7 @@ class Fit:
 
 
 def _pinned_rounding(setup: Setup) -> float:
-    """Return the ratio of pinned memory to the matrices in it: torch's allocator rounds each up to a power of two."""
+    """Return the ratio of pinned memory to tensor bytes: torch's pinned allocator rounds up to powers of two."""
     counts = count_model(setup.shape)
     width = FP32 if setup.training.adapters is None else setup.training.compute_bytes
     matrices = [(each.count, each.size) for each in counts.linears]

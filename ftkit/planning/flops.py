@@ -1,9 +1,9 @@
 """Count the FLOPs of a token.
 
 Attention is counted as causal, with its windows; recomputation is not counted. A matrix of m x n costs 2mn FLOPs per
-token in the forward pass, as many again for the gradient of its input, and as many for its own gradient if it is
-trained. A query that attends to k keys costs 4k FLOPs per dimension and head in the forward pass, and twice that in the
-backward pass (Dao et al. 2022, appendix B).
+token in the forward pass, another 2mn for the input gradient, and another 2mn for the weight gradient if it is trained.
+A query that attends to k keys costs 4k FLOPs per dimension and head in the forward pass, and twice that in the backward
+pass (Dao et al. 2022, appendix B).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TokenFlops(NamedTuple):
 
 
 def attention_layers(shape: ArchitectureSpec) -> tuple[AttentionLayers, ...]:
-    """Return the attention of all layers: the counted one, else the shape's."""
+    """Return the attention of all layers as counted on the model, or else as derived from the shape."""
     if counted := count_model(shape).attention:
         return counted
     layers, width = shape.num_hidden_layers, shape.num_attention_heads * shape.head_dim
@@ -57,14 +57,14 @@ def token_flops(
     passes = 6 if training.adapters is None else 4
     attention = 0.0
     for layers in attention_layers(shape):
-        # The gated delta rule decays, corrects and reads a state of keys x values per head: 3 products forward.
+        # The gated delta rule decays, corrects and reads a keys x values state per head: 3 products in the forward.
         seen = 1.5 * layers.state if layers.state else keys_in_window if layers.is_windowed else keys
         attention += 12 * layers.count * layers.width * seen
     return TokenFlops(passes * matrices + 6 * adapters, attention)
 
 
 _COMPLETION_SHARE = 0.5
-"""Assumed fraction of the tokens in completions, where these alone are in the loss: objectives on preferences."""
+"""Assumed fraction of tokens in completions, for objectives on preferences: only completions are in the loss."""
 
 
 def document_flops(shape: ArchitectureSpec, training: TrainingSpec, length: int) -> TokenFlops:
@@ -74,7 +74,7 @@ def document_flops(shape: ArchitectureSpec, training: TrainingSpec, length: int)
 
 
 def vision_flops(shape: ArchitectureSpec, training: TrainingSpec) -> TokenFlops:
-    """Count the FLOPs of the vision part for one token of the largest picture: attention within each tile."""
+    """Count the FLOPs of the vision part per token of the largest picture. Attention stays within a tile."""
     vision = vision_of(shape)
     if vision is None or not vision.tokens:
         return TokenFlops(0.0, 0.0)
@@ -87,13 +87,13 @@ def vision_flops(shape: ArchitectureSpec, training: TrainingSpec) -> TokenFlops:
 
 # --- Linear attention without a kernel --------------------------------------------------------------
 #
-# `ftkit.train.model.packed_mixers` computes chunks of tokens by matmuls in fp32; a test counts its operations. Its
-# backward pass computes the forward pass again.
+# `ftkit.train.model.packed_mixers` computes chunks of tokens with fp32 matmuls; a test counts its operations. Its
+# backward pass recomputes the forward pass.
 
 CHUNK: Final = 64  # tokens of a chunk
 EFFICIENCY: Final = 0.55
-"""Fraction of the GPU's fp32 FLOP/s and memory bandwidth that the operations reach, one after the other: one layer of
-Qwen 3.5 9B took 10.4 ms forward and 17.5 ms backward for 8,192 tokens (one H200)."""
+"""Fraction of the GPU's fp32 FLOP/s and memory bandwidth that the operations reach, without overlap: one layer of Qwen
+3.5 9B took 10.4 ms forward and 17.5 ms backward for 8,192 tokens (one H200)."""
 PEAK_BYTES: Final = 134
 """Bytes per token and element of the value heads at the peak of a layer's backward pass: Qwen 3.5 9B with LoRA and full
 checkpointing took 4.2 GiB more than predicted with a kernel for 8,192 tokens and 4,096 elements (one H200)."""
@@ -105,16 +105,16 @@ def has_linear_attention(shape: ArchitectureSpec) -> bool:
 
 
 def count_operations(keys: int) -> tuple[float, float, float, float]:
-    """Count the operations per token and element of the value heads, in heads with as many values as keys.
+    """Count the operations per token and element of the value heads, if keys and values have the same dimension.
 
-    Returns FLOPs of the forward and of the backward pass, and the fp32 numbers that each reads and writes.
+    Returns the FLOPs of the forward and the backward pass, and the fp32 elements that each of them reads and writes.
     """
     flops = 6 * CHUNK + 8 * keys + 6 * keys**2 / CHUNK
     return flops, 2 * flops, 80 + 29 * keys / CHUNK, 178 + 46 * keys / CHUNK
 
 
 def delta_rule_seconds(setup: Setup, gpu: Gpu) -> float:
-    """Return the seconds per token, forward and backward; 0 with a kernel, whose FLOPs are counted as attention's."""
+    """Return the seconds per token, forward and backward; 0 with a kernel, whose FLOPs count as attention."""
     if setup.has_linear_kernel:
         return 0.0
     modes = setup.training.checkpointing_of_layers(setup.shape.num_hidden_layers, setup.engine)
@@ -130,7 +130,7 @@ def delta_rule_seconds(setup: Setup, gpu: Gpu) -> float:
 
 
 def delta_rule_bytes(setup: Setup) -> float:
-    """Return the bytes at the peak of a layer's backward pass that a kernel would not take."""
+    """Return the extra bytes at the peak of a layer's backward pass, compared with a kernel."""
     if setup.has_linear_kernel:
         return 0.0
     widths = (layers.width for layers in attention_layers(setup.shape) if layers.state)

@@ -26,7 +26,7 @@ class FilePath:
 
 
 class NumberedPath:
-    """The path of a file for each rank, step or job: the attribute is a function of that number."""
+    """The path of a file per rank, step or job: the attribute is a function of its number or id."""
 
     def __init__(self, place: str) -> None:
         self._place = place
@@ -78,26 +78,26 @@ class RunLayout:
     code_changes = FilePath("code.diff")
     """The diff of ftkit's code from its commit, for `git apply`; missing if there is none."""
     code = FilePath("code")  # the run's copies of the user's code: a folder for each
-    accelerate_config = FilePath("accelerate.json")  # the script's configuration for accelerate, if it has one
+    accelerate_config = FilePath("accelerate.json")  # accelerate's configuration for the script, if it has one
     proof = FilePath("proof.json")  # the checks of a script's first steps
-    original = FilePath("original.json")  # the data of the run that this one repeats, as far as a comparison needs it
+    original = FilePath("original.json")  # data of the run that this one repeats, as needed for the comparison
     logs = FilePath("logs")
     job_log = FilePath("logs/job.log")  # the output of the job script and of its processes
     rank_log = NumberedPath("logs/rank-{:05d}.log")
     rank_error = NumberedPath("logs/error-{:05d}.json")
-    rank_steps = NumberedPath("logs/steps-{:05d}.json")  # what a rank of a script observed in its first steps
+    rank_steps = NumberedPath("logs/steps-{:05d}.json")  # observations of a script's rank in its first steps
     rank_timing = NumberedPath("logs/timing-{:05d}.json")
     hang_report = NumberedPath("logs/hang-{:05d}.json")
     stacks = NumberedPath("logs/stacks-{:05d}.txt")
     collectives = NumberedPath("logs/collectives-{:05d}.pickle")
-    """A hanging rank's flight recorder of torch, with its last collectives."""
+    """Dump of torch's flight recorder on a hanging rank, with its last collectives."""
     silent_nodes = FilePath("silent")
-    """Files named by nodes: when the node was last heard, since the epoch, a tab, and the node that misses it."""
+    """Files named by nodes: time of the last heartbeat since the epoch, a tab, and the node that reports it."""
     metrics = FilePath("metrics.jsonl")
-    """The records; beside it, `metrics.index` has the places of those that are not steps."""
+    """The records of the run. `metrics.index` beside it has the offsets of those that are not steps."""
     report = FilePath("report.html")
     evaluations = FilePath("evaluations.jsonl")
-    """The records of jobs that evaluate checkpoints: only they write it, and the trainer copies the records."""
+    """The records of jobs that evaluate checkpoints. Only these jobs write it; the trainer copies the records."""
     preflight = FilePath("preflight")
     """The results of the checks before training: a folder for each start of a job, with files for each node."""
     gpu_samples = FilePath("gpus")  # samples of the GPUs' load: a file for each node
@@ -127,7 +127,7 @@ class RunLayout:
     state = FilePath("state.json")  # the final state of the run, written by the first command that observed it
     canceled = FilePath("canceled")
     end_reason = FilePath("end-reason")
-    """A text file with why the last start ended, if its ranks could not tell; the next start records it."""
+    """A text file with the reason of the last end, if the ranks could not report it; the next start records it."""
 
     @property
     def is_script(self) -> bool:

@@ -1,6 +1,6 @@
-"""The plan of a run, with every number in it, as stored in plan.json: of ftkit's trainer, or of a user's script.
+"""The plan of a run of ftkit's trainer or of a user's script, with every number in it, as stored in plan.json.
 
-plan.json is the only contract between submitting and training: `ftkit.planning.planner` makes it, all others read it.
+plan.json is the only contract between submission and training: `ftkit.planning.planner` makes it, all others read it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from ftkit.models.architecture import ArchitectureSpec, TrainedWeights
 
 PREPARATION_VERSION = 9
-"""Part of the data's fingerprint, and of the data's identity in checkpoints: increase it when the same spec would be
-prepared into other packs."""
+"""Part of the data's fingerprint, and of its identity in checkpoints. Increase it when the same spec would be packed
+differently."""
 StopSignal = Literal["TERM", "USR1", "none"]  # signal for a script's processes when the run is asked to stop
 RUN_FOLDER: Final = "{run}"  # placeholder for the run's folder in a script's arguments
 
@@ -61,7 +61,7 @@ class CodePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan(ABC):
-    """What scheduler, runtime and run folder need of a run's plan."""
+    """The part of a run's plan that scheduler, runtime and run folder use."""
 
     version: Literal[4]  # of the plan's fields and their meaning; a plan with another version is refused
     ftkit_version: str
@@ -88,12 +88,12 @@ class JobPlan(ABC):
 
     @property
     def image_file(self) -> Path | None:
-        """The image's file; None without a container, or if the runtime gets an address or a docker engine's name."""
+        """The image's file; None without a container, or if the runtime gets an address or a name of docker's."""
         return image_file(self.container_image)
 
     @property
     def number(self) -> str:
-        """The number of a sweep's run, which is that of its task in a job array."""
+        """The number of this run in its sweep, which is also its task in a job array."""
         return self.name.rpartition("-")[2]
 
     @property
@@ -103,7 +103,7 @@ class JobPlan(ABC):
         return place.num_nodes > 1 and place.device == "cuda" if setting is None else setting
 
     def cost_of(self, seconds: float) -> float | None:
-        """Return the cost of all GPUs for this time, in the profile's currency; None on CPUs, or for no known price."""
+        """Return the cost of all GPUs for this time, in the profile's currency; None on CPUs or without a price."""
         price = self.cluster.price_per_gpu_hour
         if price is None or self.placement.device == "cpu":
             return None
@@ -115,7 +115,7 @@ class JobPlan(ABC):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The batch arithmetic, in packs: micro-batch x processes with different packs x accumulation = global batch."""
+    """Batch sizes in packs: micro-batch x processes with different packs x accumulation steps = global batch."""
 
     micro_batch_size: int
     accumulation_steps: int
@@ -124,18 +124,18 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class DocumentFit:
-    """How many of the tokenized documents fit a pack, and the tokens of the longest."""
+    """Number of tokenized documents that fit a pack, and the length of the longest one."""
 
     num_read: int
     num_fitting: int
     longest: int
     is_complete: bool  # whether these are all documents, rather than those of the first rows
-    too_long: dict[str, int] = field(default_factory=dict)  # longer ones, by what happens with them
-    saved: float | None = None  # fraction of tokens that prompts computed once save; None if they are not
+    too_long: dict[str, int] = field(default_factory=dict)  # longer ones, by how they are handled
+    saved: float | None = None  # fraction of tokens saved by sharing prompts; None if prompts are not shared
 
     @property
     def num_whole(self) -> int:
-        """Documents of which every token is trained on: those that fit, and those that are split."""
+        """Number of documents that are trained on as a whole: those that fit, and those that are split."""
         return self.num_fitting + self.too_long.get("split", 0)
 
 
@@ -176,9 +176,9 @@ class RunPlan(JobPlan):
         return None if self.speed is None or self.num_steps is None else self.num_steps * self.speed.step_seconds
 
     def on_nodes(self, num_nodes: int) -> RunPlan | None:
-        """Return the plan on fewer nodes: with the same global batch, so that the order of the data stays.
+        """Return the plan on fewer nodes, with the same global batch, so that the order of the data does not change.
 
-        None if they are fewer than `resources.min_nodes`, can't divide the batch, or have too little memory.
+        Returns None if the nodes are fewer than `resources.min_nodes`, can't divide the batch, or lack memory.
         """
         most, engine, batch = self.placement.num_nodes, self.engine, self.batch
         placement = replace(self.placement, num_nodes=num_nodes)
@@ -217,7 +217,7 @@ class RunPlan(JobPlan):
 
     @property
     def weights_to_export(self) -> TrainedWeights | None:
-        """The checkpoint of an earlier run that must be exported first; None if there is none."""
+        """The checkpoint of an earlier run that must be exported before training; None if there is none."""
         trained = self.recipe.model.trained
         return None if trained is None or Path(trained.folder).is_dir() else trained
 
@@ -322,7 +322,7 @@ def read_job_plan(layout: RunLayout) -> RunPlan | ScriptPlan:
 
 
 def read_plan(layout: RunLayout) -> RunPlan:
-    """Read the plan of a run of ftkit's trainer. Raises `PlanError` if it can't be read, or is that of a script."""
+    """Read the plan of a run of ftkit's trainer. Raises `PlanError` if it can't be read, or is a script's plan."""
     plan = read_job_plan(layout)
     if isinstance(plan, ScriptPlan):
         raise PlanError(
@@ -335,10 +335,10 @@ def read_plan(layout: RunLayout) -> RunPlan:
 
 
 def read_plan_to_use(layout: RunLayout) -> RunPlan:
-    """Read the plan of a run whose files are used, not continued. Raises `PlanError` as `read_plan` does.
+    """Read the plan of a run to use its files without continuing it. Raises `PlanError` as `read_plan` does.
 
-    If the run's workspace was moved or copied, or is mounted elsewhere on this machine, the plan's workspace is the one
-    that has the run's folder and its data now.
+    If the workspace was moved or copied, or is mounted elsewhere on this machine, the returned plan has the workspace
+    that contains the run's folder and its data now.
     """
     plan = read_plan(layout)
     here = replace(plan, workspace=layout.root.parent.parent)

@@ -56,7 +56,7 @@ LINEAR_KERNELS = "flash-linear-attention"  # the package with kernels for linear
 
 
 def plan_run(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | None, request: RunRequest) -> RunPlan:
-    """Resolve recipe, cluster, image and request into a plan; ConfigError with every reason why that is impossible."""
+    """Resolve recipe, cluster, image and request into a plan. Raises `ConfigError` with every problem found."""
     model = request.model or plan_model(recipe.model, None)
     shape = model.architecture
     recipe = recipe.model_copy(update={"training": recipe.training.with_targets(default_targets(shape))})
@@ -118,7 +118,7 @@ def plan_run(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | Non
 
 
 def plan_script(script: Script, code: tuple[CodePlan, ...], cluster: ClusterProfile, request: RunRequest) -> ScriptPlan:
-    """Plan a script with its copies of code, its own folder's first; ConfigError with all reasons against it."""
+    """Plan a script with its copies of code, the script's folder first. Raises `ConfigError` with every problem."""
     job = _plan_job(cluster, request, script.resources, "script")
     folders = site_folders(cluster, request.workspace, job["placement"].num_nodes)
     owned = (("settings" if key == "workspace" else f"cluster {cluster.name}", key, folder) for key, folder in folders)
@@ -134,9 +134,9 @@ def plan_script(script: Script, code: tuple[CodePlan, ...], cluster: ClusterProf
 def plan_model(model: ModelSpec, config: Mapping[str, Any] | None, counts: ModelCounts | None = None) -> ModelPlan:
     """Resolve a model to its complete shape, with its parameter counts.
 
-    `config` is the raw configuration of its weights, None if there is none or it can't be read from here; `counts` are
-    counted on the model class, None if they follow from the configuration or the shape. Raises `ConfigError` if the
-    recipe contradicts the configuration, or neither defines the complete shape.
+    `config` is the raw configuration of the weights; None if there is none or it can't be read here. `counts` were
+    counted on the model class; None derives them from the configuration or the shape. Raises `ConfigError` if the
+    recipe contradicts the configuration, or if the two don't define the complete shape.
     """
     shape = resolve_shape(model, config)
     if counts is None and config is not None:
@@ -152,8 +152,8 @@ def plan_model(model: ModelSpec, config: Mapping[str, Any] | None, counts: Model
 def plan_for_counts(plan: RunPlan, counts: ModelCounts) -> RunPlan:
     """Return the plan updated with the parameter counts of the real model.
 
-    Plans from estimates reshard all layers; with the counts, this is decided again, and memory is predicted again.
-    Micro-batch, checkpointing and replicas stay as planned.
+    A plan from estimates reshards all layers. With the counts, choose resharding and predict memory again. Micro-batch,
+    checkpointing and replicas stay as planned.
     """
     shape = plan.recipe.model.architecture
     if shape.is_measured:
@@ -176,7 +176,7 @@ def plan_for_counts(plan: RunPlan, counts: ModelCounts) -> RunPlan:
 
 
 def fingerprint(recipe: RecipeSpec, model: ModelPlan, data_stamp: str) -> str:
-    """Return the name of the prepared data, which depends on all inputs that determine the packs."""
+    """Return the name of the prepared data: a hash of all inputs that determine the packs."""
     shared = shares_prompts(recipe, model.architecture)
     pairs = {"kto": recipe.training.objective == "kto", "drop": recipe.data.contradictions == "drop"}
     pairs["pictures"] = bool(recipe.data.pictures)
@@ -197,7 +197,7 @@ def fingerprint(recipe: RecipeSpec, model: ModelPlan, data_stamp: str) -> str:
 
 
 def packs_of_epochs(num_epochs: float, num_packs: int) -> int:
-    """Return the packs of passes over the data, of which the last may be a part; at least one."""
+    """Return the number of packs in `num_epochs` passes over the data, rounded up, at least one."""
     return max(1, math.ceil(round(num_epochs * num_packs, 6)))
 
 
@@ -227,7 +227,7 @@ def container_image(cluster: ClusterProfile, image: AnyImage | None, workspace: 
 
 
 def _plan_job(cluster: ClusterProfile, request: RunRequest, resources: ResourcesSpec, name: str) -> dict[str, Any]:
-    """Return the fields of every kind of plan: one process for each GPU, among which a node's CPUs are divided."""
+    """Return the fields that every kind of plan has: one process per GPU; a node's processes share its CPUs evenly."""
     if cluster.device == "auto":
         raise AssertionError("device 'auto' is resolved before a run is planned")
     key = cluster.size_key
@@ -249,7 +249,7 @@ def _plan_job(cluster: ClusterProfile, request: RunRequest, resources: Resources
     }
 
 
-# --- Notes of a plan: what does not fit, what would be faster, what is uncertain --------------------
+# --- Notes of a plan: fit, suggestions and uncertainty ----------------------------------------------
 
 
 def _notes_on_fit(run: RunInputs, predicted: Fit) -> Iterator[str]:
@@ -275,7 +275,7 @@ def _notes_on_fit(run: RunInputs, predicted: Fit) -> Iterator[str]:
 
 
 def _notes_on_kernels(setup: Setup, image: ImageSpec | None, padding: float) -> Iterator[str]:
-    """Yield notes on an image whose torch all-gathers in bf16, unmeasured GPUs, and what computes linear attention."""
+    """Yield notes on images whose torch all-gathers in bf16, on unmeasured GPUs, and on linear attention kernels."""
     gpu, family = setup.gpu, setup.shape.family
     version = "" if image is None else image.provided.get("torch", "")
     if image is not None and setup.gathers_in_fp8 and version.startswith(("2.6", "2.7")):

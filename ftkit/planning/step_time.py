@@ -38,17 +38,16 @@ it."""
 SDPA_EFFICIENCY = 0.30
 """Fraction of the peak that attention by SDPA reaches. With a mask for packs, it computes all pairs of tokens."""
 ELEMENTWISE_PASSES = {True: 10, False: 20}
-"""How often operations other than matmuls and attention read or write a layer's saved activations: with compiled layers
-(True), and without (False)."""
+"""Number of times that operations other than matmuls and attention read or write a layer's saved activations, with
+compiled layers (True) and in eager mode (False)."""
 RECOMPUTED_PASSES = 0.4
-"""Part of them that selective and full checkpointing repeat: those of the forward pass. Fitted to OLMo-3 7B with 8
-layers."""
+"""Fraction of these passes that checkpointing repeats: those of the forward pass. Fitted to OLMo-3 7B with 8 layers."""
 OPTIMIZER_BYTES = 28
 """Bytes read and written per trained parameter in AdamW's step: weight, gradient and two states, and the gradient
 norm."""
-CAST_BYTES = 26  # bytes read and written per trained parameter to cast, all-gather and reduce it
+CAST_BYTES = 26  # bytes read and written per trained parameter and micro-batch to cast, all-gather and reduce
 ACCUMULATE_BYTES = 6
-"""Bytes read and written per trained parameter in a micro-batch whose gradients are only added to earlier ones."""
+"""Bytes read and written per trained parameter in a micro-batch that accumulates gradients without reducing them."""
 COPY_OUT_PASSES = 2.5
 """Time to copy all-gathered frozen weights out of FSDP2's buffer, relative to reading them once: each byte is read and
 written, at 80% of the memory's bandwidth (63 ms a step in a profile of Qwen3-30B-A3B on two H200)."""
@@ -56,46 +55,46 @@ EXPERT_EFFICIENCY = 0.73
 """Rate of the experts' grouped matmuls with randomly routed tokens, relative to a dense matmul of their size: 505 to
 565 against 676 to 779 TFLOP/s on an H200."""
 EXPERT_GAP_SECONDS = 0.0014
-"""Time for which the GPU waits for the host in a sharded layer with experts, forward and backward, as the kernels
-around the grouped matmuls are small. From the same profile; on one GPU, without FSDP2's hooks, there is no such gap."""
+"""Time that the GPU waits for the host per sharded layer with experts, forward and backward: the kernels around the
+grouped matmuls are small. From the profile of `COPY_OUT_PASSES`. One GPU has no such gap, without FSDP2's hooks."""
 ADAPTER_GAP_SECONDS = 0.00045
 """Time between the kernels of a layer with adapters, forward and backward: 132 kernels in a profile of Gemma 3 12B LoRA
 on an H200, whose steps take 22 ms longer than their kernels."""
 EXPERT_ADAPTER_PASSES = 12
-"""How often the inputs and outputs of adapted experts are read or written because of their adapters, forward and
-backward. Fitted to one run of Qwen3-30B-A3B on two H200."""
+"""Number of times that the adapters of experts read or write the experts' inputs and outputs, forward and backward.
+Fitted to one run of Qwen3-30B-A3B on two H200."""
 TENSOR_PARALLEL_SECONDS = 0.021
-"""Time that tensor parallelism adds to a micro-batch besides its collectives: the same with 8 layers of OLMo-3 7B and
-with all of Llama 3 8B on two H200 (43 and 42 ms in steps of two micro-batches). The cause is not known."""
+"""Time that tensor parallelism adds to a micro-batch in addition to its collectives. It was the same with 8 layers of
+OLMo-3 7B and with Llama 3 8B on two H200 (43 and 42 ms in steps of two micro-batches). The cause is not known."""
 VISION_EFFICIENCY = 0.64
-"""Fraction of the speed of matmuls and of attention by SDPA that a vision tower reaches, whose layers are not compiled.
-Fitted to Gemma 3 4B LoRA with six pictures of 896 x 896 in a pack on an H200."""
+"""Speed of a vision tower relative to matmuls and SDPA attention in the decoder: its layers are not compiled. Fitted to
+Gemma 3 4B LoRA with six pictures of 896 x 896 in a pack on an H200."""
 DEQUANTIZE_BYTES = 11
 """Bytes read and written per 4-bit weight and micro-batch, to dequantize it in the forward and backward pass."""
 DORA_BYTES = 10
 """Bytes read and written per weight with a DoRA adapter and micro-batch, mostly for the norms of merged rows. Fitted to
-Llama 3 8B on an H200, whose step takes 14 ms longer than with LoRA."""
+Llama 3 8B on an H200: a step takes 14 ms longer than with LoRA."""
 TRANSPOSE_BYTES = 2
 """Bytes read and written per frozen weight in FP8 and micro-batch, to transpose it for the backward pass."""
 NETWORK_EFFICIENCY = 0.75  # fraction of a link's bandwidth that collectives reach
 NCCL_SLOWDOWN = 0.28
-"""Fraction of the time of FSDP2's NCCL collectives over NVLink that is lost, because overlapping matmuls take up to
-39% longer; with copy engines, they do not. Assumed
-proportional to the bytes moved within a node: a slower network between nodes does not add to it."""
+"""Fraction of the time of FSDP2's NCCL collectives over NVLink that is lost, because overlapping matmuls take up to 39%
+longer. Copy engines do not slow them down. The loss is assumed to be proportional to the bytes moved within a node: a
+slower network between nodes does not add to it."""
 ZERO3_EXPOSED = 0.5  # fraction of the time of ZeRO-3's collectives that does not overlap with computation
 HOST_BANDWIDTH = 29e9
-"""Bytes per second in one direction between a GPU and host memory (PCIe 5, 16 lanes: 64e9), while all GPUs of a node
-copy. Fitted to a run of Llama 3.3 70B LoRA on two H200 with 32 of 80 layers offloaded."""
+"""Bytes per second in one direction between a GPU and host memory while all GPUs of a node copy (PCIe 5 x16: 64e9).
+Fitted to a run of Llama 3.3 70B LoRA on two H200 with 32 of 80 layers offloaded."""
 FORWARD_SHARE = {True: 0.42, False: 0.33}
-"""Fraction of a micro-batch that the forward pass takes, by whether only adapters are trained: from FLOPs."""
+"""Fraction of a micro-batch's time in the forward pass, by whether only adapters are trained; derived from FLOPs."""
 PADDING: Final = 2 * log(2)
-"""Assumed tokens of padded rows per token of documents: row widths double from one to the next, and the lengths of
-documents are assumed to be log-uniform."""
+"""Assumed number of tokens in padded rows per token of documents. Each row width is twice the one before, and document
+lengths are assumed to be log-uniform."""
 HOST_SECONDS_PER_LAYER = {"fsdp2": 0.004, "zero3": 0.008}
-"""Time in which the host launches the kernels of a layer, forward and backward."""
+"""Time that the host takes to launch the kernels of a layer, forward and backward."""
 SLOW_HOST = 1.8
-"""How many times as long the slowest host took that was measured: Gemma 3 1B in four packs of 2,048 tokens, 189 ms a
-step beside an H100."""
+"""Launch time on the slowest measured host, relative to `HOST_SECONDS_PER_LAYER`: Gemma 3 1B with four packs of 2,048
+tokens took 189 ms a step beside an H100."""
 FP8_HOST_SECONDS_PER_LAYER = 0.00096
 """Time in which the host also launches the cast and transpose kernels of FP8. Fitted to Gemma 3 12B LoRA with frozen
 weights in FP8 at 2,048 tokens on an H200, where the host limits the step."""
@@ -107,7 +106,7 @@ Bound = Literal["gpu", "host", "main memory", "network"]
 class StepTimePlan:
     bound: Bound  # the resource that limits the step time
     step_seconds: float  # duration of an optimizer step
-    slow_host_seconds: float  # the same beside a slow host (`SLOW_HOST`)
+    slow_host_seconds: float  # `step_seconds` with a slow host (`SLOW_HOST`)
     tokens_per_second: float  # tokens of documents, without padding, over all processes
     mfu: float  # model FLOPs utilization: `document_flops` as a fraction of the GPUs' peak
 
@@ -115,8 +114,8 @@ class StepTimePlan:
 def predict_step_time(setup: Setup, gpu: Gpu, padding: float = 1.0, fill: float = 1.0) -> StepTimePlan:
     """Predict the speed of a run, assuming that each pack is one document with all of its tokens in the loss.
 
-    `padding` is the ratio of computed tokens to a pack's tokens, if documents are padded rows; it adds micro-batches.
-    `fill` is the fraction of a pack that is not padding, which does not count in throughput and MFU.
+    `padding` is the ratio of computed tokens to a pack's tokens if documents are padded rows; it adds micro-batches.
+    `fill` is the fraction of a pack that is not padding. Padding does not count in throughput and MFU.
     """
     training = setup.training
     early, last = (_micro_batch_seconds(setup, gpu, is_last=is_last) for is_last in (False, True))
@@ -135,14 +134,14 @@ def predict_step_time(setup: Setup, gpu: Gpu, padding: float = 1.0, fill: float 
 
 
 def predict_forward_hours(setup: Setup, gpu: Gpu, num_tokens: float) -> float:
-    """Predict the GPU hours of forward passes before step 1, of a teacher, whose setup this is, or of a reference."""
+    """Predict the GPU hours of the forward passes of a teacher or a reference with this setup, before step 1."""
     share = FORWARD_SHARE[setup.training.adapters is not None]
     plain = replace(setup, training=setup.training.model_copy(update={"objective": "next_token"}))
     return setup.num_processes * share * num_tokens / predict_step_time(plain, gpu).tokens_per_second / 3600
 
 
 def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound, float]:
-    """Return how many seconds each resource is busy with a micro-batch; the longest is the bottleneck."""
+    """Return the seconds that a micro-batch keeps each resource busy; the longest is the bottleneck."""
     links, network = _collective_seconds(setup, gpu, is_last=is_last)
     gpu_seconds = _gpu_seconds(setup, gpu, setup.tokens) + _exchange_seconds(setup, gpu)
     gpu_seconds += setup.tokens * vision_seconds(setup, gpu)
@@ -166,7 +165,7 @@ def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound
     }
     training = setup.training
     is_computed = training.has_reference and not training.stores_reference
-    forwards = 1 + 2 * is_computed if training.objective == "kto" else int(is_computed)  # more ones
+    forwards = 1 + 2 * is_computed if training.objective == "kto" else int(is_computed)  # extra ones
     passes = 1 + FORWARD_SHARE[True] * forwards
     return {resource: passes * seconds for resource, seconds in busy.items()}
 
@@ -197,7 +196,7 @@ def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
 
 
 def vision_seconds(setup: Setup, gpu: Gpu) -> float:
-    """Return how long the vision part takes for one token of a picture."""
+    """Return the seconds that the vision part takes per token of a picture."""
     flops = vision_flops(setup.shape, setup.training)
     work = flops.matrices / (MATRIX_EFFICIENCY * gpu.matmul_efficiency) + flops.attention / SDPA_EFFICIENCY
     return work / VISION_EFFICIENCY / gpu.peak_flops(setup.training.compute_precision)
@@ -209,10 +208,10 @@ def _checkpointed_share(setup: Setup) -> float:
 
 
 def _recomputed_weights(setup: Setup) -> int:
-    """Count the weights whose matmuls full checkpointing of all layers repeats.
+    """Count the weights whose matmuls are recomputed if all layers have full checkpointing.
 
-    No gradient needs the output of a layer's last matmul, unless a norm follows it. Compiled layers repeat it with the
-    versions of torch whose speed was measured.
+    No gradient needs the output of a layer's last matmul unless a norm follows it. Compiled layers still recompute it
+    in the measured versions of torch.
     """
     shape, training, counts = setup.shape, setup.training, count_model(setup.shape)
     stops_early = setup.engine == "zero3" or training.compile == "none"
@@ -229,7 +228,7 @@ def _weights_bytes(setup: Setup, *, is_last: bool) -> float:
     is_added = setup.defers_sync and not is_last
     moved = (ACCUMULATE_BYTES if is_added else CAST_BYTES) * (around + layers) * counts.trained
     moved -= FP8_GATHER_BYTES * setup.num_gathered_in_fp8
-    if setup.training.quantization == "nf4":  # checkpointing doubles it, as was measured for Gemma 3 12B QLoRA
+    if setup.training.quantization == "nf4":  # checkpointing doubles it (measured for Gemma 3 12B QLoRA)
         moved += DEQUANTIZE_BYTES * (1 + _checkpointed_share(setup)) * counts.quantized
     else:
         moved += TRANSPOSE_BYTES * counts.quantized
@@ -243,9 +242,9 @@ def _weights_bytes(setup: Setup, *, is_last: bool) -> float:
 
 
 def _attention_flops(setup: Setup, gpu: Gpu) -> tuple[float, float]:
-    """Return the FLOPs of a token's attention, divided by the fraction of the peak that its kernel reaches.
+    """Return the attention FLOPs of a token, divided by the fraction of the peak that the kernel reaches.
 
-    The second number is the part of layers with a recurrent state, which have no output of attention to save.
+    The second number is the part of layers with a recurrent state, which have no attention output to save.
     """
     shape, training, length = setup.shape, setup.training, setup.training.sequence_length
     recurrent = token_flops(shape, training, keys=0, keys_in_window=0).attention
@@ -257,7 +256,7 @@ def _attention_flops(setup: Setup, gpu: Gpu) -> tuple[float, float]:
 
 
 def _matmul_time(shape: ArchitectureSpec, training: TrainingPlan) -> float:
-    """Return the time of matmuls, relative to bf16 and dense ones: FP8 is faster, grouped matmuls of experts slower."""
+    """Return the time of the matmuls relative to dense bf16: FP8 is faster, grouped matmuls of experts are slower."""
     counts = count_model(shape)
     all_weights = counts.active + shape.vocab_size * shape.hidden_size
     in_fp8 = routed = 0.0
@@ -272,11 +271,11 @@ def _matmul_time(shape: ArchitectureSpec, training: TrainingPlan) -> float:
 
 
 def _collective_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> tuple[float, float]:
-    """Return how long a micro-batch's collectives use the links within a node, and the network between nodes.
+    """Return the seconds that a micro-batch's collectives use the links within a node, and the network between nodes.
 
-    Weights are all-gathered for the forward and perhaps for the backward pass, gradients are reduce-scattered: a
-    process receives the shards of the others of its replica, and a node receives them once. Replicas all-reduce their
-    gradients in the last micro-batch: each shard passes every link twice, to be summed and to be distributed.
+    Weights are all-gathered for the forward pass, and again for the backward pass if they were resharded; gradients are
+    reduce-scattered. A process receives the other shards of its replica; a node receives each shard once. Replicas
+    all-reduce their gradients in the last micro-batch: each shard passes every link twice, for the sum and its result.
     """
     nodes = max(1, setup.num_nodes // setup.num_replicas)  # of a replica
     gradients = setup.training.reduce_bytes * method_counts(setup.shape, setup.training).trained
@@ -293,7 +292,7 @@ def _collective_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> tuple[float
 
 
 def _parts_of_weights(setup: Setup) -> tuple[float, float]:
-    """Return the fractions of all weights that a process uses: outside the layers, and of its part of the layers."""
+    """Return the fractions of all weights that a process computes with: outside the layers, and within them."""
     counts = count_model(setup.shape)
     around = counts.around / counts.total
     return around, (1 - around) / setup.training.tensor_parallel
@@ -309,25 +308,25 @@ def _gathered_bytes(setup: Setup, *, is_last: bool) -> int:
 
 
 def _exchange_seconds(setup: Setup, gpu: Gpu) -> float:
-    """Return how long tokens are exchanged within layers, which does not overlap with computation.
+    """Return the seconds of the collectives within layers, which do not overlap with computation.
 
-    Context parallelism exchanges tokens for heads (all-to-all). Tensor parallelism all-gathers the tokens twice, and
-    reduce-scatters them twice.
+    Context parallelism exchanges tokens for heads (all-to-all). Tensor parallelism all-gathers and reduce-scatters the
+    tokens twice.
     """
     shape, training, size = setup.shape, setup.training, setup.training.context_parallel
     heads = 2 * shape.num_attention_heads + 2 * max(shape.num_key_value_heads, training.gpus_per_pack)
     numbers = heads * shape.head_dim * (size - 1) / size + 4 * (training.tensor_parallel - 1) * shape.hidden_size
     passes = 2 + _checkpointed_share(setup)
     moved = shape.num_hidden_layers * passes * setup.tokens * numbers * training.compute_bytes
-    # Gradients of adapters that are not divided are summed, in fp32.
+    # Adapter matrices that are not divided all-reduce their gradients in fp32.
     moved += 2 * FP32 * count_repeated_parameters(shape, training) / training.tensor_parallel
     return moved / (NETWORK_EFFICIENCY * gpu.link_bandwidth)
 
 
 def _offload_seconds(setup: Setup, gpu_seconds: float) -> float:
-    """Return how long a micro-batch takes if copies between GPU and host memory limit it.
+    """Return the seconds of a micro-batch if copies between GPU and host memory limit it.
 
-    Activations leave in the forward pass, and return in the backward pass.
+    The forward pass copies activations to the host, the backward pass copies them back.
     """
     shape, training, state = setup.shape, setup.training, 0
     if training.offload == "all":
