@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -27,6 +28,7 @@ from ftkit.evaluate.source import ModelFolder, ModelSource, find_base
 from ftkit.models.architecture import ModelSpec
 from ftkit.train.components.generation import Generation
 
+_MAX_REQUESTS = 64  # at a time
 EngineName = Literal["auto", "transformers", "vllm"]
 Distributions = list[Mapping[int, float]]
 """Log-probabilities of tokens by their ids: of the next token of the text, and of the most probable ones."""
@@ -93,9 +95,16 @@ class ServedModel(GeneratingModel):
         settings: dict[str, object] = {"stop_token_ids": list(self.generation.end_tokens)}
         if config.min_new_tokens:
             settings = {"ignore_eos": True}
-        if config.do_sample:
-            settings |= {"temperature": config.temperature, "seed": torch.initial_seed() % 2**31}
-        completions = self.engine.complete(prompts, int(config.max_new_tokens or 1), **settings)
+        most = int(config.max_new_tokens or 1)
+        if config.do_sample:  # a seed is of a request: equal prompts in one would get equal completions
+
+            def draw(prompt: Prompt, seed: int) -> list[int]:
+                return self.engine.complete([prompt], most, temperature=config.temperature, seed=seed, **settings)[0]
+
+            with ThreadPoolExecutor(_MAX_REQUESTS) as pool:
+                completions = list(pool.map(draw, prompts, torch.randint(2**31, (len(prompts),)).tolist()))
+        else:
+            completions = self.engine.complete(prompts, most, **settings)
         if streamer is not None:
             streamer.put(torch.tensor(prompts[0]))
             for token in completions[0]:

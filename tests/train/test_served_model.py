@@ -8,14 +8,17 @@ import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+import torch
+from transformers import GenerationConfig
 
 from ftkit.cli.main import main
 from ftkit.evaluate.engines import EngineError, RequestError, Setup, Vllm
-from ftkit.evaluate.served_model import served_by_vllm
+from ftkit.evaluate.served_model import ServedModel, served_by_vllm
 from ftkit.evaluate.source import ModelFolder
+from ftkit.train.components.generation import Generation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -120,3 +123,19 @@ def test_a_server_has_a_second_more_for_each_token_that_may_be_generated(
         engine.call("/version", {"prompt": []})
     server.shutdown()
     server.server_close()
+
+
+def test_equal_prompts_are_drawn_with_different_seeds_that_repeat(tmp_path: Path) -> None:
+    class Recorded(Vllm):
+        def call(self, path: str, body: Any = None, num_tokens: int = 0) -> Any:
+            del path, num_tokens
+            return {"choices": [{"token_ids": [body["seed"]]} for _ in body["prompt"]]}
+
+    engine = Recorded(Setup(tmp_path, tmp_path, "", (), "", None, tmp_path))
+    model = ServedModel("model", cast("Any", None), Generation((2,), 0), engine)
+    config = GenerationConfig(do_sample=True, temperature=0.7, max_new_tokens=1)
+    torch.manual_seed(0)
+    drawn = model.complete([[1], [1], [1]], config) + model.complete([[1]], config)
+    assert len({seed for (seed,) in drawn}) == 4
+    torch.manual_seed(0)
+    assert model.complete([[1], [1], [1]], config) == drawn[:3]
