@@ -201,8 +201,8 @@ class ChatRenderer(Template):
             conversation = with_short_ids(conversation)
         pattern = any_of(self.special_tokens)
         given = conversation.messages
-        turns = [[each.content, each.reasoning, *(call.arguments for call in each.tool_calls)] for each in given]
-        texts = list(_strings([*turns, *conversation.tools]))
+        texts = [text for each in given for text in (each.content, each.reasoning or "")]
+        texts += _strings([*(call.arguments for each in given for call in each.tool_calls), *conversation.tools])
         if not any(map(pattern.search, texts)):
             return conversation, False
         if any(_CUT in text for text in texts):
