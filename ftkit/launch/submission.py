@@ -147,7 +147,8 @@ def resume(
         end = End.of_run(_check_it_ended(SubmittedRun(layout, submission), new))
         end = End(Cause.DISK_FULL) if layout.disk_full.exists() else end
     files: dict[Path, str | bytes] = {}
-    former, changes = list[Path](), {}
+    former = list[Path]()
+    changes = {}
     if changed:
         files = {layout.root / path: content for path, content in files_of(changed.copies).items()}
         former = [path for path in layout.code.rglob("*") if path.is_file()] if files else []

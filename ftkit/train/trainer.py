@@ -277,7 +277,8 @@ class Trainer:
         if state.step == 0:
             check_is_measured(self._evaluate(evaluator, engine, 0, "before"), plan.recipe.evaluation.selection)
         processes = world.gather_objects((socket.gethostname(), os.getpid()))
-        training_began, hang_timeout = time.time(), plan.recipe.resources.hang_timeout_seconds
+        hang_timeout = plan.recipe.resources.hang_timeout_seconds
+        training_began = time.time()
         with Checkpointer(plan, world, self.recorder.write) as checkpointer:
             recorder, trace, stopwatch = self.recorder, self.trace, Stopwatch()
             observers = [

@@ -187,7 +187,8 @@ def show_curves(runs: Sequence[compare.ComparedRun], terminal: Terminal, *, is_d
 
 
 def comparison_as_json(runs: Sequence[compare.ComparedRun]) -> dict[str, object]:
-    aligned, (first, *others) = compare.align_losses(runs), runs
+    aligned = compare.align_losses(runs)
+    first, *others = runs
     return {
         "runs": [run.id for run in runs],
         "differences": [asdict(each) for each in compare.find_differences(runs)],
