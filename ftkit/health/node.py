@@ -91,7 +91,7 @@ class Nvml:
                 yield Finding("PCIe", "failed", f"x{width} of x{most}", "reseat the GPU, or its riser", gpu)
             links = [ask("nvmlDeviceGetNvLinkState", handle, link) for link in range(num_links)]
             known = [state for state in links if state is not None]
-            if len(self._handles) > 1 and sum(known) < len(known):  # one GPU of a virtual machine has inactive ones
+            if len(self._handles) > 1 and sum(known) < len(known):  # a virtual machine's only GPU has inactive ones
                 fix = "check 'nvidia-smi nvlink --status' and the fabric manager"
                 yield Finding("NVLink", "failed", f"{sum(known)} of {len(known)} links are active", fix, gpu)
 

@@ -289,7 +289,7 @@ class _OpenFiles(ExitStack):
 def begin_weights(
     model: PreTrainedModel, recipe: RecipePlan, folder: Path | None, wrapper: PretrainedConfig | None
 ) -> None:
-    """Give a sharded model the weights that its run begins with: from `folder`, or random ones; and adapters."""
+    """Give a model, sharded or not, the weights that its run begins with: of `folder`, or random ones; and adapters."""
     source, seed = recipe.model, recipe.training.seed
     if folder is None:
         init_weights(model, source.architecture, seed)
