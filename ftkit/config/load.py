@@ -147,6 +147,8 @@ def _find(kind: str, name: str, ctx: Context) -> Path:
 def _check_can_be_a_file(kind: str, name: str) -> None:
     if problem := path_problem(f"{name}.yaml"):
         raise NotFoundError(f"there is no such {kind}: {problem}", fix=f"give a {kind}'s name")
+    if name.endswith(".py"):
+        raise NotFoundError(f"{name} is no {kind}: it is a Python program", fix=f"ftkit run --script {name}")
 
 
 def _closest(word: str, known: list[str], otherwise: str) -> str:

@@ -154,6 +154,13 @@ class ChatRenderer(Template):
         return [_without_cuts(rendering) for rendering in found] if has_cuts else found
 
     def prompt(self, conversation: Conversation) -> Rendering:
+        """Return the text that a model completes. Raises DataError if the template drops some of the conversation."""
+        if lost := self._dropped_of(conversation) - {"reasoning"}:  # of earlier turns: many templates drop it
+            raise DataError(
+                f"the chat template drops {', '.join(sorted(lost))}",
+                meaning="the model would not see them",
+                fix="leave them out, or choose a model with a chat template that writes them",
+            )
         return self._with_pictures(Rendering(self.render(conversation, open_turn=True), ()), conversation)
 
     def _with_pictures(self, rendering: Rendering, conversation: Conversation) -> Rendering:
@@ -188,10 +195,12 @@ class ChatRenderer(Template):
             raise first
         return found
 
+    def _dropped_of(self, conversation: Conversation) -> set[str]:
+        return probes.fields_of(conversation) & self.dropped if self.dropped else set()
+
     def _prepared(self, conversation: Conversation) -> tuple[Conversation, bool]:
         """Check that the template writes all fields, and cut special tokens in texts; return whether there are any."""
-        lost = self.dropped and self.dropped & probes.fields_of(conversation)
-        if lost:
+        if lost := self._dropped_of(conversation):
             raise DataError(
                 f"the chat template drops {', '.join(sorted(lost))}",
                 meaning="the model would be trained on text that differs from the data",

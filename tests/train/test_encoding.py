@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from ftkit.config.data import DataSpec
 from ftkit.data import rendering
+from ftkit.data.conversations import Conversation, read_turns
 from ftkit.data.encoding import RowEncoder, find_end_tokens
 from ftkit.data.packing import IGNORED, Document, shorten
 from ftkit.data.row_formats import resolve_format
@@ -254,6 +255,9 @@ def test_roles_that_a_template_drops_are_rejected(
                   "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", monkeypatch)  # fmt: skip
     with pytest.raises(DataError, match=f"the chat template drops .*{words}"):
         encode(chatml, talk)
+    prompt = Conversation(tuple(read_turns(talk, "messages", "openai", ())))
+    with pytest.raises(DataError, match=f"the chat template drops .*{words}"):
+        rendering.ChatRenderer.of(chatml, {}).prompt(prompt)
 
 
 def test_a_template_that_writes_only_lists_of_parts_gets_contents_as_parts(

@@ -54,6 +54,7 @@ def failures_of_config(folder: Path) -> Iterator[tuple[str, Callable[[], object]
     for name, override in OVERRIDES.items():
         yield name, partial(load_recipe, "demo", ctx, [override])
     yield "unknown recipe", partial(load_recipe, "dmeo", ctx)
+    yield "script as a recipe", partial(load_recipe, "train.py", ctx)
     yield "unknown cluster", partial(load_cluster, "a3-mega", ctx)
     yield "unknown image", partial(load_image, "olmo3:25.03", ctx)
     (folder / "ftkit.yaml").write_text("clutser: x\n")
