@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 NUM_SUGGESTIONS = 3
 SHORTEST = 512  # minimum tokens of a pack in suggestions: shorter packs are not useful
-_LARGE_SHARE = 0.3  # of a step in the vision tower
+_LARGE_SHARE = 0.3  # fraction of a step in the vision tower from which a note advises smaller pictures
 CERTAINLY_TOO_LARGE = 2.0  # a run is refused if its predicted memory exceeds this multiple of the available memory
 
 Change = dict[str, object]  # fields of `training`, or `num_nodes`, with their new values
 
 
 class Suggestion(NamedTuple):
-    """An override to type after a recipe, with the predicted memory of a process and, if it is faster, the speed-up."""
+    """An override to type after a recipe, with the predicted memory of a process and, if faster, the speed-up."""
 
     override: str
     total_gib: float
@@ -42,10 +42,10 @@ class Suggestion(NamedTuple):
 def suggest_changes(
     setup: Setup, cluster: ClusterProfile, room_gib: float, *, can_divide_packs: bool = False
 ) -> list[Suggestion]:
-    """Return the mildest changes of a setup that would fit: single ones if there are three, else also combinations.
+    """Return the mildest changes of a setup that are predicted to fit: `NUM_SUGGESTIONS` single ones or combinations.
 
-    `room_gib` is the memory for a process's tensors; packs can be divided if documents are packed, and attention has a
-    kernel for it.
+    `room_gib` is the memory for a process's tensors. `can_divide_packs` tells whether documents are packed and an
+    attention kernel supports context parallelism.
     """
     run = _Run(setup, cluster, can_divide_packs)
     found = _mildest_changes(run.knobs(), lambda change: run.fit(change).on_gpu(room_gib))
@@ -53,7 +53,7 @@ def suggest_changes(
 
 
 def check_host_memory(plan: RunPlan, node_gib: float | None, owner: str) -> list[str]:
-    """Check that a node has room for what the run offloads; return a warning if it probably has not.
+    """Check that a node has room for the offloaded tensors; return a warning if it probably has not.
 
     `owner` describes the node in messages; `node_gib` is None if unknown. Raises `MemoryExhaustedError` if it has less
     than half of the predicted memory.
@@ -74,7 +74,7 @@ def check_host_memory(plan: RunPlan, node_gib: float | None, owner: str) -> list
 
 
 def _mildest_changes(knobs: Iterable[list[Change]], fits: Callable[[Change], bool]) -> list[Change]:
-    """Return the mildest changes that fit: of one knob if there are `NUM_SUGGESTIONS`, else also of several."""
+    """Return the mildest changes that fit: of one knob, and of several if those are fewer than `NUM_SUGGESTIONS`."""
     knobs = [knob for knob in knobs if knob]
     found: list[Change] = []
     used: list[set[int]] = []
@@ -97,10 +97,10 @@ def _merge(changes: Iterable[Change]) -> Change:
 
 
 def suggest_faster(setup: Setup, gpu: Gpu) -> Suggestion | None:
-    """Return the micro-batch and the checkpointing for the shortest step with the same global batch.
+    """Return the micro-batch size and checkpointing with the shortest step for the same global batch.
 
-    The settings must fit the GPU, though without memory to spare. Returns None if the speed-up is not worthwhile.
-    Activations are offloaded only if that is worthwhile beside the best without it.
+    The settings must fit the GPU, but need not leave memory to spare. Returns None if the speed-up is not `WORTHWHILE`.
+    Activations are offloaded only if the speed-up over the best settings without it is.
     """
 
     def find_fastest(setup: Setup) -> choices.Option | None:
@@ -111,7 +111,7 @@ def suggest_faster(setup: Setup, gpu: Gpu) -> Suggestion | None:
 
     best = find_fastest(setup)
     can_offload = not setup.training.activation_offload and setup.engine == "fsdp2"
-    # Without checkpointing, copies have nothing to save.
+    # Without checkpointing, there is no recomputation for offloading to replace.
     if best is not None and best.training.activation_checkpointing != "none" and can_offload:
         other = find_fastest(setup.with_training(activation_offload=True))
         if other is not None and other.step_seconds * choices.WORTHWHILE < best.step_seconds:
@@ -128,14 +128,14 @@ def suggest_faster(setup: Setup, gpu: Gpu) -> Suggestion | None:
 
 
 class _Run(NamedTuple):
-    """A setup, and the knobs that can change it, each a list of changes, mildest first."""
+    """A setup and its knobs: each is a list of changes, mildest first."""
 
     setup: Setup
     cluster: ClusterProfile
     can_divide_packs: bool = False
 
     def fit(self, change: Change) -> Fit:
-        """Return the predictions after a change. Without spare memory, layers are resharded."""
+        """Return the predictions after a change, with layers resharded after the forward pass."""
         setup, fields = replace(self.setup, gpu=None, num_replicas=1), dict(change)
         num_processes = self.setup.num_processes
         if fields.pop("num_nodes", None):
@@ -160,7 +160,7 @@ class _Run(NamedTuple):
         while lengths[-1] % 2 == 0 and lengths[-1] // 2 >= SHORTEST:
             lengths.append(lengths[-1] // 2)
         yield [{"sequence_length": length} for length in lengths[1:]]
-        # Twice the nodes, if the cluster has them and they can divide the global batch.
+        # Twice the nodes, if the cluster has that many and the global batch is divisible.
         twice, cluster = 2 * self.setup.num_nodes, self.cluster
         has_nodes = cluster.scheduler != "local" and (cluster.max_nodes is None or twice <= cluster.max_nodes)
         if has_nodes and training.global_batch_size % (micro * 2 * self.setup.num_data_ranks) == 0:
@@ -173,7 +173,7 @@ class _Run(NamedTuple):
         return self.cluster.device != "cpu" and (node_gib is None or self.fit(change).on_host(node_gib))
 
     def _checkpointing(self) -> list[Change]:
-        """Return the changes to stronger modes in all layers, and to offloaded inputs of layers."""
+        """Return the changes to stronger modes in all layers, and to offloading the inputs of layers."""
         training, order = self.setup.training, choices.MODES.index
         first = order(training.activation_checkpointing) + (training.checkpointed_layers is None)
         modes = ("selective", "full") if self.setup.engine == "fsdp2" else ("full",)
@@ -196,10 +196,10 @@ class _Run(NamedTuple):
         return [{"context_parallel": size} for size in sizes if most % (size * training.tensor_parallel) == 0]
 
     def _optimizer_states(self) -> list[Change]:
-        """Return the changes of optimizer and offload: 8-bit states and offload exclude each other.
+        """Return the changes of optimizer and offload, which exclude each other.
 
-        8-bit states come first, because rounding them costs no time, while fetching them from host memory does in each
-        step. The states of adapters are too small to matter.
+        8-bit states come first: rounding them costs no time, but copying states from host memory does in each step. The
+        states of adapters are too small to matter.
         """
         training = self.setup.training
         stays = training.optimizer == "adamw" and training.offload == "none"
@@ -221,7 +221,7 @@ def _format_override(change: Mapping[str, object]) -> str:
 
 
 def notes_on_pictures(run: RunInputs, setup: Setup) -> Iterator[str]:
-    """Yield what is not known of the pictures, and advice if they take most of a pack or of a step."""
+    """Yield unknown facts about the pictures, and advice if they take most of a pack or much of a step."""
     length, vision = run.training.sequence_length, run.shape.vision
     if run.model.vision is not None and run.recipe.data.pictures is None:
         yield "the first rows can't be read here: set data.pictures=true if they have pictures, which are refused else"

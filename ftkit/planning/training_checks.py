@@ -1,4 +1,4 @@
-"""Checks of a recipe's training against its model, the cluster's GPUs, and their number."""
+"""Check a recipe's training settings against its model, the cluster's GPUs, and their number."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RunInputs:
 
 
 def notes_on_settings(run: RunInputs) -> Iterator[str]:
-    """Yield defaults that most recipes set, and settings far from usual ones: often a slip of a digit, or of a sign."""
+    """Yield unset keys that most recipes set, and unusual values, which are often typos in a digit or a sign."""
     given = run.request.origins.recipe.values
     keys = given.get("training") or {}
     names = [name for name in ("sequence_length", "global_batch_size", "learning_rate") if name not in keys]
@@ -74,7 +74,7 @@ def notes_on_settings(run: RunInputs) -> Iterator[str]:
 
 
 def notes_on_forwards(run: RunInputs, setup: Setup, teacher: Setup | None) -> Iterator[str]:
-    """Yield what computing a teacher's distributions, or the reference's log-probabilities, before step 1 takes."""
+    """Yield the cost of computing a teacher's distributions or the reference's log-probabilities before step 1."""
     options, request, gpu = run.training.distillation, run.request, setup.gpu
     tokens = (1_000_000, 1_000_000) if request.num_targets is None else (request.num_tokens or 0, request.num_targets)
     per = "per million trained tokens" if request.num_targets is None else "once for all runs with this data"
@@ -90,7 +90,7 @@ def notes_on_forwards(run: RunInputs, setup: Setup, teacher: Setup | None) -> It
 
 
 def check_training(run: RunInputs) -> Iterator[Problem]:
-    """Yield the reasons why the model can't be trained like this on these GPUs."""
+    """Yield the reasons why the model can't be trained with these settings on these GPUs."""
     checks = (
         _adapters, _batch, _context_parallel, _tensor_parallel, _layers, _hardware, _fp8, _engine, _targets,
         _packs, _pictures, _preferences, _shared_prompts, _teacher,
@@ -182,7 +182,7 @@ def _targets(run: RunInputs) -> Iterator[Problem]:
         yield problem("training.router_aux_loss_coef", what, "Leave it out, or choose a mixture of experts.")
     if adapters and "out_proj" in adapters.targets and shape.family in WITHOUT_OUT_PROJ_ADAPTERS:
         yield problem(key, f"out_proj of a {shape.family} can't have adapters: kernels ignore them.", "Leave it out.")
-    # In the container's transformers, experts may be linear layers although they are not here, or vice versa.
+    # Experts may be linear layers in the container's transformers but not in this one, or vice versa.
     if adapters is None or not (shape.is_measured or (counts.is_exact and run.cluster.runtime == "none")):
         return
     of_experts = [name for each in counts.expert_matrices for name in (each.parts or (each.name,))]
@@ -203,7 +203,7 @@ def _targets(run: RunInputs) -> Iterator[Problem]:
 
 
 def _packs(run: RunInputs) -> Iterator[Problem]:
-    """Check that each process computes whole packs, as objectives other than the next token need."""
+    """Check that each process computes whole packs: all objectives but `next_token` need them."""
     training, objective = run.training, run.training.objective
     if objective == "next_token":
         return
@@ -217,7 +217,7 @@ def _packs(run: RunInputs) -> Iterator[Problem]:
 
 
 def _pictures(run: RunInputs) -> Iterator[Problem]:
-    """Check that the model has a vision tower for the data's pictures, and what does not support them."""
+    """Check that the model has a vision tower for the data's pictures, and that all settings support pictures."""
     training, data = run.training, run.recipe.data
     if not data.pictures:
         if training.vision != "frozen":
@@ -294,7 +294,7 @@ _KERNELS_OF_PACKS = {"flash4": "flash-attn-4", "cudnn": "nvidia-cudnn-frontend"}
 
 
 def _kernels_of_packs(training: TrainingSpec) -> list[str]:
-    """Return the packages of which attention needs one to divide packs."""
+    """Return the packages with attention kernels that can divide packs; one of them is needed."""
     chosen = training.attention
     return [
         package for kernel, package in _KERNELS_OF_PACKS.items() if chosen not in _KERNELS_OF_PACKS or chosen == kernel
@@ -302,7 +302,7 @@ def _kernels_of_packs(training: TrainingSpec) -> list[str]:
 
 
 def why_undivided(run: RunInputs) -> str:
-    """Return why no attention kernel can divide packs among GPUs; empty if none is known to be missing."""
+    """Return why no attention kernel can divide packs among GPUs; empty if there is no known reason."""
     training, cluster, image = run.training, run.cluster, run.image
     gpu = GPUS[cluster.gpu] if cluster.gpu else None
     if training.attention == "sdpa" or cluster.device == "cpu":

@@ -1,4 +1,4 @@
-"""Inputs of the predictions of memory and step time: the setup of a run, and the specifications of its GPU."""
+"""The setup of a run and the specifications of its GPU, from which memory and step time are predicted."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU's specifications from its vendor's data sheet; the memory is nvidia-smi's value where it was measured."""
+    """Specifications of a GPU from its vendor's data sheet; the memory is nvidia-smi's value where measured."""
 
-    device_name: str  # torch's name for it. Variants with another speed (PCIe, NVL) have other names, and are unknown.
+    device_name: str  # torch's name. Variants with another speed (PCIe, NVL) have other names, and are unknown.
     memory_gib: float
     bf16_flops: float  # dense FLOP/s, on tensor cores
     fp32_flops: float  # FLOP/s on CUDA cores: the trainer keeps TF32 off (`ftkit.train.world`)
@@ -29,32 +29,32 @@ class Gpu:
     is_blackwell: bool = False
     matmul_efficiency: float = 0.803  # fraction of `bf16_flops` that the best single matmul reaches
     flex_efficiency: float = 0.34  # fraction of `bf16_flops` that flex attention reaches, forward and backward
-    is_measured: bool = True  # whether measurements of this GPU are behind its efficiencies
+    is_measured: bool = True  # whether the efficiencies are based on measurements of this GPU
 
     def peak_flops(self, precision: Precision) -> float:
         """Return the FLOP/s of matmuls in the compute dtype."""
         return self.bf16_flops if precision == "bf16" else self.fp32_flops
 
     def attention_efficiency(self, training: TrainingSpec) -> float | None:
-        """Return the fraction of the peak of flash-attn-4 or cuDNN, if installed; None if neither can run."""
+        """Return the fraction of the peak that flash-attn-4 or cuDNN reaches, if installed; None if neither can run."""
         if training.compute_precision != "bf16" or not self.has_fast_attention:
             return None
         return VARLEN_EFFICIENCY.get(training.attention)
 
     @property
     def usable_gib(self) -> float:
-        """Memory that is available to tensors."""
+        """Memory available to tensors."""
         return USABLE_MEMORY * self.memory_gib
 
 
 VARLEN_EFFICIENCY = {"auto": 0.56, "flash4": 0.56, "cudnn": 0.45}
-"""Fraction of `bf16_flops`, forward and backward: flash-attn-4 on H200; cuDNN 9.19 on H100, 0.43 to 0.54 by length."""
+"""Fraction of `bf16_flops`, forward and backward: flash-attn-4 on H200; cuDNN 9.19 on H100 (0.43 to 0.54 by length)."""
 
-# bf16 and fp32 from NVIDIA's data sheets: A100 (2021), H100 SXM, H200 SXM, L4; for B200, an eighth of HGX B200's.
-# The best matmuls: "Maximum Achievable Matmul FLOPS" of stas00/ml-engineering (2026): 271.2 TFLOP/s on A100, 794.5 on
-# H100 and H200, 1,745 on B200. Flex was measured on H200; on A100 it reaches 85 to 90%
-# of FlashAttention-2's speed (PyTorch's article on FlexAttention, 2024), which is 60% of the peak there (Dao 2023,
-# figure 4). No such measurements were found for L4, which gets Hopper's efficiencies.
+# bf16 and fp32 FLOP/s are from NVIDIA's data sheets: A100 (2021), H100 SXM, H200 SXM, L4; for B200, 1/8 of HGX B200.
+# The best matmuls are from "Maximum Achievable Matmul FLOPS" of stas00/ml-engineering (2026): 271.2 TFLOP/s on A100,
+# 794.5 on H100 and H200, 1,745 on B200. Flex attention was measured on H200. On A100, it reaches 85 to 90% of
+# FlashAttention-2's speed (PyTorch's article on FlexAttention, 2024), which is 60% of the peak (Dao 2023, figure 4). No
+# such measurements were found for L4, so it has Hopper's efficiencies.
 GPUS: dict[GpuModel, Gpu] = {
     "a100-40gb": Gpu(
         "NVIDIA A100-SXM4-40GB", 40.0, 312e12, 19.5e12, 1.555e12, 300e9, has_fast_attention=False, has_fp8=False,
@@ -80,7 +80,7 @@ def gpu_of_device(device_name: str) -> Gpu | None:
 
 
 def teacher_settings(training: TrainingPlan) -> TrainingPlan:
-    """Return the settings with which a teacher computes: all weights are frozen, in the compute precision."""
+    """Return the settings of a teacher: all weights are frozen, in the compute precision."""
     kept = ("objective", "distill", "attention", "compile", "collectives", "shard_degree", "sequence_length",
             "micro_batch_size", "global_batch_size", "max_steps", "num_epochs", "seed")  # fmt: skip
     offload = "all" if training.offload == "all" else "none"
@@ -90,7 +90,7 @@ def teacher_settings(training: TrainingPlan) -> TrainingPlan:
 
 @dataclass(frozen=True)
 class Setup:
-    """Model, training settings with every `auto` resolved, and devices of a run: what `fit` and the speed depend on."""
+    """Model, training settings with every `auto` resolved, and devices of a run: the inputs of `Fit` and step time."""
 
     shape: ArchitectureSpec
     training: TrainingPlan
@@ -105,31 +105,31 @@ class Setup:
     num_replicas: int = 1  # copies of the model, each on `num_shards` neighboring processes
     defers_sync: bool = False  # whether gradients are reduced only in the last micro-batch of a step
     has_linear_kernel: bool = True
-    """Whether a kernel computes linear attention, if the model has any; otherwise PyTorch does."""
+    """Whether a kernel computes the model's linear attention, if any; otherwise, PyTorch does."""
 
     @property
     def num_processes(self) -> int:
-        """Processes on all nodes, one for each GPU."""
+        """Number of processes on all nodes, one per GPU."""
         return self.num_shards * self.num_replicas
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches that a process accumulates in a step."""
+        """Number of micro-batches that a process accumulates in a step."""
         return max(1, self.training.global_batch_size // (self.training.micro_batch_size * self.num_data_ranks))
 
     @property
     def num_data_ranks(self) -> int:
-        """Groups of processes with different packs: a pack is divided within a group."""
+        """Number of groups of processes with different packs. The processes of a group divide each pack."""
         return self.num_processes // self.training.gpus_per_pack
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on one process."""
+        """Number of tokens of a micro-batch on one process."""
         return self.training.micro_batch_size * self.training.sequence_length // self.training.gpus_per_pack
 
     @property
     def num_layer_shards(self) -> int:
-        """Processes that a layer's matrices are sharded over, after tensor parallelism has divided them."""
+        """Number of processes that shard a layer's matrices, after tensor parallelism has divided them."""
         return self.num_shards // self.training.tensor_parallel
 
     @property
@@ -139,7 +139,7 @@ class Setup:
 
     @property
     def num_gathered_in_fp8(self) -> int:
-        """Number of weights that are all-gathered in FP8: each takes a byte less than in bf16."""
+        """Number of weights that are all-gathered in FP8; each takes one byte less than in bf16."""
         linears = count_model(self.shape).linears if self.gathers_in_fp8 else ()
         return sum(
             each.count * each.size for each in linears if is_gathered_in_fp8(each.name, each.inputs, each.outputs)
@@ -150,6 +150,6 @@ class Setup:
 
 
 def teacher_setup(setup: Setup, shape: ArchitectureSpec) -> Setup:
-    """Return what a teacher of this shape computes with before step 1, on the processes of a run."""
+    """Return the setup of a teacher of this shape, which computes before step 1 on the processes of the run."""
     training = teacher_settings(setup.training)
     return replace(setup, shape=shape, training=training, engine="fsdp2", keeps_weights=False, defers_sync=False)

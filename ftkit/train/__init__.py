@@ -1,1 +1,1 @@
-"""The trainer: from plan.json to checkpoints, metrics and an exported model."""
+"""The trainer: turns plan.json into checkpoints, metrics and an exported model."""

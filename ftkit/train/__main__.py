@@ -1,7 +1,7 @@
 """`python -m ftkit.train PLAN [RESTARTS]`: one rank of a run, started by torchrun.
 
-RESTARTS is how often training was restarted within the job. `--count JSON` counts a model's parameters for a plan,
-which does not import torch.
+RESTARTS is the number of restarts of training within the job. `--count JSON` counts a model's parameters for the
+planner, which does not import torch.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ def _start_logs(layout: RunLayout, rank: RunRank) -> None:
 
 
 def silence_training() -> None:
-    """Drop two warnings that users can ignore. Call it after other filters of warnings are set.
+    """Suppress two warnings that users can ignore. Call it after all other warning filters are set.
 
-    * torch's compiler mentions in-place operations whenever checkpointing is selective; ftkit's layers have none on
-      tensors that are saved.
-    * fla misses flash-attn, for layers of its own that transformers does not use.
+    * With selective checkpointing, torch's compiler always warns of in-place operations. ftkit's layers have none on
+      saved tensors.
+    * fla warns that flash-attn is missing. Only layers of fla that transformers does not use need it.
     """
     reminder = "Detected that context_fn is passed to torch.utils.checkpoint under torch.compile."
     torch_log = logging.getLogger("torch._higher_order_ops.wrap")
@@ -111,6 +111,6 @@ if __name__ == "__main__":
             code = main(Path(plan), *map(int, num_restarts))
     logging.shutdown()
     sys.stdout.flush()
-    # Skips the exit handlers of the interpreter and of libraries: gloo's threads can abort in them, and turn a success
-    # into a failure.
+    # Skip the exit handlers of the interpreter and of libraries: gloo's threads can abort in them, which would turn a
+    # success into a failure.
     os._exit(code)

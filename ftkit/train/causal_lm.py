@@ -36,21 +36,21 @@ PIXELS = "pixel_values"  # the input that has the pixels of pictures, in all cla
 class MicroBatch:
     """A micro-batch of one process: B packs of T tokens, or B padded rows of one document each, with N labels.
 
-    Positions restart at 0 with each document, which is all that separates documents. With context or tensor
-    parallelism, this process has a part of the packs, and what is marked with * is of the full packs.
+    Positions restart at 0 in each document; nothing else separates documents. With context or tensor parallelism, this
+    process has a part of the packs, but fields marked with * cover the full packs.
     """
 
     input_ids: torch.Tensor  # int64 [B, T]
     position_ids: torch.Tensor  # int64 [B, T]; * with tensor parallelism
-    label_index: torch.Tensor  # int64 [N], indices into the flattened tokens; the next token of each is a label
-    labels: torch.Tensor  # int64 [N], these next tokens
+    label_index: torch.Tensor  # int64 [N], indices of the flattened tokens whose next token is a label
+    labels: torch.Tensor  # int64 [N], the next tokens at `label_index`
     cu_seqlens: torch.Tensor  # int32 [D + 1], offsets of D documents in the flattened tokens, then B * T; *
     max_seqlen: int  # upper bound of the documents' lengths
-    is_token: torch.Tensor | None = None  # bool [B, T], false for padding; None without, or if nothing needs it
+    is_token: torch.Tensor | None = None  # bool [B, T], false for padding; None without padding or if unused
     attention_mask: torch.Tensor | None = None  # int64 [B, T], 0 for the padding on the right; None for packs
-    label_sources: torch.Tensor | None = None  # int64 [N], indices in `data.source`, or [S]; None for a single source
-    completion_lengths: torch.Tensor | None = None  # int64 [C], labels of the completions of S samples on preferences
-    # int32 [C], the bits of the stored reference's log-probabilities, which FSDP2 would cast if they were fp32.
+    label_sources: torch.Tensor | None = None  # int64 [N], or [S], indices in `data.source`; None for a single source
+    completion_lengths: torch.Tensor | None = None  # int64 [C], labels per completion of S preference samples
+    # int32 [C], the bits of the stored reference's fp32 log-probabilities: FSDP2 would cast fp32 inputs.
     reference_bits: torch.Tensor | None = None
     is_desirable: torch.Tensor | None = None  # bool [S], for objective kto; whether mismatched completions count
     kl_bits: torch.Tensor | None = None  # int32, the bits of the reference point of objective kto
@@ -58,9 +58,9 @@ class MicroBatch:
     token_keys: torch.Tensor | None = None  # int64 [B, T], random bits for dropout; * with tensor parallelism
     visible_until: torch.Tensor | None = None  # int32 [B, T], as `packing.visible_until`, if documents share prompts
     pictures: dict[str, torch.Tensor] | None = None  # inputs of the model, joined; `pixel_values` are uint8
-    has_pictures: bool = True  # false if `pictures` is the sample, which no token stands for
+    has_pictures: bool = True  # false if `pictures` is the sample, which no token refers to
     pixel_bits: torch.Tensor | None = None  # int32 [2, ...], the bits of scale and offset of pixels
-    picture_tokens: torch.Tensor | None = None  # bool [B, T], where the model puts features of pictures
+    picture_tokens: torch.Tensor | None = None  # bool [B, T], tokens that features of pictures replace
     rope_positions: torch.Tensor | None = None  # int64 [3, B, T], of time, height and width, with M-RoPE
 
     def on(self, device: torch.device) -> MicroBatch:
@@ -76,9 +76,9 @@ class MicroBatch:
 class SourceLosses:
     """The losses of each of S sources, and metrics of pairs, accumulated on the device over micro-batches.
 
-    `sums`, fp32 [2, S], are the losses of each source's labels (or pairs), and their number (exact up to 2**24);
-    `metrics`, fp32 [M], those of an objective on preferences. Not a dataclass: FSDP2 casts tensors in dataclasses that
-    are passed to `forward` to the compute dtype.
+    `sums`, fp32 [2, S], has the summed losses of each source's labels (or pairs), and their number (exact up to 2**24).
+    `metrics`, fp32 [M], has the sums of a preference objective's metrics. This is not a dataclass: FSDP2 casts tensors
+    in dataclasses that are passed to `forward` to the compute dtype.
     """
 
     def __init__(self, num_sources: int, device: torch.device, num_metrics: int = 0) -> None:
@@ -86,23 +86,23 @@ class SourceLosses:
         self.metrics = torch.zeros(num_metrics, dtype=torch.float32, device=device)
 
     def add(self, losses: torch.Tensor, label_sources: torch.Tensor) -> None:
-        """Add the losses of labels, fp32 [N] without a graph, each to its source, int64 [N]."""
+        """Add the detached losses of labels, fp32 [N], to their sources, int64 [N]."""
         self.sums.index_add_(1, label_sources, torch.stack([losses, torch.ones_like(losses)]))
 
     def flatten(self) -> torch.Tensor:
-        """Return all numbers, fp32 [2 * S + M]."""
+        """Return `sums` and `metrics` as one tensor, fp32 [2 * S + M]."""
         return torch.cat([self.sums.flatten(), self.metrics])
 
 
 class CausalLM(nn.Module):
     """A transformers model, `hf_model`, with its loss.
 
-    FSDP2 and DeepSpeed all-gather weights in hooks around `forward`. So every computation with unsharded weights goes
-    through `forward`: the loss by default, else its argument `compute`. `forward` also counts what the routers of a
-    mixture of experts do in training.
+    FSDP2 and DeepSpeed all-gather weights in hooks around `forward`. Therefore every computation with unsharded weights
+    goes through `forward`: the loss by default, or its argument `compute`. In training, `forward` also collects the
+    router statistics of a mixture of experts.
 
-    If `has_head_layers`, between decoder and output projection, as in ModernBERT's decoder, the loss is computed from
-    all logits of the model's own class.
+    If a model has layers between decoder and output projection (`has_head_layers`), as ModernBERT's decoder has, the
+    loss is computed from all logits of the model's own class.
     """
 
     def __init__(
@@ -119,12 +119,12 @@ class CausalLM(nn.Module):
 
         Args:
             hf_model: a causal language model of transformers.
-            routers: found before an engine changed the model; None: they are left alone.
+            routers: the routers, found before an engine changed the model; None ignores them.
             by_weight: compute the loss from the output projection's weight, a chunk of logits at a time; otherwise call
-                the projection as a module, for an engine that gathers weights in hooks of every module.
-            objective: an objective on preferences; None: the loss of the next token.
-            distill: add the divergence from a teacher to that loss.
-            autocast: creates the autocast context if the compute dtype is not that of the parameters.
+                the projection as a module, for an engine that all-gathers weights in hooks of every module.
+            objective: an objective on preferences; None for the next-token loss.
+            distill: add the divergence from a teacher to the next-token loss.
+            autocast: create the autocast context if the compute dtype differs from the parameters' dtype.
         """
         super().__init__()
         self.hf_model = hf_model
@@ -143,7 +143,7 @@ class CausalLM(nn.Module):
         looks_ahead = sees_pictures(hf_model) and sees_whole_pictures(type(hf_model), hf_model.config)
         projector = vision_parameters(hf_model)[1]
         places = (name.rpartition(".") for name in projector if any(each.requires_grad for each in projector.values()))
-        # Engines put other tensors there; searching for them in each micro-batch would take milliseconds.
+        # Engines replace these parameters, so they are kept by name; a search in each micro-batch takes milliseconds.
         self._trained_projector = [(hf_model.get_submodule(owner), name) for owner, _, name in places]
         self._masks = masks_of_places if looks_ahead else nullcontext
 
@@ -155,10 +155,10 @@ class CausalLM(nn.Module):
             return self.loss(**inputs) if compute is None else compute(self, **inputs)
 
     def loss(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
-        """Return the loss summed over the labels, or over the pairs: a scalar in fp32. Within `forward` only.
+        """Return the loss summed over the labels or pairs, an fp32 scalar. Call it within `forward` only.
 
-        Its gradient includes that of the load-balancing loss, if the routers have one. `source_losses` accumulates the
-        losses of each source, if the labels are from several, and the metrics of pairs.
+        The gradient includes the load-balancing loss, if the routers have one. `source_losses` accumulates the losses
+        of each source, if there are several, and the metrics of pairs.
         """
         if self.objective is not None:
             pairs = self.pairs(batch, self.reference_log_probs(batch, self.objective))
@@ -184,8 +184,8 @@ class CausalLM(nn.Module):
         return self.routers.balance(loss, batch.label_index)
 
     def label_states(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the hidden states, or the logits, of the tokens whose next one is a label, [N, ...]."""
-        zero = self._zero_of_vision(batch)  # first: each rank calls the vision encoder before the decoder
+        """Return the hidden states or logits of the tokens whose next token is a label, [N, ...]."""
+        zero = self._zero_of_vision(batch)  # first, because every rank calls the vision encoder before the decoder
         if self.has_head_layers:
             self._begin_routing(batch)
             states: torch.Tensor = self.hf_model(**model_inputs(self.hf_model, batch)).logits
@@ -194,10 +194,10 @@ class CausalLM(nn.Module):
         return states.flatten(0, 1).index_select(0, batch.label_index) + zero
 
     def _zero_of_vision(self, batch: MicroBatch) -> torch.Tensor | float:
-        """Return zero, computed from the projector's trained weights, and the features of the sample.
+        """Return zero, computed from the projector's trained weights and, without pictures, the sample's features.
 
-        So the same weights have gradients on all ranks, of which some may have no pictures in a micro-batch, or none of
-        several tiles: ranks that reduce the gradients of others would wait forever.
+        This gives the same weights gradients on all ranks, even if a rank's micro-batch has no pictures, or none with
+        several tiles. Otherwise, ranks would reduce different gradients and deadlock.
         """
         if batch.pictures is None:
             return 0.0
@@ -212,7 +212,7 @@ class CausalLM(nn.Module):
         return sum(each.sum().float() for each in used) * 0.0
 
     def _head(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, LogitTransform]:
-        """Return what the logits of `label_states` are: `hidden @ weight.T`, or `hidden`, transformed."""
+        """Return hidden, weight and transform: logits are the transformed `hidden @ weight.T`, or `hidden`."""
         projection = self.hf_model.get_output_embeddings()
         if self._is_chunked:
             return states, projection.weight, self.logit_transform
@@ -221,7 +221,7 @@ class CausalLM(nn.Module):
         return projection(states).float(), None, self.logit_transform
 
     def log_probs(self, batch: MicroBatch, states: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the log-probability of each label, fp32 [N], from these `label_states` if given.
+        """Return the log-probability of each label, fp32 [N], from `states` if given, else from `label_states`.
 
         Within `forward` only.
         """
@@ -229,7 +229,7 @@ class CausalLM(nn.Module):
         return linear_log_probs(hidden, weight, batch.labels, transform)
 
     def top_log_probs(self, batch: MicroBatch, vocabulary: int, top_k: int) -> torch.Tensor:
-        """Return this model's distributions as those of a teacher, `Teacher.stored`. Within `forward` only."""
+        """Return this model's distributions in the format of `Teacher.stored`. Within `forward` only."""
         hidden, weight, transform = self._head(self.label_states(batch))
         return fused_loss.linear_top_log_probs(hidden, weight, transform, vocabulary, top_k)
 
@@ -240,20 +240,20 @@ class CausalLM(nn.Module):
         return completion_sums(self.log_probs(batch), batch.completion_lengths)
 
     def reference_log_probs(self, batch: MicroBatch, objective: Preferences) -> torch.Tensor | None:
-        """Return those by the reference, without dropout; None without a reference. Within `forward` only."""
+        """Return the reference's `completion_log_probs`, without dropout; None without one. Within `forward` only."""
         if batch.reference_bits is not None:
             return batch.reference_bits.view(torch.float32)
         if objective.stores_reference:
             raise TypeError("the batch has no log-probabilities of the reference")
         if not objective.has_reference or batch.completion_lengths is None:
             return None
-        # With gradients in training: without, the compiler fuses other operations, which round differently in bf16.
+        # Gradients stay enabled in training: the compiler would fuse other operations, which round differently in bf16.
         with adapters_off(self.hf_model):
             states = self.label_states(batch).detach()
         return completion_sums(self.log_probs(batch, states).detach(), batch.completion_lengths)
 
     def mismatched_sums(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the sum of the log-ratios of mismatched completions, and their number, fp32 [2]. See `kto`."""
+        """Return the summed log-ratios of mismatched completions, and their number, fp32 [2]. See `kto`."""
         reference = None if self.objective is None else self.reference_log_probs(batch, self.objective)
         if reference is None or batch.is_desirable is None:
             raise TypeError("the batch has no mismatched completions")
@@ -264,7 +264,7 @@ class CausalLM(nn.Module):
         """Return the pairs, or single completions, with the reference's `completion_sums`. Within `forward` only."""
         if (lengths := batch.completion_lengths) is None:
             raise TypeError("the batch has no pairs")
-        shape = (-1, 2 if batch.is_desirable is None else 1)  # of pairs, chosen and rejected completions are in turn
+        shape = (-1, 2 if batch.is_desirable is None else 1)  # in pairs, chosen and rejected completions alternate
         sums = completion_sums(self.log_probs(batch, states), lengths).view(shape).T
         expected = torch.zeros_like(sums) if reference is None else reference.view(shape).T
         kl = None if batch.kl_bits is None else batch.kl_bits.view(torch.float32)
@@ -291,9 +291,9 @@ class CausalLM(nn.Module):
 def model_inputs(module: PreTrainedModel, batch: MicroBatch) -> dict[str, object]:
     """Return a micro-batch as the keyword arguments that a transformers model accepts.
 
-    Packs have no attention mask and no cache: with either, transformers ignores where packed documents end. Attention
-    kernels find the ends in the positions or in `cu_seqlens`; recurrent layers get all packs as one row, since their
-    kernels need `cu_seqlens` of a single row.
+    Packs have no attention mask and no cache: with either, transformers ignores the document boundaries. Attention
+    kernels read the boundaries from the positions or from `cu_seqlens`. Recurrent layers get all packs as one row,
+    because their kernels need `cu_seqlens` of a single row.
     """
     input_ids, positions, is_row = batch.input_ids, batch.position_ids, False
     inputs: dict[str, object] = {"use_cache": False}
@@ -318,9 +318,9 @@ def model_inputs(module: PreTrainedModel, batch: MicroBatch) -> dict[str, object
 
 
 def picture_arguments(module: PreTrainedModel, batch: MicroBatch, *, is_row: bool = False) -> dict[str, object]:
-    """Return the arguments of a multimodal model about pictures, and its positions with M-RoPE, [4, B, T].
+    """Return a multimodal model's arguments for pictures, and its positions with M-RoPE, [4, B, T].
 
-    `is_row` has all packs in one row.
+    With `is_row`, all packs are in one row.
     """
     arguments: dict[str, object] = {}
     shape = (1, -1) if is_row else batch.position_ids.shape
@@ -337,7 +337,7 @@ def picture_arguments(module: PreTrainedModel, batch: MicroBatch, *, is_row: boo
 
 
 def _normalized(module: PreTrainedModel, batch: MicroBatch) -> dict[str, torch.Tensor]:
-    """Return the inputs of the vision encoder, whose pixels are normalized in fp32 and in the compute dtype."""
+    """Return the inputs of the vision encoder, with pixels normalized in fp32 and cast to the compute dtype."""
     if batch.pictures is None or batch.pixel_bits is None:
         raise TypeError("the batch has no pictures")
     scale, offset = batch.pixel_bits.view(torch.float32)

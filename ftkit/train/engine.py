@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
 
 State = dict[str, Any]
-"""State of an engine for a checkpoint: tensors in nested dictionaries and lists, by their names in the checkpoint."""
+"""State of an engine for a checkpoint: nested dictionaries and lists of tensors, by their names in the checkpoint."""
 
 InitWeights = Callable[["nn.Module"], None]
 """Initializes or loads the parameters of a sharded transformers model; an engine calls it once they have memory."""
@@ -33,11 +33,11 @@ InitWeights = Callable[["nn.Module"], None]
 
 @dataclass(frozen=True)
 class ShardingStats:
-    """How a model is sharded, as seen by one rank; elements are numbers of parameters of the unsharded model."""
+    """How a model is sharded, as seen by one rank. Elements count parameters of the unsharded model."""
 
     num_layers: int
     num_units: int  # modules whose parameters are all-gathered together
-    num_sharded_layers: int  # decoder layers that are such a unit
+    num_sharded_layers: int  # decoder layers that are units
     checkpointed_layers: Mapping[ActivationCheckpointing, int]
     total_elements: int  # a 4-bit matrix counts as the weights that it encodes
     local_elements: int
@@ -46,7 +46,7 @@ class ShardingStats:
     quantized_elements: int = 0
     offloaded_layers: int = 0  # decoder layers that save their activations in host memory
     num_vision_layers: int = 0  # layers of vision encoders, each a unit
-    is_unsharded: bool = False  # valid only on one process, whose even share is everything
+    is_unsharded: bool = False  # valid only on one process, whose even share is the whole model
 
 
 def collect_sharding_stats(
@@ -57,7 +57,7 @@ def collect_sharding_stats(
     *,
     is_unsharded: bool = False,
 ) -> ShardingStats:
-    """Count elements; `shard_of` returns a parameter's: all, those on this rank, and the maximum on this rank."""
+    """Count elements; `shard_of` returns a parameter's elements: in total, on this rank, and at most on this rank."""
     layers = find_decoder_layers(hf_model)
     shards = {parameter: shard_of(parameter) for parameter in hf_model.parameters()}
     layouts = [module.layout for module in hf_model.modules() if isinstance(module, QuantizedLinear)]
@@ -96,8 +96,8 @@ class Engine(Protocol):
     def backward(self, loss: torch.Tensor, num_labels: int, *, is_last: bool) -> None:
         """Accumulate the gradients of the mean loss over a step's labels, or pairs.
 
-        `num_labels` are those of the step, over all ranks and micro-batches. Gradients are reduced over the ranks by
-        the end of the step's last micro-batch.
+        `num_labels` counts the step's labels or pairs over all ranks and micro-batches. Gradients are reduced over the
+        ranks by the end of the step's last micro-batch.
         """
 
     def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:
@@ -110,9 +110,9 @@ class Engine(Protocol):
         """Yield the model for evaluation, without gradients."""
 
     def probe(self) -> AbstractContextManager[CausalLM]:
-        """Yield the model in training mode; gradients don't reach the parameters.
+        """Yield the model in training mode, for one forward pass and at most one `torch.autograd.grad`.
 
-        For one forward pass, and at most one backward pass with `torch.autograd.grad`.
+        No gradients are accumulated in the parameters.
         """
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""The loss from the output projection's weight, a chunk of logits at a time."""
+"""Compute the loss from the output projection's weight, one chunk of logits at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Losses: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # losses of tokens, and t
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """Transform of the output projection's products to logits: a scale, then a cap `c`, `c * tanh(x / c)`."""
+    """Transform the output projection's products to logits: a scale, then a soft cap `c`: `c * tanh(x / c)`."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -39,7 +39,7 @@ class LogitTransform:
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
     def derivative(self, logits: torch.Tensor) -> torch.Tensor | float:
-        """Return the derivative of `apply`, from the logits that it returned."""
+        """Return the derivative of `apply`, given the logits that it returned."""
         return self.scale if self.cap is None else self.scale * (1 - (logits / self.cap).square())
 
 
@@ -47,11 +47,11 @@ def linear_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor,
     transform: LogitTransform = LogitTransform(), teacher: Teacher | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the summed cross-entropy of the logits of `hidden @ weight.T`, in fp32, and of each token, without graph.
+    """Return the summed cross-entropy of the logits of `hidden @ weight.T` in fp32, and the detached loss per token.
 
-    The forward pass also computes the gradients, while a chunk's logits exist, so that logits are neither saved nor
-    recomputed. `hidden` is [N, H], `weight` [V, H], `targets` int64 [N]. Without `weight`, `hidden` are the products.
-    With a teacher, it is the loss of `_distillation`, and that of a token is followed by `DISTILL_METRICS`, [N, 4].
+    The forward pass also computes the gradients of each chunk, so that logits are neither saved nor recomputed.
+    `hidden` is [N, H], `weight` [V, H], `targets` int64 [N]. Without `weight`, `hidden` are the products. With a
+    teacher, return the loss of `_distillation`, and per token its loss and the `DISTILL_METRICS`, [N, 4].
     """
     loss, losses = _LinearLoss.apply(hidden, weight, targets, _TokenLoss(transform, teacher))  # type: ignore[no-untyped-call]
     return loss, losses
@@ -81,8 +81,8 @@ def linear_log_probs(
 ) -> torch.Tensor:  # fmt: skip
     """Return the log-probability of each target, fp32 [N], as `linear_cross_entropy` computes it.
 
-    The gradient of the hidden states of each target is computed in the forward pass and scaled in the backward pass; a
-    trained projection's needs the scales, so its backward pass computes each chunk of logits again.
+    The forward pass computes the gradient of each hidden state; the backward pass scales it. The gradient of a trained
+    projection needs the scales first, so the backward pass recomputes each chunk of logits.
     """
     log_probs: torch.Tensor = _LinearLogProbs.apply(hidden, weight, targets, transform)  # type: ignore[no-untyped-call]
     return log_probs
@@ -112,23 +112,23 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 class Teacher(NamedTuple):
-    """A teacher's distribution at each of N targets: its k likeliest tokens, by probability, and the tail.
+    """A teacher's distribution at each of N targets: its top k tokens in descending order, and the tail.
 
-    `stored`, int32 [2, N, k + 1], has the bits of fp32 log-probabilities, then tokens; the tail comes last.
+    `stored`, int32 [2, N, k + 1], has the bits of fp32 log-probabilities, then the token ids; the tail comes last.
     """
 
     stored: torch.Tensor
     options: DistillSpec
 
     def at(self, part: slice) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[float, float, bool]]:
-        """Return log-probabilities and tokens of a chunk of targets; temperature, alpha, whether KL is reversed."""
+        """Return a chunk's log-probabilities and tokens, and the temperature, alpha, and whether KL is reversed."""
         (bits, tokens), options = self.stored[:, part], self.options
         constants = options.temperature, options.alpha, options.direction == "reverse"
         return (bits.view(torch.float32), tokens[:, :-1].long()), constants
 
 
 class _TokenLoss(NamedTuple):
-    """The loss of logits: cross-entropy, or with a teacher, distillation."""
+    """The loss of a chunk of logits: cross-entropy, or distillation with a teacher."""
 
     transform: LogitTransform
     teacher: Teacher | None = None
@@ -146,12 +146,12 @@ def _losses_in_chunks(
     needs: tuple[bool, bool],
     scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return the losses of targets, fp32 [N], and the gradients of their sum, or of their sum weighted by `scales`.
+    """Return the losses of targets, fp32 [N], and the gradients of their sum, weighted by `scales` if given.
 
-    `needs` says whether the gradients of hidden states and weight are needed. With a teacher, losses are [N, 4].
+    `needs` tells whether hidden states and weight need gradients. With a teacher, losses are [N, 4].
     """
     vocabulary = (hidden if weight is None else weight.T).shape[1]
-    if weight is not None and (missing := -vocabulary % LOGITS_ALIGNMENT):  # matmuls have fast kernels for multiples
+    if weight is not None and (missing := -vocabulary % LOGITS_ALIGNMENT):  # fast matmul kernels need multiples
         weight = functional.pad(weight, (0, 0, 0, missing))
     grad_hidden = torch.empty_like(hidden) if needs[0] else None
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight is not None and needs[1] else None
@@ -201,7 +201,7 @@ def _compiled(function: Callable[..., Losses]) -> Callable[..., Losses]:
 
 
 _FLOOR = -1e4
-"""Smallest log-probability of an outcome. The tail's is minus infinity if the top k are the whole vocabulary."""
+"""Smallest log-probability of an outcome. The tail's would be minus infinity if the top k are the whole vocabulary."""
 
 
 def _distillation(
@@ -210,12 +210,12 @@ def _distillation(
 ) -> Losses:  # fmt: skip
     """Return losses and `DISTILL_METRICS` of logits [N, V], [N, 4], and the gradient of the losses' sum.
 
-    `outcomes` and `options` are those of `Teacher.at`. Outcomes of both models are the teacher's k likeliest tokens K,
-    and all others as one, the tail: `p = (p_i for i in K, 1 - sum of p_i)`, q of the student likewise. A temperature T
-    applies to them, `p_T = softmax(log p / T)`, as the tokens of the tail are not known one by one; that is exact for
-    T = 1, or k the vocabulary. The loss of a token y is `a T² D - (1 - a) log q(y)`, a for alpha, `D = KL(p_T || q_T)`
-    or reverse (Hinton et al. 2015, section 2; Gu et al. 2024, equation 2). With `g = dD / d log q`, which sums to 0,
-    its gradient is `g_i` at the logit of a token i in K, and `g_tail softmax(z outside K)_j` at that of another, j.
+    `outcomes` and `options` are those of `Teacher.at`. Both models' outcomes are the teacher's top k tokens K, and one
+    tail for all other tokens: `p = (p_i for i in K, 1 - sum of p_i)`, and likewise q for the student. The temperature T
+    applies to these outcomes, `p_T = softmax(log p / T)`, because the tail's tokens are not stored; this is exact if T
+    is 1 or k is the vocabulary. The loss of a token y is `a T² D - (1 - a) log q(y)` with a for alpha and
+    `D = KL(p_T || q_T)` or its reverse (Hinton et al. 2015, section 2; Gu et al. 2024, equation 2). `g = dD / d log q`
+    sums to 0. The gradient of D is `g_i` at a logit i in K, and `g_tail softmax(z outside K)_j` at another logit j.
     """
     (teacher, tokens), (temperature, alpha, is_reverse) = outcomes, options
     places = torch.arange(products.shape[1], device=products.device)
@@ -250,9 +250,9 @@ def _distillation(
 def linear_top_log_probs(
     hidden: torch.Tensor, weight: torch.Tensor | None, transform: LogitTransform, vocabulary: int, top_k: int
 ) -> torch.Tensor:
-    """Return the distributions of a teacher over the first `vocabulary` tokens, as `Teacher.stored`, without a graph.
+    """Return a teacher's distributions over the first `vocabulary` tokens as `Teacher.stored`, without a graph.
 
-    What is not a number stays so.
+    NaN stays NaN.
     """
     stored = torch.empty((2, len(hidden), top_k + 1), dtype=torch.int32, device=hidden.device)
     for part in _chunks(len(hidden), vocabulary):

@@ -1,6 +1,6 @@
-"""Operations whose kernels in torch don't reach the memory bandwidth of GPUs, as Triton kernels.
+"""Triton kernels for operations whose kernels in torch don't reach the GPU's memory bandwidth.
 
-CPUs, and GPUs without Triton, use torch's operators. Kernels have the arguments of the functions that start them.
+CPUs, and GPUs without Triton, use torch's operators. Kernels have the arguments of the functions that launch them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ else:
 
 
 _SMALLEST_UPDATE = 2**21
-"""Elements from which a parameter is worth a kernel of its own: its update takes about as long as the host's launch of
-it. torch's kernel updates dozens of smaller ones at once."""
-_ELEMENTS = 2048  # elements that a program handles, of vectors
-_ROWS = 64  # rows and columns that a program handles, of matrices
+"""Minimum elements of a parameter that gets its own kernel: the update takes about as long as its launch. torch's fused
+kernel updates dozens of smaller parameters at once."""
+_ELEMENTS = 2048  # elements of a vector per program
+_ROWS = 64  # rows and columns of a matrix per program
 _HASH_ROUNDS = ((17, 0xED5AD4BB - 2**32), (11, 0xAC4C1B51 - 2**32), (15, 0x31848BAB))
 """Right shifts and factors, int32, of `triple32` (https://github.com/skeeto/hash-prospector)."""
 
@@ -45,7 +45,7 @@ def average_rows(rows: torch.Tensor, averages: torch.Tensor) -> None:
 def round_and_transpose(
     matrix: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide a matrix, [M, K], by a scale, fp32 [], and round it to an FP8 dtype; return that, and its transpose."""
+    """Divide a matrix, [M, K], by a scale, fp32 [], and cast it to an FP8 dtype; return it and its transpose."""
     largest = torch.finfo(dtype).max
     if triton is None or not matrix.is_cuda:
         rounded = (matrix.float() / scale).clamp(-largest, largest).to(dtype)
@@ -59,9 +59,9 @@ def round_and_transpose(
 
 
 def round_shard(values: torch.Tensor, scale: torch.Tensor, rounded: torch.Tensor) -> None:
-    """Round fp32 values to bf16, divide them by a scale, fp32 [], and round that to FP8, into `rounded`.
+    """Cast fp32 values to bf16, divide them by a scale, fp32 [], and cast the result to FP8, into `rounded`.
 
-    A matrix of a single process is in bf16 before it is rounded to FP8: shards get the same numbers.
+    A single process casts a bf16 matrix to FP8; casting to bf16 first gives shards the same numbers.
     """
     largest = torch.finfo(rounded.dtype).max
     if triton is None or not values.is_cuda:
@@ -75,8 +75,8 @@ def round_shard(values: torch.Tensor, scale: torch.Tensor, rounded: torch.Tensor
 def transpose(matrix: torch.Tensor) -> torch.Tensor:
     """Copy a matrix, [M, K], into its transpose.
 
-    Compilers would recompute the matrix, together with sums of what it is computed from: row by row, whose writes to a
-    transposed matrix are 20 times slower than those of blocks (measured on an H200).
+    A compiler would fuse the copy with the computation of the matrix and with reductions of its inputs, row by row.
+    Row-wise writes to a transposed matrix are 20 times slower than block-wise ones (measured on an H200).
     """
     if triton is None or not matrix.is_cuda:
         return matrix.t().contiguous()
@@ -87,20 +87,20 @@ def transpose(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def drop(inputs: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, probability: float, first: int) -> torch.Tensor:
-    """Set elements of inputs, [..., K], to zero with a probability, and divide the others by that of being kept.
+    """Set elements of inputs, [..., K], to zero with a probability, and divide the others by the probability to keep.
 
-    Hashes of an element's feature, and of both keys, determine whether it is kept: everywhere and always the
-    same. Inputs may be the gradient of dropped ones, which has zeros at the same places.
+    A hash of an element's feature and of both keys decides whether it is kept, so the mask is reproducible everywhere.
+    Inputs may be the gradient of dropped inputs, which has zeros at the same places.
 
     Args:
         inputs: N rows.
-        rows: int64 [N], random bits of each of the rows.
-        key: int64 [], random bits of all of them.
+        rows: int64 [N], random bits per row.
+        key: int64 [], random bits shared by all rows.
         probability: below 1.
-        first: index of the first of the K features; other ranks may have those before it.
+        first: index of the first of the K features; other ranks may have the features before it.
     """
     if triton is None or not inputs.is_cuda or torch.compiler.is_compiling():
-        # A compiler fuses these operators with others. It would save scaled inputs, which don't depend on the key.
+        # A compiler fuses these operators. It would save inputs that are scaled first, which don't depend on the key.
         return torch.where(_is_kept(inputs, rows, key, probability, first), inputs, 0) * (1 / (1 - probability))
     inputs = inputs.contiguous()
     dropped = torch.empty_like(inputs)
@@ -118,10 +118,10 @@ def _is_kept(
 ) -> torch.Tensor:
     keys = (rows ^ key)[:, None]
     columns = torch.arange(first, first + inputs.shape[-1], device=inputs.device)
-    # In Triton code of torch < 2.13, positions have the dtype of indices (int64 if sizes are symbolic, and from 2^31
-    # elements), and casts of them are left out. Those of loaded values, such as keys, are not.
+    # Triton code of torch < 2.13 gives positions the dtype of indices (int64 if sizes are symbolic, and from 2^31
+    # elements), and drops their casts. It keeps casts of loaded values, such as keys.
     hashes, added = (columns ^ keys).int(), (keys >> 32).int()
-    for shift, factor in _HASH_ROUNDS:  # half of the bits of the keys are mixed in in each round
+    for shift, factor in _HASH_ROUNDS:  # each round mixes in half of the keys' bits
         # Products of int32 wrap. Right shifts copy the sign, which a bit mask removes.
         hashes = (hashes ^ (hashes >> shift & (1 << 32 - shift) - 1)) * factor + added
     return (hashes >= _first_kept(probability)).view(inputs.shape)
@@ -182,11 +182,11 @@ def update_adamw8bit(
     divisor: torch.Tensor,
     is_skipped: torch.Tensor,
 ) -> None:
-    """Update a parameter as `update_adamw`, with moments of one byte, and a scale for every 256 of them.
+    """Update a parameter as `update_adamw` does, with moments of one byte, and a scale per block of 256.
 
-    A moment has bytes, uint8 as many as the parameter's elements; scales, fp32; and the 256 values that a byte encodes,
-    bitsandbytes' dynamic map: signed for the average. bitsandbytes looks for the nearest value among all of them, and
-    takes five times as long as reading and writing (36 of 7 ms for 1.2 billion elements on an H100).
+    A moment is a tuple: uint8 codes, one per element; fp32 scales; and bitsandbytes' dynamic map of the 256 values that
+    a code stands for, signed for the average. bitsandbytes searches the whole map for the nearest value, which takes
+    five times as long as reading and writing (36 instead of 7 ms for 1.2 billion elements on an H100).
     """
     beta1, beta2 = group["betas"]
     log2_beta1, log2_beta2 = (math.log2(beta) if beta else -math.inf for beta in (beta1, beta2))
@@ -325,11 +325,11 @@ def _update_adamw8bit_kernel(
 
 @_jit
 def _nearest_code(ratios, CELLS: tl.constexpr):
-    """Return which of the values 0 = first, then ascending, of a dynamic map is nearest to ratios from 0 to 1.
+    """Return the indices of a dynamic map's values nearest to ratios from 0 to 1; index 0 is 0, then ascending.
 
-    The map divides each of seven decades evenly, 1e-7 to 1e-6 into `CELLS`, and each further one into twice as many as
-    the one before; its values are 0, the centers of the cells, and 1. The center of a decade's first cell is as far
-    from the point at a fifth of that cell as the last center of the decade before.
+    The map divides each of seven decades evenly: 1e-7 to 1e-6 into `CELLS` cells, and each next decade into twice as
+    many. Its values are 0, the centers of the cells, and 1. The point at a fifth of a decade's first cell is halfway
+    between that cell's center and the last center of the decade before.
     """
     decade = (ratios > 1e-6).to(tl.int32)
     decade += (ratios > 1e-5).to(tl.int32)

@@ -1,10 +1,10 @@
-"""Heartbeats between the nodes of a run: when one falls silent, the launchers of the others end their ranks at once.
+"""Heartbeats between the nodes of a run: when a node stops sending, the launchers on the others end their ranks.
 
-A node that loses power or its network resets no connection. gloo and NCCL would wait for it until their timeouts, and
-Slurm until SlurmdTimeout. So each launcher sends a UDP packet per second to each of the others, and notes in the run's
-folder which node it no longer hears. The job script replaces that node.
+A node that loses power or its network does not reset its connections. gloo and NCCL would wait until their timeouts,
+and Slurm until SlurmdTimeout. So each launcher sends a UDP packet per second to every other one, and records in the
+run's folder which node went silent. The job script replaces that node.
 
-The kernel of a node whose launcher has ended refuses packets: the node is alive, and srun ends the other tasks.
+If only the launcher has ended, its node's kernel refuses packets: the node is alive, and srun ends the other tasks.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
 
 NODES = "FTKIT_NODES"
-"""Variable with a word that is unique to a start of training, and the nodes of its tasks in the order of ranks."""
+"""Environment variable with a token unique to this start of training, then the nodes of its tasks in rank order."""
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 15.0
 """Seconds without a packet after which a node counts as silent: hypervisors and switches can pause for several."""
-_STALLED_SECONDS = 3.0  # between two beats of this process: it was suspended itself, and has read nothing meanwhile
-_SETTLED_SECONDS = 3.0  # a node that is shut down refuses packets until its network is down, too
-_WRITE_SECONDS = 5.0  # the silent node may have been the server of the run's folder
+_STALLED_SECONDS = 3.0  # a longer gap between two beats means that this process was suspended and read no packets
+_SETTLED_SECONDS = 3.0  # a node that shuts down refuses packets until its network is down
+_WRITE_SECONDS = 5.0  # timeout of writing to the run's folder: the silent node may be its file server
 
 
 class Heartbeats:
-    """The heartbeats of the launcher of node `rank`; `on_silence` is called in a thread.
+    """The heartbeats of the launcher of node `rank`.
 
-    It gets the silent nodes, with the times since the epoch when they were heard, and whether it is rather this node
-    that has no network.
+    A thread calls `on_silence` with the silent nodes, the time of each one's last packet since the epoch, and whether
+    this node itself has lost its network.
 
-    Only nodes that were heard once can fall silent: containers start at different times.
+    A node can go silent only after its first packet: containers start at different times.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Heartbeats:
         threading.Thread(target=self._keep_beating, name="heartbeats", daemon=True).start()
 
     def settle(self) -> None:
-        """Wait until each node was heard for some seconds more, or `on_silence` ends this process."""
+        """Wait for a few more seconds of heartbeats from each node, or until `on_silence` ends this process."""
         settled = time.monotonic() + _SETTLED_SECONDS
         while any(heard < settled for heard in list(self._heard.values())):
             time.sleep(BEAT_SECONDS / 10)
@@ -82,7 +82,7 @@ class Heartbeats:
                     is_cut_off |= error.errno in {errno.ENETDOWN, errno.ENETUNREACH}  # this node's own link
             self._receive(now)
             if silent := {peer: now - heard for peer, heard in self._heard.items() if now - heard > SILENT_SECONDS}:
-                # A node that hears less than half of them is itself the one without a network.
+                # A node that hears less than half of the nodes has lost its own network.
                 is_cut_off |= len(silent) > len(self.nodes) / 2
                 began = time.time()
                 self._on_silence({self.nodes[peer]: began - seconds for peer, seconds in silent.items()}, is_cut_off)
@@ -97,7 +97,7 @@ class Heartbeats:
 
 
 def _listen(port: int) -> socket.socket:
-    """Return a socket that receives at a port; with IPv6 where the machine has it, which includes IPv4."""
+    """Return a socket that receives at a port: dual-stack IPv6 if the machine supports it, else IPv4."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     inbox = socket.socket(family, socket.SOCK_DGRAM)
     if family == socket.AF_INET6:
@@ -120,9 +120,9 @@ def _connect(node: str, port: int, family: int) -> socket.socket | None:
 
 
 def watch_nodes(layout: RunLayout, rank: int, port: int) -> Heartbeats | None:
-    """Send heartbeats for the rest of this process, and end it with its ranks if another node falls silent.
+    """Send heartbeats until this process ends, and end it with its ranks if another node goes silent.
 
-    Returns None if there is nobody to hear.
+    Returns None if there is no other node.
     """
     words = os.environ.get(NODES, "").split()
 
@@ -143,7 +143,7 @@ def watch_nodes(layout: RunLayout, rank: int, port: int) -> Heartbeats | None:
         writer.join(_WRITE_SECONDS)
         os._exit(1)  # the kernel kills the ranks with their parent
 
-    if len(words) > 2:  # noqa: PLR2004 - a single node has nobody to hear
+    if len(words) > 2:  # noqa: PLR2004 - a token and two nodes
         try:
             beats = Heartbeats(words, rank, port, end)
         except OSError as error:

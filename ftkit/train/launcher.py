@@ -1,10 +1,10 @@
 """`python -m ftkit.train.launcher ...`: run torchrun for a job script, and end each rank with its torchrun.
 
 Slurm may send a stop request (before preemption, or by `scancel --signal`) as a signal to every process of a job. The
-task's shell turns it into the stop file, which leads to a checkpoint; torchrun would end all ranks, so it ignores the
-signal. A rank, in turn, checks by the sender whether SIGTERM comes from its torchrun.
+task's shell creates the stop file, and the ranks write a checkpoint. torchrun would end all ranks, so it ignores the
+signal. A rank obeys SIGTERM only if its torchrun sent it.
 
-A rank that is killed by a signal can't record its error, so the launcher does.
+A rank that a signal kills can't record its error, so the launcher does.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 UNUSED = (*OF_TRANSFORMERS, "bitsandbytes", "boto3", "torchao", "torchvision", "transformer_engine")
-"""Packages that transformers, accelerate and peft import wherever they are installed, for models, layers and services
-that ftkit does not use. sklearn imports pandas and pyarrow too, and bitsandbytes torch's Inductor."""
-TERMINATED = 128 + signal.SIGTERM  # exit code of a rank that its torchrun ended, in a shell's convention
-LAUNCHED = "FTKIT_LAUNCHED"  # variable with the time when the launcher began, for the ranks' record of the first step
+"""Packages that transformers, accelerate and peft import if they are installed, for models, layers and services that
+ftkit does not use. sklearn also imports pandas and pyarrow; bitsandbytes imports torch's Inductor."""
+TERMINATED = 128 + signal.SIGTERM  # exit code of a rank that its torchrun ended, as in a shell
+LAUNCHED = "FTKIT_LAUNCHED"  # environment variable: start time of the launcher, for the record of the first step
 
 
 def main(arguments: list[str]) -> int:
-    """Run torchrun, and return 1 if a rank failed; all ignore stop requests unless the first word is --heed-signals."""
+    """Run torchrun; return 1 if a rank failed. Ignore stop signals unless the first argument is --heed-signals."""
     os.environ[LAUNCHED] = str(time.time())
     num_oom_kills = _count_oom_kills()
     if arguments[0] == "--heed-signals":
         arguments = arguments[1:]
     else:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # torchrun installs a handler, which never runs
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # so torchrun's handler never runs
     layout = RunLayout(Path(arguments[arguments.index("-m") + 2]).parent)
     plan, core_dumps = None, ""
     with suppress(FtkitError):  # the ranks report the error
@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
             os.environ[STAGED] = str(staged)
     if folder := keep_bytecode():
         sys.stderr.write(f"ftkit: torch was installed without bytecode: it is kept in {folder}\n")
-    with faster_imports():  # after the mask: their threads inherit it
+    with faster_imports():  # after the mask, because threads inherit it
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
         from torch.distributed.run import main as torchrun  # noqa: PLC0415
 
@@ -98,7 +98,7 @@ def main(arguments: list[str]) -> int:
         revoke_if_dead(layout)
         errors = [_recorded_error(layout, rank) for rank in error.failures]
         if beats and any(each and each.reports_lost_peer for each in errors):
-            beats.settle()  # srun would wait a minute for the task of a node that is gone
+            beats.settle()  # srun would wait a minute for the task of a lost node
         return 1
     if {"--standalone", "--node-rank=0"} & set(arguments):
         _write_report(layout)
@@ -106,7 +106,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _write_report(layout: RunLayout) -> None:
-    """Write the HTML report of a completed run if matplotlib is installed; a failure does not fail the run."""
+    """Write the HTML report of a completed run if matplotlib is installed. Errors don't fail the run."""
     last = read_last_record(layout.metrics)
     is_wanted = os.environ.get("FTKIT_REPORT", "1") != "0" and find_spec("matplotlib") is not None
     if not (is_wanted and isinstance(last, EndRecord) and last.outcome == "completed"):
@@ -123,9 +123,9 @@ def _write_report(layout: RunLayout) -> None:
 
 
 def _place_core_dumps(plan: RunPlan | ScriptPlan) -> str:
-    """Disable core dumps, which are as large as a rank's memory; return where they are if the plan asks for them.
+    """Disable core dumps unless the plan enables them, as they are as large as a rank's memory; return their location.
 
-    core(5): they are in the working directory, unless the administrator has chosen another place, or a program.
+    It is the working directory unless the administrator configured another path, or a program (core(5)).
     """
     _, most = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (most if plan.resources.core_dumps else 0, most))
@@ -142,7 +142,7 @@ def _place_core_dumps(plan: RunPlan | ScriptPlan) -> str:
 
 
 def _were_asked_to_stop(layout: RunLayout, error: ChildFailedError) -> bool:
-    """Tell whether ranks ended because ftkit sent a stop signal to a script that does not handle it."""
+    """Return whether ranks ended because ftkit sent a stop signal to a script that does not handle it."""
     last = read_last_record(layout.metrics)
     is_stopped = isinstance(last, EndRecord) and last.outcome == "stopped" and not last.has_checkpoint
     stop_signals = {-signal.SIGTERM, -signal.SIGUSR1}
@@ -150,7 +150,7 @@ def _were_asked_to_stop(layout: RunLayout, error: ChildFailedError) -> bool:
 
 
 def _count_oom_kills() -> int | None:
-    """Return how many processes of this cgroup (v2) the kernel has ended for lack of memory; None if unknown."""
+    """Return the number of OOM kills in this cgroup (v2); None if unknown."""
     with suppress(OSError, StopIteration):
         groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
         group = next(line.removeprefix("0::") for line in groups if line.startswith("0::"))
@@ -169,10 +169,10 @@ def _explain_kill(num_before: int | None) -> tuple[str, int]:
 
 
 def _record_deaths(layout: RunLayout, error: ChildFailedError, num_oom_kills: int | None, core_dumps: str = "") -> None:
-    """Write an error for each rank that was killed by a signal, with its core dump's place, or left no error."""
+    """Write an error for each rank that a signal killed, with the location of its core dump, or that left no error."""
     for rank, failure in error.failures.items():
         if failure.exitcode in {-signal.SIGTERM, TERMINATED} and len(error.failures) > 1:
-            continue  # by torchrun, after another rank had failed
+            continue  # torchrun ended it after another rank had failed
         if failure.exitcode >= 0 and (is_held_by_another_job(layout) or _recorded_error(layout, rank)):
             continue
         name, meaning, code = failure.signal_name(), "", 1
@@ -185,14 +185,14 @@ def _record_deaths(layout: RunLayout, error: ChildFailedError, num_oom_kills: in
         elif core_dumps:
             meaning = f"; its core dump on {socket.gethostname()}: {core_dumps}"
         message = f"rank {rank} {'ended by' if name == 'exit' else 'was killed by'} {name}{meaning}"
-        # The timestamp is rounded down to seconds, so it precedes those of ranks that failed because of this one.
+        # The timestamp is rounded down to seconds, so it precedes the errors of ranks that failed because of this one.
         died = RankError(float(failure.timestamp), rank, socket.gethostname(), name, message, "", code, code == 1)
         with suppress(OSError):
             write_rank_error(layout.rank_error(rank), died)
 
 
 def _recorded_error(layout: RunLayout, rank: int) -> RankError | None:
-    """Return the error that a rank of this start has written; None if it is of an earlier start."""
+    """Return the error that a rank wrote in this start; None if there is none, or it is from an earlier start."""
     error = read_rank_error(layout.rank_error(rank))
     return error if error and error.time >= int(float(os.environ[LAUNCHED])) else None
 
@@ -209,16 +209,16 @@ def _record_fault(layout: RunLayout, error: ChildFailedError) -> None:
 
 @contextmanager
 def faster_imports() -> Iterator[None]:
-    """Import in the block as if `UNUSED` packages were not installed, and without collecting garbage.
+    """Hide the `UNUSED` packages from imports in the block, and pause garbage collection.
 
-    Either takes a tenth of the CPU time of the imports, or more.
+    Each of the two saves a tenth of the CPU time of the imports, or more.
     """
     with without_packages(*(name for name in UNUSED if name not in sys.modules)):
         gc.disable()
         try:
             yield
         finally:
-            gc.freeze()  # what was imported stays: later collections skip it
+            gc.freeze()  # imported objects stay alive: later collections skip them
             gc.enable()
 
 
@@ -235,10 +235,10 @@ def end_with_launcher() -> int:
 
 
 def follow_launcher(on_end: Callable[[], None]) -> None:
-    """End this process with its parent, and at its parent's SIGTERM, after `on_end` in another thread.
+    """End this process with its parent. At the parent's SIGTERM, call `on_end` in another thread, then end.
 
-    torchrun starts its ranks in new sessions: if it is killed, they would continue to train. Call it before threads are
-    started.
+    torchrun starts its ranks in new sessions, so they would continue to train if it is killed. Call this before
+    starting threads.
     """
     launcher = end_with_launcher()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -255,10 +255,10 @@ def follow_launcher(on_end: Callable[[], None]) -> None:
 
 
 class RunRank:
-    """A rank of a run, of ftkit's trainer or of a user's script: its log, the run's lease, GPU samples, and its error.
+    """A rank of ftkit's trainer or of a user's script: its log, the run's lease, GPU samples, and its error.
 
-    `say` and `report` write a line, and an error, to the log. `at_end` is closed at the end of the run, or at
-    torchrun's SIGTERM.
+    `say` writes a line to the log, `report` an error. `at_end` is closed at the end of the run, or at torchrun's
+    SIGTERM.
     """
 
     def __init__(self, layout: RunLayout, say: Callable[[str], None], report: Callable[[Exception], None]) -> None:
@@ -269,14 +269,14 @@ class RunRank:
         self.at_end = ExitStack()
 
     def take_run(self, num_restarts: int) -> None:
-        """Take the run's lease on rank 0, before its files are touched; if another job takes it over, end at once."""
+        """Take the run's lease on rank 0 before changing its files; exit immediately if another job takes it over."""
         if self.rank == 0:
             held = held_lease(self._layout, say=self._say, on_loss=lambda error: os._exit(self.fail(error)))
             self.at_end.enter_context(held)
             record_start(self._layout.manifest, num_restarts=num_restarts)
 
     def sample_gpus(self, placement: PlacementPlan) -> None:
-        """Sample the GPUs of this node until the end, on its first rank."""
+        """On the first rank of each node, sample its GPUs until the end of the run."""
         if placement.device == "cuda" and os.environ["LOCAL_RANK"] == "0":
             self.at_end.enter_context(sampling(self._layout))
 
@@ -285,7 +285,7 @@ class RunRank:
         self._layout.rank_error(self.rank).unlink(missing_ok=True)
 
     def redirect_output(self) -> None:
-        """Append the output of this process to its own log, except for rank 0, which writes to the job's log."""
+        """Append the output of this process to its rank's log. Rank 0 writes to the job's log."""
         self._layout.logs.mkdir(parents=True, exist_ok=True)
         if self.rank:
             descriptor = os.open(self._layout.rank_log(self.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -293,7 +293,7 @@ class RunRank:
             os.dup2(descriptor, sys.stderr.fileno())
 
     def fail(self, error: Exception) -> int:
-        """Report the error that ended this rank; record it unless another job has the run. Return the exit code."""
+        """Report the error that ended this rank, and record it unless another job has the run; return the exit code."""
         reason = as_user_error(error)
         self._report(reason)
         if isinstance(reason, FtkitError) and (path := os.environ.get("FTKIT_NO_RESTART_FILE")):  # it would recur

@@ -1,4 +1,4 @@
-"""The training loop, where a run stands in it, and its interface to the observers that are attached to it."""
+"""The training loop, the progress of a run, and the interface to observers of the loop."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def train(world: World, engine: Engine, progress: Progress, observers: Observers
                 observers.begin("backward")
                 engine.backward(loss, batch.num_samples, is_last=number == len(batch.micro_batches))
                 losses.append(loss.detach())
-                del loss  # and its graph
+                del loss  # frees its graph
             observers.begin("update")
             learning_rate = learning_rate_at(progress.step, progress.num_steps, training)
             grad_norm = engine.step(learning_rate, training.max_grad_norm)  # clips the gradient first
@@ -60,20 +60,20 @@ def train(world: World, engine: Engine, progress: Progress, observers: Observers
 
 
 def _seed_of_step(seed: int, step: int, world: World) -> int:
-    """Return a seed for the model's own class, equal when a step is repeated and on ranks that divide layers."""
+    """Return a seed for the model's own class: the same if a step is repeated, and on ranks of tensor parallelism."""
     text = f"{seed} {step} {world.rank // world.tensor_parallel}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
 
 @dataclass
 class Progress:
-    """The steps of a run. The loop advances it; observers read it, and set whether training stops."""
+    """The progress of a run. The loop advances it; observers read it, and can stop training."""
 
     plan: RunPlan
     batches: BatchSchedule
     state: TrainState  # after the last step that the host has queued
-    num_steps: int  # of the run, those before its newest checkpoint included
-    is_stopped: bool = False  # a stop was requested, on all ranks after the same step
+    num_steps: int  # steps of the whole run, including those before the newest checkpoint
+    is_stopped: bool = False  # a stop was requested; set on all ranks after the same step
     is_best: bool = False  # the evaluation after the last step is the best one so far
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class Progress:
 
     @classmethod
     def resume(cls, plan: RunPlan, batches: BatchSchedule, state: TrainState) -> Self:
-        """Continue from a checkpoint's state, or begin; forget a best evaluation by another metric than the run's."""
+        """Start, or continue from a checkpoint's state; drop its best evaluation if the run selects another metric."""
         max_steps, criterion = plan.recipe.training.max_steps, plan.recipe.evaluation.selection
         num_steps = (batches.count_steps() or 0) if max_steps is None else max_steps
         if state.step > num_steps:
@@ -142,14 +142,14 @@ class Progress:
 
     @property
     def has_host_sync(self) -> bool:
-        """Whether the host waits for the device after this step anyway, so that the step can be reported first."""
+        """Whether the host waits for the device after this step anyway, so the step can be reported immediately."""
         is_end = self.step in {self.first_step, self.num_steps}
         return is_end or self.is_stopped or self.is_evaluation_due or self.is_checkpoint_due
 
     def add_evaluation(self, record: EvaluationRecord, criterion: BestSpec) -> None:
-        """Compare an evaluation with the best one so far, and count those without improvement, as transformers does.
+        """Compare an evaluation with the best one so far, and count evaluations without improvement, as transformers.
 
-        Any better value becomes the best one; only a gain above the threshold counts as an improvement.
+        Any better value becomes the best one. Only a gain above the threshold counts as an improvement.
         """
         check_is_measured(record, criterion)
         state, threshold = self.state, self.plan.recipe.evaluation.early_stopping_threshold
@@ -167,7 +167,7 @@ class Progress:
 
 
 def check_is_measured(record: EvaluationRecord | None, criterion: BestSpec | None) -> None:
-    """Check that an evaluation measured the metric that selects the best one: it would never be found."""
+    """Check that an evaluation measured the metric that selects the best one; otherwise, there would never be one."""
     if record is None or criterion is None or record.measures(criterion.metric):
         return
     raise DataError(
@@ -182,7 +182,7 @@ Phase = Literal["batch", "forward", "backward", "update", "reduce"]
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """A step of this rank; tensors are on the device."""
+    """The outcome of a step on this rank; tensors are on the device."""
 
     batch: StepBatch
     loss: torch.Tensor  # summed over the targets of this rank
@@ -194,7 +194,7 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class StepTiming:
-    """Seconds of one step on the host's clock, which runs ahead of a GPU by a step at most."""
+    """Seconds of one step on the host's clock. The host runs at most one step ahead of the GPU."""
 
     seconds: float  # without checkpoints and evaluations
     work_seconds: float  # forward, backward and optimizer
@@ -205,7 +205,7 @@ class StepTiming:
 class StepResult:
     """A step, reduced over all ranks.
 
-    `loss` is the mean over its targets, or its pairs, whose metrics are `scores`; `sources` has that of each source.
+    `loss` is the mean over targets or pairs, `sources` has the losses per source, `scores` the metrics of pairs.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""Objectives on preferences: losses and metrics of samples, from the log-probabilities of completions' tokens."""
+"""Objectives on preferences: losses and metrics of samples, computed from log-probabilities of completions."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pairs:
-    """S pairs; each tensor is fp32 [2, S], of the chosen and of the rejected completions.
+    """S pairs; each tensor is fp32 [2, S]: chosen completions, then rejected ones.
 
-    With `is_desirable`, they are single completions, and tensors are [1, S].
+    With `is_desirable`, samples are single completions, and tensors are [1, S].
     """
 
-    log_probs: torch.Tensor  # sums over the tokens of a completion, in the graph
-    reference: torch.Tensor  # the same by the reference, without a graph; zeros without one
-    lengths: torch.Tensor  # tokens of a completion, with the end of its turn
+    log_probs: torch.Tensor  # sums over the tokens of a completion, with a graph
+    reference: torch.Tensor  # the reference's `log_probs`, without a graph; zeros without a reference
+    lengths: torch.Tensor  # tokens of a completion, including the end of its turn
     is_desirable: torch.Tensor | None = None  # bool [S]
     kl: torch.Tensor | None = None  # scalar, the reference point of objective kto
 
@@ -38,13 +38,13 @@ class Pairs:
         return self.log_probs / self.lengths
 
     def margins(self, values: torch.Tensor) -> torch.Tensor:
-        """Return by how much chosen values exceed rejected ones, [S]; of undesirable completions, the negative ones."""
+        """Return chosen minus rejected values, [S]; for single completions, negate the undesirable ones."""
         if self.is_desirable is None:
             return values[0] - values[1]
         return torch.where(self.is_desirable, values[0], -values[0])
 
     def metrics(self, rewards: torch.Tensor, *, has_reference: bool) -> torch.Tensor:
-        """Return the sums over the pairs of the objective's metrics, fp32 [M], for rewards without a graph."""
+        """Return the objective's metrics summed over the pairs, fp32 [M], given detached rewards."""
         margins, ratios = self.margins(rewards), self.log_ratios.detach()
         sides, others = [rewards, self.log_probs.detach(), self.lengths, ratios], []
         is_right = margins > 0
@@ -57,8 +57,8 @@ class Pairs:
 
 
 def completion_sums(log_probs: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Sum the log-probabilities of labels, fp32 [N], over completions of these lengths, int64 [C]: fp32 [C]."""
-    # In a fixed order, unlike `index_add`; the checks of lengths would wait for the device.
+    """Sum the log-probabilities of labels, fp32 [N], over completions of these lengths, int64 [C]; return fp32 [C]."""
+    # Deterministic, unlike `index_add`. `unsafe` skips the checks of lengths, which would be a host sync.
     return torch.segment_reduce(log_probs, "sum", lengths=lengths, unsafe=True)
 
 
@@ -76,7 +76,7 @@ class Preferences:
 
     @classmethod
     def of(cls, training: TrainingPlan) -> Self | None:
-        """Return the objective of these settings; None for next tokens."""
+        """Return the objective of these settings; None for `next_token`."""
         if training.preferences is None:
             return None
         return cls(training.preferences, training.has_reference, training.stores_reference)
@@ -97,7 +97,7 @@ def dpo(pairs: Pairs, options: DpoSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Direct preference optimization (Rafailov et al. 2023, equation 7): `-log sigmoid(r_w - r_l)`.
 
     Rewards are `r = β (log π(y|x) - log π_ref(y|x))`. With `label_smoothing` ε (Mitchell 2023, equation 3):
-    `-(1 - ε) log sigmoid(r_w - r_l) - ε log sigmoid(r_l - r_w)`. To that, `-log π(y_w|x) / |y_w|` is added, weighted by
+    `-(1 - ε) log sigmoid(r_w - r_l) - ε log sigmoid(r_l - r_w)`. The loss adds `-log π(y_w|x) / |y_w|`, weighted by
     `loss_weight_sft` (Pang et al. 2024, equation 1).
     """
     rewards = options.beta * pairs.log_ratios
@@ -109,8 +109,8 @@ def dpo(pairs: Pairs, options: DpoSpec) -> tuple[torch.Tensor, torch.Tensor]:
 def ipo(pairs: Pairs, options: IpoSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Identity preference optimization (Azar et al. 2023, equation 17): `(h_w - h_l - 1 / (2 β))²`.
 
-    `h = (log π(y|x) - log π_ref(y|x)) / |y|`: the paper has the sums; the mean over the tokens, as in TRL, makes β
-    independent of lengths. Rewards are `β h`.
+    `h = (log π(y|x) - log π_ref(y|x)) / |y|`. The paper uses sums; the mean over the tokens, as in TRL, makes β
+    independent of the lengths. Rewards are `β h`.
     """
     ratios = pairs.log_ratios / pairs.lengths
     return (ratios[0] - ratios[1] - 1 / (2 * options.beta)).square(), options.beta * ratios
@@ -119,10 +119,10 @@ def ipo(pairs: Pairs, options: IpoSpec) -> tuple[torch.Tensor, torch.Tensor]:
 def kto(singles: Pairs, options: KtoSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Kahneman-Tversky optimization (Ethayarajh et al. 2024, equation 8).
 
-    `λ_D (1 - sigmoid(β (h - z)))` for a desirable completion, `λ_U (1 - sigmoid(β (z - h)))` for an undesirable one,
-    with `h = log π(y|x) - log π_ref(y|x)`. The reference point z, without a gradient, estimates the divergence from
-    the reference: the mean of h over prompts with the completions of others (`mismatch_completions`), at least 0. It
-    is the mean over a step; the paper's is that over a micro-batch. Rewards are `β h`.
+    The loss is `λ_D (1 - sigmoid(β (h - z)))` for a desirable completion, and `λ_U (1 - sigmoid(β (z - h)))` for an
+    undesirable one, with `h = log π(y|x) - log π_ref(y|x)`. The reference point z, without a gradient, estimates the
+    divergence from the reference: the mean of h over prompts with mismatched completions (`mismatch_completions`), at
+    least 0. It is a mean over a step; the paper uses a micro-batch. Rewards are `β h`.
     """
     if singles.is_desirable is None or singles.kl is None:
         raise TypeError("the completions have no labels, or the step no reference point")
@@ -138,7 +138,7 @@ def orpo(pairs: Pairs, options: OrpoSpec) -> tuple[torch.Tensor, torch.Tensor]:
     Rewards are `β log P`.
     """
     means = pairs.means
-    odds = means - torch.log1p(-means.exp().clamp(max=1 - torch.finfo(means.dtype).eps))  # P is below 1, rounded or not
+    odds = means - torch.log1p(-means.exp().clamp(max=1 - torch.finfo(means.dtype).eps))  # keeps P below 1 if rounded
     return -means[0] - options.beta * logsigmoid(odds[0] - odds[1]), options.beta * means
 
 

@@ -1,4 +1,4 @@
-"""Count a model's parameters, and those that a method trains, on the model before it has weights and shards."""
+"""Count a model's parameters, and those that a method trains, on a model without weights or shards."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 
 _OF_AN_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
-"""Names of experts within a decoder layer if each is a module, as in transformers 4."""
+"""Pattern of expert names within a decoder layer if each expert is a module, as in transformers 4."""
 
 
 def count_modules(model: PreTrainedModel, feed_forward: int) -> ModelCounts:
-    """Count the parameters of an unsharded text model without adapters; those of experts also per token (the active).
+    """Count the parameters of an unsharded text model without adapters, and those active per token.
 
-    `feed_forward` is the width of its feed-forward layers without experts.
+    `feed_forward` is the width of the feed-forward layers without experts.
     """
     layers, config = find_decoder_layers(model), _with_heads(fill_config(text_part_of(model.config).to_dict()))
     experts = read_experts(config)
@@ -76,14 +76,14 @@ def count_modules(model: PreTrainedModel, feed_forward: int) -> ModelCounts:
 
 
 def _with_heads(config: dict[str, Any]) -> dict[str, Any]:
-    """Add the number and the size of heads if the class has no keys for them."""
+    """Add the number of key-value heads and the head size if the class has no keys for them."""
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     known = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
     return {"num_key_value_heads": heads, "head_dim": hidden // heads} | known if heads and hidden else known
 
 
 def _active(name: str, parameter: nn.Parameter, experts: Experts | None) -> float:
-    """Return the number of a parameter's weights that are active per token: for experts, only the active ones."""
+    """Return the number of a parameter's weights that are active per token; for experts, those of the chosen ones."""
     if parameter.ndim == 1 or name.endswith("bias"):
         return 0
     is_stacked = experts is not None and parameter.ndim > 2 and parameter.shape[0] == experts.num  # noqa: PLR2004
@@ -93,11 +93,11 @@ def _active(name: str, parameter: nn.Parameter, experts: Experts | None) -> floa
 
 
 def count_method(model: PreTrainedModel, training: TrainingPlan) -> ParameterCounts:
-    """Count the parameters of a model for a training method, before adapters are added and it is sharded."""
+    """Count the parameters of a model for a training method, before adding adapters and sharding."""
     base = sum(parameter.numel() for parameter in model.parameters())
     lora, vision = training.adapters, trained_vision(model, training.vision)
     of_vision, frozen = (sum(each.numel() for each in part.values() if each.requires_grad) for part in vision)
-    if lora is None:  # classes freeze some, such as the biases of AFMoE's routers
+    if lora is None:  # some classes freeze parameters, such as the biases of AFMoE's routers
         trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
         return ParameterCounts(base, trained - frozen)
     targeted = find_targets(model, lora.targets)
@@ -115,7 +115,7 @@ def count_method(model: PreTrainedModel, training: TrainingPlan) -> ParameterCou
 
 
 def find_targets(model: nn.Module, targets: Collection[str]) -> list[tuple[int, int]]:
-    """Return the numbers of inputs and outputs of the linear layers that get an adapter."""
+    """Return the numbers of inputs and outputs of each linear layer that gets an adapter."""
     found: dict[str, list[tuple[int, int]]] = {}
     owners = {target: {*owner_of_target(model, target).modules()} for target in targets}
     for path, module in model.named_modules():
@@ -144,13 +144,13 @@ def find_targets(model: nn.Module, targets: Collection[str]) -> list[tuple[int, 
 
 
 _WITHOUT_ATTENTION = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1}
-"""Heads of a class that has none, such as Mamba's: a shape needs some, and the counts have no attention."""
+"""Heads of a class without attention, such as Mamba's: a shape needs some, and the counts have no attention."""
 _UNLIMITED = {"max_position_embeddings": 1 << 20}
-"""Positions of a class whose configuration has no limit: it computes biases of distances, or states along the row."""
+"""Positions of a class without a limit: it computes biases from distances, or a recurrent state."""
 
 
 def _with_floats(value: Any) -> Any:
-    """Return a raw configuration with the floats that JSON lacks, which transformers 5 saves as objects."""
+    """Return a raw configuration with the floats that JSON lacks, such as infinity; transformers 5 saves objects."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -159,7 +159,7 @@ def _with_floats(value: Any) -> Any:
 
 
 def print_counts(text: str) -> None:
-    """Print the configuration and the `ModelCounts` of a model without weights, from JSON with its config or shape."""
+    """Print the configuration and `ModelCounts` of a model without weights, given its config or shape as JSON."""
     request = json.loads(text)
     raw = request.get("config")
     family = raw["model_type"] if raw else request["architecture"]["family"]
@@ -181,7 +181,7 @@ def print_counts(text: str) -> None:
     tied = text_part(request.get("config", {})).get("tie_word_embeddings")
     if tied is not None:
         config.tie_word_embeddings = tied
-    with torch.device("meta"):  # accelerate's init_empty_weights allocates each for a moment: 30 GB for some experts
+    with torch.device("meta"):  # accelerate's init_empty_weights allocates each briefly: 30 GB for some experts
         built = config if has_causal_class(config) else whole
         model = auto_class_of(built).from_config(built)
     model.tie_weights()
@@ -191,7 +191,7 @@ def print_counts(text: str) -> None:
     filled = _WITHOUT_ATTENTION | _UNLIMITED | filled
     width = filled.get("intermediate_size") or 0
     if not width and read_experts(fill_config(filled)) is None:
-        # A class without an `intermediate_size`: the largest dimension of the decoder layers' matrices.
+        # The class has no `intermediate_size`: use the largest dimension of the decoder layers' matrices.
         shapes = [each.shape for layer in find_decoder_layers(model) for each in layer.parameters() if each.ndim > 1]
         width = filled["intermediate_size"] = max((max(shape) for shape in shapes), default=0)
     counts, vision = count_modules(model, width), None

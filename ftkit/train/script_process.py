@@ -1,8 +1,8 @@
 """`python -m ftkit.train.script_process PLAN [RESTARTS]`: one process of a run that executes a user's script.
 
 torchrun starts it. It sets accelerate's environment variables, then runs the unchanged script as `__main__` in this
-process. Before the first optimizer step, it checks how the model is sharded, and reports it; with `--prove`, it also
-watches the first steps for what trains wrongly.
+process. Before the first optimizer step, it checks and reports the sharding of the model. With `--prove`, it also
+checks the first steps for training mistakes.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class FoundSharding:
     sharding: Sharding
     num_units: int  # modules whose parameters are sharded together
     num_parameters: int  # elements of all parameters, unsharded
-    num_held: int  # elements of them in this process's memory
+    num_held: int  # elements in this process's memory
     world_size: int
     is_connected: bool  # whether torch.distributed is initialized
 
     def explain_missing(self, *, was_asked: bool, device: str) -> str:
-        """Return what is wrong, or an empty text; `was_asked` tells whether accelerate was configured to shard."""
+        """Return the problem, or an empty text. `was_asked` tells whether accelerate is configured to shard."""
         if self.world_size == 1:
             return ""
         if not self.is_connected:
@@ -139,7 +139,7 @@ class ScriptRank:
         self.record(EndRecord(time.time(), outcome, self.step, seconds, None, has_checkpoint=False))
 
     def watch_optimizer(self) -> None:
-        # The imports can fail: they come after the logs are set up.
+        # These imports can fail, so they come after the setup of the logs.
         from torch.optim import optimizer as torch_optimizer  # noqa: PLC0415
 
         from ftkit.train.watchdog import Watchdog  # noqa: PLC0415
@@ -168,7 +168,7 @@ class ScriptRank:
             self._watch.start()
 
     def report_steps(self, facts: RankFacts) -> None:
-        """Write what this rank observed; rank 0 then judges all ranks, without holding up the script."""
+        """Write this rank's observations; rank 0 then checks those of all ranks in a thread."""
         try:
             write_json(self.plan.layout.rank_steps(self.rank), facts)
         except OSError as error:  # a full disk must not end the script
@@ -178,7 +178,7 @@ class ScriptRank:
             threading.Thread(target=self.prove, args=(facts,), name="prove").start()
 
     def prove(self, facts: RankFacts) -> None:
-        """Check the first steps of all ranks that report within a minute; write and print the verdict."""
+        """Check the first steps of all ranks that report within a minute; print and write the verdict."""
         paths = [self.plan.layout.rank_steps(rank) for rank in range(1, self.plan.placement.world_size)]
         deadline = time.monotonic() + _SECONDS_FOR_RANKS
         while time.monotonic() < deadline and not all(path.exists() for path in paths):
@@ -198,7 +198,7 @@ class ScriptRank:
         if self._is_checked:
             return
         self._is_checked = True
-        # By type, not isinstance, which would make lazy objects of libraries import their modules.
+        # By type: `isinstance` would make lazy objects of libraries import their modules.
         modules = [each for each in gc.get_objects() if issubclass(type(each), sys.modules["torch.nn"].Module)]
         script, place = self.plan.script, self.plan.placement
         found = find_sharding(modules, place.world_size)
@@ -213,7 +213,7 @@ class ScriptRank:
             )
 
     def wait_for_stop(self) -> None:
-        """Pass a stop request on to the script, as a signal to this process."""
+        """Wait for a stop request, and pass it to the script as a signal to this process."""
         path = Path(os.environ["FTKIT_STOP_FILE"])
         while not path.exists():
             time.sleep(_POLL_SECONDS)
@@ -231,7 +231,7 @@ class ScriptRank:
         path = self.plan.layout.code / SCRIPT_CODE / script.path
         os.chdir(script.folder)
         sys.argv = [str(path), *(word.replace(RUN_FOLDER, str(self.plan.layout.root)) for word in script.args)]
-        sys.path[0] = str(path.parent)  # as Python does, instead of the folder that -m puts there
+        sys.path[0] = str(path.parent)  # as Python does for a script; -m puts the working folder there
         try:
             runpy.run_path(str(path), run_name="__main__")
         except SystemExit as end:
@@ -244,7 +244,7 @@ class ScriptRank:
                 self._watch.finish(can_replay=self.plan.placement.world_size == 1)  # another rank may have failed
             distributed = sys.modules["torch.distributed"]
             if distributed.is_available() and distributed.is_initialized():
-                # Most scripts leave their process group open: gloo's threads can abort at exit then.
+                # Most scripts don't destroy their process group; gloo's threads can then abort at exit.
                 with suppress(RuntimeError):
                     distributed.destroy_process_group()
         return 0
@@ -256,7 +256,7 @@ def say(text: str) -> None:
 
 
 def main(plan_path: Path, num_restarts: int = 0) -> int:
-    """Run the script in this process; write its error beside its log, for `ftkit status`."""
+    """Run the script in this process; write its error next to its log, for `ftkit status`."""
     layout = RunLayout(plan_path.parent)
 
     def report(reason: Exception) -> None:
@@ -265,7 +265,7 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
         else:
             sys.excepthook(type(reason), reason, reason.__traceback__)
 
-    # The script gets signals as if started from a shell, not those that the launcher handles.
+    # Reset the launcher's signal handling: the script gets signals as if started from a shell.
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -298,7 +298,7 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
 
 
 def _set_environment(plan: ScriptPlan) -> None:
-    """Set the variables that accelerate's own launcher would set, and the run's folder."""
+    """Set the environment variables of accelerate's own launcher, and the run's folder."""
     os.environ["FTKIT_RUN_DIR"] = str(plan.layout.root)
     variables = {}
     if plan.script.accelerate is not None:

@@ -1,4 +1,4 @@
-"""`python -m ftkit.train.self_check`: check whether this environment can train; its imports are part of the check."""
+"""`python -m ftkit.train.self_check`: check that this environment can train. The imports are part of the check."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def take_step(family: str, world: World) -> float:
     loss = engine.forward(to_micro_batch(pack[None], world.device))
     engine.backward(loss, _LENGTH, is_last=True)
     engine.step(training.learning_rate, training.max_grad_norm)
-    return float(loss.detach()) / _LENGTH  # host sync: once a family
+    return float(loss.detach()) / _LENGTH  # host sync: once per family
 
 
 if __name__ == "__main__":

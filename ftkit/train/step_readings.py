@@ -1,4 +1,4 @@
-"""Read from tensors of a script what its losses train and what influences its logits."""
+"""Determine from a script's tensors which tokens its loss trains, and which inputs influence its logits."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _WRAPPERS: Final = {"DeepSpeedEngine", "OptimizedModule", "_FabricModule"}
 class Call:
     """A call of an outermost module."""
 
-    model: nn.Module  # that module, or the one in it that takes tokens by name and returns logits
+    model: nn.Module  # the module, or the one within it that takes `input_ids` and returns logits
     facts: CallFacts
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     ids: Tensor | None = None
     vocab: int = 0
-    logits: Tensor | None = None  # the newest output of a module with their shape
-    hidden: Tensor | None = None  # the newest output of a module with a vector for each token
+    logits: Tensor | None = None  # the last module output with the shape of logits
+    hidden: Tensor | None = None  # the last module output with a vector per token
     output: Tensor | None = None
     changed: Tensor | None = None  # tokens whose embedding a replay changes
 
@@ -49,21 +49,21 @@ def read_labels(call: Call) -> None:
 
 
 def read_gradient(call: Call, ids: Tensor, sample: Tensor, gradient: Tensor) -> None:
-    """Read the targets from the gradient of the logits: where it is not 0, and the token that it raises."""
+    """Read the targets from the gradient of the logits: trained positions are not 0, and the target is raised."""
     least, targets = gradient.min(-1)
     trained = (least < 0) | (gradient.amax(-1) > 0)
     call.facts.counts = count_targets(call, ids, *(each.view(len(ids), -1) for each in (trained, targets)))
     some = some_rows(gradient).float()
     least, targets = some.min(-1)
     probability = sample.float().softmax(-1).gather(-1, targets[:, None])[:, 0]
-    is_clear = (least < 0) & (probability < _MOST)  # else the weight is a quotient of small numbers
-    is_alone = least[is_clear] / some.clamp(max=0).sum(-1)[is_clear] > 1 - 4 * (1 - _MOST)  # else no cross entropy
+    is_clear = (least < 0) & (probability < _MOST)  # otherwise the weight is a quotient of small numbers
+    is_alone = least[is_clear] / some.clamp(max=0).sum(-1)[is_clear] > 1 - 4 * (1 - _MOST)  # as in cross-entropy
     if is_clear.any() and is_alone.float().mean() > _MOST:
         call.facts.weight = float((-least / (1 - probability))[is_clear].median())
 
 
 def count_targets(call: Call, ids: Tensor, trained: Tensor, targets: Tensor) -> dict[str, int]:
-    """Count the targets of a micro-batch; position p of `trained` and `targets` is about the logits at token p."""
+    """Count the targets of a micro-batch; position p of `trained` and `targets` belongs to the logits at token p."""
     trained, targets, ids, length = trained.cpu(), targets.cpu(), ids.cpu(), trained.shape[1]
     config = config_of(call.model)
     ends, begin = _token_ids(config, "eos_token_id"), _token_ids(config, "bos_token_id")
@@ -93,18 +93,18 @@ def count_targets(call: Call, ids: Tensor, trained: Tensor, targets: Tensor) -> 
 
 
 def _exclusions(ids: Tensor, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The arguments of the model that exclude tokens from the loss, with the excluded tokens."""
+    """Yield the model's arguments that exclude tokens from the loss, each with a mask of the excluded tokens."""
     given = {
         key: value.cpu() for key, value in kwargs.items() if isinstance(value, Tensor) and value.shape == ids.shape
     }
     labels = given.get("labels")
-    if labels is not None and ((labels == ids) | (labels == _IGNORED)).all():  # else they are shifted
+    if labels is not None and ((labels == ids) | (labels == _IGNORED)).all():  # otherwise they are shifted
         yield "labels", labels == _IGNORED
     yield from ((name, given[name] == 0) for name in _MASKS if name in given)
 
 
 def _padding(ids: Tensor, call: Call) -> Tensor:
-    """Which tokens are padding: those of the attention mask, or of runs of the padding token at an end of a row."""
+    """Return a mask of padding: from the attention mask, or runs of the padding token at either end of a row."""
     mask = call.kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.shape == ids.shape:
         return (mask == 0).cpu()
@@ -114,7 +114,7 @@ def _padding(ids: Tensor, call: Call) -> Tensor:
 
 
 def _documents(ids: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
-    """The number of each token's document in its row, from the arguments that mark packs; 0 without one."""
+    """Return the number of each token's document in its row, from the arguments that mark packs; 0 without them."""
     for key in ("cu_seq_lens_q", "cu_seqlens"):
         if isinstance(kwargs.get(key), Tensor):
             return torch.bucketize(torch.arange(ids.numel()), kwargs[key].cpu()[1:], right=True).view(ids.shape)
@@ -127,7 +127,7 @@ def _documents(ids: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def compare_inputs(call: Call, run: Callable[..., Tensor]) -> ReplayFacts:
-    """Compare the logits of the first batch with those after a change of the embeddings of some tokens."""
+    """Compare the logits of the first batch before and after changing the embeddings of some tokens."""
     base, ids = run(0), call.ids
     facts = ReplayFacts(max(base.abs().max().item(), 1e-3) * torch.finfo(base.dtype).eps ** 0.75)
     if ids is None or not base.ndim or base.numel() != base.shape[-1] * ids.numel():
@@ -145,14 +145,14 @@ def compare_inputs(call: Call, run: Callable[..., Tensor]) -> ReplayFacts:
     facts.effect = difference[changed[row]].max().item()
     facts.earlier_tokens = earlier.max().item() if len(earlier) else None
     facts.later_documents = later.max().item() if len(later) else None
-    # On each rank, with or without padding: a sharded model's forward pass is collective.
+    # Run on every rank, with or without padding: the forward pass of a sharded model is collective.
     difference = difference_of(base, run(0, padding.to(ids.device))).view(ids.shape).cpu()
     facts.padding = difference[~padding].max().item() if padding.any() else None
     return facts
 
 
 def _token_ids(config: Any, name: str) -> list[int]:
-    """The ids of a special token of a transformers configuration; empty without one."""
+    """Return the ids of a special token from a transformers configuration; empty if it has none."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = getattr(config, name, None)
     return [each for each in (found if isinstance(found, list) else [found]) if isinstance(each, int)]
@@ -172,7 +172,7 @@ def unwrapped(root: nn.Module) -> nn.Module:
 
 
 def config_of(module: nn.Module) -> Any:
-    """The configuration of a model of transformers, or whatever else has that name; None without one."""
+    """Return the `config` attribute of a model, normally transformers' configuration; None without one."""
     return getattr(unwrapped(module), "config", None)
 
 
@@ -201,7 +201,7 @@ def some_rows(logits: Tensor) -> Tensor:
 
 
 def largest_in(gradient: Tensor) -> Tensor:
-    elements = functional.pad(_local(gradient).reshape(-1), (0, 1))  # one at least
+    elements = functional.pad(_local(gradient).reshape(-1), (0, 1))  # at least one element
     largest: Tensor = torch.linalg.vector_norm(elements.float(), float("inf"))
     return largest
 
@@ -212,6 +212,6 @@ def digest_of(value: Tensor) -> str:
 
 
 def difference_of(one: Tensor, other: Tensor) -> Tensor:
-    """The largest difference at each place of two outputs: over their last dimension."""
+    """Return the largest absolute difference of two outputs over their last dimension."""
     rows = [torch.split(each.reshape(-1, each.shape[-1]), _POSITIONS) for each in (one, other)]
     return torch.cat([(a.float() - b.float()).abs().amax(-1) for a, b in zip(*rows, strict=True)])

@@ -1,7 +1,7 @@
-"""Watch the first optimizer steps of a script in its process, by global hooks of torch that are removed after them.
+"""Watch the first optimizer steps of a script in its process with global hooks of torch, and remove them afterwards.
 
-Nothing of the script or of its objects is replaced. Before the next step, the model is called again with the first
-batch; then buffers, modes and random numbers are restored, so that training is the same as without the watch.
+The watch replaces nothing in the script or its objects. Before the next step, it calls the model again with the first
+batch, then restores buffers, modes and RNG states, so that training is the same as without the watch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ftkit.train.step_readings import (
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-_NUM_STEPS: Final = 2  # with a learning rate above 0: the second shows what adapters that begin at 0 hold back
+_NUM_STEPS: Final = 2  # with a learning rate above 0: adapters that begin at 0 block some gradients in the first
 _WRAPPERS: Final = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _DROPOUTS: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _CORRECTIONS: Final = ("kahan", "compensation", "stochastic", "master")  # in names of optimizers' settings and states
@@ -66,7 +66,7 @@ class _Param:
 
 
 class StepWatch:
-    """Observes this process until the first forward pass after two steps; `report` then gets the facts."""
+    """Observe this process until the first forward pass after two steps, then pass the facts to `report`."""
 
     def __init__(self, rank: int, world_size: int, report: Callable[[RankFacts], None]) -> None:
         self.facts, self._report, self._thread = RankFacts(rank, world_size), report, threading.get_ident()
@@ -75,18 +75,18 @@ class StepWatch:
 
     def _forget(self) -> None:
         self._stack: list[nn.Module] = []
-        self._modules: dict[int, nn.Module] = {}  # of the models that train, by id
+        self._modules: dict[int, nn.Module] = {}  # modules of the trained models, by id
         self._roots: list[nn.Module] = []
         self._called: set[int] = set()
         self._params: dict[int, _Param] = {}
         self._means: dict[str, tuple[Tensor, Tensor]] = {}
         self._optimizers: list[Optimizer] = []
         self._schedulers: list[tuple[LRScheduler, int]] = []  # with their steps before step 1
-        self._num_backwards = self._num_before_backward = 0  # backward passes; calls before the newest of them
-        self._num_updates = self._num_before_step = 0  # steps of all optimizers; those before the current step
+        self._num_backwards = self._num_before_backward = 0  # backward passes; calls before the last one
+        self._num_updates = self._num_before_step = 0  # steps of all optimizers; steps before the current one
         self._call: Call | None = None
-        self._first: Call | None = None  # the first call that trains
-        self._replay: Call | None = None  # the call of the replay that runs
+        self._first: Call | None = None  # the first call with a graph
+        self._replay: Call | None = None  # the call of the running replay
 
     def start(self) -> None:
         self._handles = [
@@ -96,7 +96,7 @@ class StepWatch:
         ]
 
     def finish(self, *, can_replay: bool = True) -> None:
-        """End the watch, and report; replay only where all ranks do. The second call has no effect."""
+        """End the watch, and report. Set `can_replay` only if all ranks replay. A second call has no effect."""
         if not self._handles:
             return
         self._stack.clear()
@@ -115,7 +115,7 @@ class StepWatch:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Time the watch; record an error in it, which must not end the script."""
+        """Time the watch, and record its errors instead of raising them: they must not end the script."""
         began = time.monotonic()
         try:
             with torch.no_grad():
@@ -125,7 +125,7 @@ class StepWatch:
         self.facts.seconds += time.monotonic() - began
 
     def _is_watching(self) -> bool:
-        """Whether this is no compiler's trace, and no other thread, such as one that recomputes layers."""
+        """Return False while compiling, after an error, and in other threads, such as one that recomputes layers."""
         return not torch.compiler.is_compiling() and threading.get_ident() == self._thread and not self.facts.error
 
     def _enter(self, module: nn.Module, _: object) -> None:
@@ -137,7 +137,7 @@ class StepWatch:
             self._stack.append(module)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
-        """Look at a module's output; a replay returns a changed embedding."""
+        """Read a module's output; in a replay, return a changed embedding."""
         if not self._is_watching() or not self._stack:
             return None
         self._stack.pop()
@@ -163,7 +163,7 @@ class StepWatch:
     def _choose_model(
         self, call: Call, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
     ) -> None:
-        """Note what the model gets: a module around it, such as Lightning's, may take a batch in any form."""
+        """Record the model and its arguments: a module around it, such as Lightning's, may take a batch in any form."""
         tokens = kwargs.get("input_ids")
         has_tokens = isinstance(tokens, Tensor) and tokens.ndim == MATRIX
         found = [each for each in tensors_in(output) if has_tokens and each.requires_grad == call.facts.has_grad]
@@ -172,7 +172,7 @@ class StepWatch:
             call.model, call.args, call.kwargs, call.ids = module, args, kwargs, tokens if has_tokens else call.ids
 
     def _begin(self, root: nn.Module) -> Call | None:
-        is_part = id(root) in self._modules and root not in self._roots  # recomputed, or called by itself
+        is_part = id(root) in self._modules and root not in self._roots  # recomputed, or called on its own
         if is_part or not any(param.requires_grad for param in root.parameters()):
             return None
         rates, has_grad = self.facts.rates, torch.is_grad_enabled()
@@ -180,7 +180,7 @@ class StepWatch:
             self.finish()
             return None
         with self._guarded():
-            if has_grad and root not in self._roots:  # a reference model is only called without gradients
+            if has_grad and root not in self._roots:  # a reference model is only called under `no_grad`
                 self._add_root(root)
         is_dropping = any(each.training for each in root.modules() if _drops(each))
         return Call(root, CallFacts(self.facts.num_steps, has_grad, is_dropping))
@@ -230,7 +230,7 @@ class StepWatch:
             return
         self._first = self._first or call
         call.facts.rows = [digest_of(row) for row in inputs[:64]]
-        for each in outputs:  # the loss may be computed from any of them
+        for each in outputs:  # the loss may depend on any of them
             each.register_hook(partial(self._on_backward, call.facts))  # type: ignore[no-untyped-call]
         for each in {id(each): each for each in logits if each.requires_grad}.values():
             sample = some_rows(each).clone()
@@ -248,7 +248,7 @@ class StepWatch:
             calls = self.facts.calls
             is_first = not any(each.backward and each.step == facts.step for each in calls)
             is_new = any(facts is each for each in calls[self._num_before_backward :])
-            if is_new:  # else it is the same pass, through two calls
+            if is_new:  # otherwise the same backward pass goes through two calls
                 self._num_backwards, self._num_before_backward = self._num_backwards + 1, len(calls)
                 # FSDP2 accumulates in other tensors.
                 own = [each for each in self._params.values() if each.facts.is_comparable and each.facts.is_trained]
@@ -264,7 +264,7 @@ class StepWatch:
             facts.backward = self._num_backwards
 
     def _on_logits(self, call: Call, sample: Tensor, gradient: Tensor) -> None:
-        if call.facts.counts is None and call.ids is not None:  # the output's gradient arrives before its parts'
+        if call.facts.counts is None and call.ids is not None:  # the whole output's gradient comes before its parts'
             with self._guarded():
                 read_gradient(call, call.ids, sample, gradient)
 
@@ -285,7 +285,7 @@ class StepWatch:
             self.facts.corrects_rounding |= any(part in text for part in _CORRECTIONS)
             others = {id(v) for other in self._optimizers for group in other.param_groups for v in group["params"]}
             for key, param in self._params.items():
-                param.facts.is_trained |= param.value.requires_grad  # parts can take turns, or start later
+                param.facts.is_trained |= param.value.requires_grad  # parts can alternate, or start later
                 if param.facts.is_trained and (key in rates or key not in others):
                     _observe_step(param, rates.get(key))
 
@@ -302,7 +302,7 @@ class StepWatch:
         facts.statistics = [name for name, (now, before) in self._means.items() if not torch.equal(now, before)]
         facts.num_dropouts = sum(map(_drops, modules))
         facts.is_untied = any(_is_untied(module, self._params) for module in modules)
-        if len(self._optimizers) > 1:  # a backward pass of one can leave gradients for another
+        if len(self._optimizers) > 1:  # one optimizer's backward pass can leave gradients for another
             facts.keeps_gradients = facts.loses_gradients = False
         for each, before in self._schedulers:
             optimizer = getattr(each.optimizer, "optimizer", each.optimizer)  # accelerate's wraps it
@@ -312,7 +312,7 @@ class StepWatch:
                 facts.schedulers.append((each.last_epoch - before, is_own))
 
     def _replay_first(self, call: Call) -> ReplayFacts:
-        """Call the model with the first batch, with changed tokens, and in evaluation mode."""
+        """Call the model again with the first batch: unchanged, with changed tokens, and in evaluation mode."""
         root = unwrapped(call.model)
         buffers = [(buffer, buffer.clone()) for buffer in root.buffers()]
         modes = [(module, module.training) for module in root.modules()]
@@ -349,7 +349,7 @@ class StepWatch:
 
 
 def _observe_step(param: _Param, rate: float | None) -> None:
-    """Record a parameter's gradient and change in a step, whose learning rate is None outside of optimizers."""
+    """Record a parameter's gradient and change in a step; `rate` is None if no optimizer has the parameter."""
     facts, value, new = param.facts, param.value, sample_of(param.value)
     largest, param.largest = param.largest if value.grad is None else largest_in(value.grad), None
     facts.in_optimizer |= rate is not None
@@ -370,7 +370,7 @@ def _drops(module: nn.Module) -> bool:
 
 
 def _is_untied(model: nn.Module, params: Mapping[int, _Param]) -> bool:
-    """Whether a configuration ties the weights of embedding and output layer, which are two, and one trains."""
+    """Return whether the configuration ties embedding and output layer, but their weights differ and one is trained."""
     config: Any = getattr(model, "config", None)
     if not getattr(config, "tie_word_embeddings", False) or not hasattr(model, "get_output_embeddings"):
         return False

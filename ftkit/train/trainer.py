@@ -1,4 +1,4 @@
-"""Execute a plan on one rank: from joining the process group to the end of the run."""
+"""Execute a plan on one rank of the process group, from the checks to the export."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ log = logging.getLogger(__name__)
 
 
 def run_training(plan: RunPlan, world: World, begun: Mapping[str, float] | None = None) -> None:
-    """Execute a plan in this process; `begun` has the times when earlier stages began."""
+    """Execute a plan in this process; `begun` has the start times of earlier stages."""
     if world.device.type == "cuda" and compiles(plan.recipe.training, world.device):
         start_compile_workers()
     world = with_tensor_parallel(world, plan.recipe.training.tensor_parallel)
@@ -87,7 +87,7 @@ def run_training(plan: RunPlan, world: World, begun: Mapping[str, float] | None 
 def make_engine(
     chosen: EnginePlan, hf_model: PreTrainedModel, training: TrainingPlan, world: World, init_weights: InitWeights
 ) -> Engine:
-    """Shard a model that is prepared for its method, allocate and initialize its parameters, and return its engine."""
+    """Shard a model that is prepared for its method, allocate and initialize its parameters; return the engine."""
     if chosen.name == "zero3":
         from ftkit.train.distributed.zero3 import Zero3Engine  # noqa: PLC0415 - DeepSpeed is an extra
 
@@ -123,7 +123,7 @@ class Trainer:
         log.info("%s after %d steps, %.0f s in total", progress.outcome, progress.step, time.time() - began)
 
     def _compute_teacher(self) -> list[TeacherSplit]:
-        """Return the stored distributions of the teacher, which is freed, for both splits; none without a teacher."""
+        """Return the teacher's stored distributions for both splits, and free the teacher; empty without a teacher."""
         teacher, training = self.plan.recipe.teacher, teacher_settings(self.plan.recipe.training)
         if teacher is None:
             return []
@@ -151,7 +151,7 @@ class Trainer:
         return compute_distributions(self.plan, self.data, self.world, build, report)
 
     def _build_engine(self) -> tuple[Engine, ExportedParts, ParameterCounts, int]:
-        """Return the engine with its weights, an export's parts, the expected counts, and that without adapters."""
+        """Return the engine with weights, the parts of an export, the expected counts, and those without adapters."""
         recipe = self.plan.recipe
         shape, training = recipe.model.architecture, recipe.training
         folder = None
@@ -207,7 +207,7 @@ class Trainer:
     def _verify(
         self, engine: Engine, expected: ParameterCounts, store: PackStore, teacher: list[TeacherSplit]
     ) -> tuple[bool, References | None]:
-        """Run the checks before step 1; return whether documents are trained in packs, and the stored reference."""
+        """Run the checks before step 1; return whether documents are packed, and the stored reference."""
         self._stage("verifying sharding and document isolation")
         recipe, training = self.plan.recipe, self.plan.recipe.training
         pictures = PictureFeed.of(engine.model.hf_model, self.data.read_manifest().pictures)
@@ -286,9 +286,9 @@ class Trainer:
                 FirstStep(progress, trace, recorder),
                 AnomalyWatch(plan.id, plan.recipe.training.on_nonfinite, recorder, batches.packs_of_step),
                 HangWatch(plan.layout, world.rank, processes, lambda: progress.step, hang_timeout),
-                stopwatch,  # what follows takes long, and counts neither as a hang nor as a step's time
+                stopwatch,  # later observers can take long: they count neither as a hang nor as step time
                 Evaluation(progress, engine, evaluator, recorder),  # may end training, and selects the best checkpoint
-                # Writes its file before the last save, in which all ranks wait for each other.
+                # RankTimes writes its file before the last save, in which all ranks wait for each other.
                 RankTimes(progress, world, find_decoder_layers(engine.model.hf_model)),
                 Saving(progress, engine, checkpointer),
                 Profiler(plan.recipe.profile, plan.layout, world),
@@ -319,7 +319,7 @@ class Trainer:
         self._stage("exporting the model")
         try:
             export(engine, parts, self.plan.layout, step, self.world)
-        except (OSError, FtkitError) as error:  # any other is a bug, or follows another rank's failure
+        except (OSError, FtkitError) as error:  # any other error is a bug, or follows another rank's failure
             where = f": {error.filename}" if isinstance(error, OSError) and error.filename else ""
             raise TrainingError(
                 f"training is complete, but the export failed: {one_line(error)}{where}",

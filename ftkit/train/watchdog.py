@@ -35,16 +35,16 @@ log = logging.getLogger(__name__)
 
 _LIMIT_IN_MEDIANS = 10.0
 _NUM_TIMED_STEPS = 64
-_MIN_TIMED_STEPS = 5  # before there is a limit: the first ones compile
-_GRACE_SECONDS = 15.0  # to wait for the reports of the other ranks
+_MIN_TIMED_STEPS = 5  # steps before there is a limit: the first ones compile
+_GRACE_SECONDS = 15.0  # wait for the reports of the other ranks
 
 
 class HangError(Exception):
-    """A step takes far longer than those before it."""
+    """A step takes far longer than the steps before it."""
 
 
 _PAUSED = {"batch": "batches", "after": "checkpoint"}
-"""Phases in which the main thread may wait for another one, with the beginning of that thread's name."""
+"""Phases in which the main thread may wait for another thread, with the prefix of that thread's name."""
 _STATES = {
     "": "ended",
     "T": "stopped (SIGSTOP)",
@@ -52,7 +52,7 @@ _STATES = {
     "R": "computing in native code, which holds Python's lock",
     "S": "blocked in native code, which holds Python's lock",
 }
-"""What the kernel's states of a process that does not report mean (proc(5))."""
+"""Meaning of the kernel's state (proc(5)) of a process that does not report."""
 
 
 class Watchdog:
@@ -139,7 +139,7 @@ class Watchdog:
                 layout.collectives(rank).write_bytes(collectives)
 
     def _describe(self) -> str:
-        """Return which ranks the others wait for, once all have reported or had the time to."""
+        """Return which ranks the others wait for, once all have reported or the grace period is over."""
         hosts = {rank: host for rank, (host, _) in self._processes.items()}
         deadline, reports = time.monotonic() + _GRACE_SECONDS, dict[int, HangReport]()
         while len(reports) < len(hosts) and time.monotonic() < deadline:
@@ -150,7 +150,7 @@ class Watchdog:
         return describe_hang(reports, hosts)
 
     def _report_neighbors(self, reports: Mapping[int, HangReport]) -> None:
-        """Write reports of ranks of this node that can't do so: their threads don't run."""
+        """Write reports for ranks of this node that can't, because their threads don't run."""
         own = reports.get(self._rank)
         for rank, (host, pid) in self._processes.items():
             if own and pid and rank not in reports and host == own.host:
@@ -170,9 +170,9 @@ class Watchdog:
 
 
 def find_place(thread_name: str = "") -> str:
-    """Return the line of Python that a thread executes, outside torch and the standard library if it is in none.
+    """Return the innermost line that a thread executes outside torch and the standard library.
 
-    Of several threads whose names begin so, the first; by default the main thread.
+    Use the first thread whose name begins with `thread_name`, else the main thread; its innermost line if in libraries.
     """
     named = [each for each in threading.enumerate() if thread_name and each.name.startswith(thread_name)]
     main = threading.main_thread()

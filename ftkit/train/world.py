@@ -1,4 +1,4 @@
-"""The process group of a run, this process's rank and device in it, and dtypes."""
+"""The process group of a run, the rank and device of this process, and dtypes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """A recipe's precisions as torch dtypes."""
-CHECKPOINT_GROUP = "checkpoint"  # description of the process group in which checkpoints are written, beside training
+CHECKPOINT_GROUP = "checkpoint"  # description of the process group that writes checkpoints during training
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long a collective waits for other ranks before the run fails instead of hanging."""
 
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The ranks that divide the tokens of the same packs among them; by default, one rank has them all.
+    """The ranks that divide the tokens of the same packs; by default, one rank has all tokens.
 
-    Tensor parallelism gathers the tokens of `num_gathered` consecutive ranks for attention, which so needs their
-    positions.
+    Tensor parallelism all-gathers the tokens of `num_gathered` consecutive ranks for attention, which needs the
+    positions of all of them.
     """
 
     rank: int = 0
@@ -43,12 +43,12 @@ class ContextGroup:
     num_gathered: int = 1
 
     def part(self, length: int) -> slice:
-        """Return this process's range of a pack's `length` tokens; ranges of all ranks have the same size."""
+        """Return this process's range of a pack's `length` tokens; all ranks have ranges of the same size."""
         tokens = length // self.size
         return slice(self.rank * tokens, (self.rank + 1) * tokens)
 
     def gathered_part(self, length: int) -> slice:
-        """Return the range of a pack's `length` tokens that is gathered for attention, in which this process's are."""
+        """Return the range of a pack's `length` tokens that is all-gathered for this process's attention."""
         tokens = length // self.size * self.num_gathered
         first = self.rank // self.num_gathered * tokens
         return slice(first, first + tokens)
@@ -59,12 +59,11 @@ class World:
     """This process among the `size` processes of a run.
 
     Attributes:
-        mesh: all processes as they shard the model, [shards] or [replicas, shards]; for tensors in host memory,
-            `host_mesh`.
-        context: this process in the group of consecutive ranks that divides packs, by context or tensor parallelism.
-        exchange: this process in its context-parallel group, which exchanges tokens for heads. With tensor parallelism,
-            its ranks have the same part of the layers, so they are not consecutive.
-        tensor_mesh: all processes as they share decoder layers with tensor parallelism, [shards, tensor]; None without.
+        mesh: the mesh that shards the model, [shards] or [replicas, shards]; `host_mesh` is for tensors in host memory.
+        context: the group of consecutive ranks that divides packs, by context or tensor parallelism.
+        exchange: the context-parallel group, which exchanges tokens for heads. With tensor parallelism, its ranks have
+            the same part of the layers, so they are not consecutive.
+        tensor_mesh: the mesh of decoder layers with tensor parallelism, [shards, tensor]; None without.
     """
 
     rank: int
@@ -89,7 +88,7 @@ class World:
 
     @property
     def layer_mesh(self) -> DeviceMesh:
-        """The processes that FSDP2 shards a decoder layer over: with tensor parallelism, this process's part of it."""
+        """The mesh over which FSDP2 shards a decoder layer, or with tensor parallelism, this process's part of it."""
         return self.mesh if self.tensor_mesh is None else self.tensor_mesh["shard"]
 
     def on_host(self, mesh: DeviceMesh) -> DeviceMesh:
@@ -108,12 +107,12 @@ class World:
 
     @property
     def num_layer_ranks(self) -> int:
-        """Number of processes with the same part of the layers' matrices: all without tensor parallelism."""
+        """Number of processes with the same part of the layers' matrices; without tensor parallelism, all of them."""
         return self.size // self.tensor_parallel
 
     @property
     def data_rank(self) -> int:
-        """Index of this process's part of a batch's packs, of `data_size` parts."""
+        """Index of this process's part of a batch's packs, out of `data_size` parts."""
         return self.rank // self.context.size
 
     @property
@@ -150,9 +149,9 @@ class World:
 
 @contextmanager
 def init_world(placement: PlacementPlan, context_parallel: int = 1, num_replicas: int = 1) -> Iterator[World]:
-    """Join the process group that torchrun's environment describes, and leave it at the end.
+    """Join the process group that torchrun's environment describes, and destroy it at the end.
 
-    `context_parallel` processes divide the tokens of a pack. Each copy of the model is on consecutive ranks.
+    `context_parallel` processes divide the tokens of a pack. Each replica of the model is on consecutive ranks.
     """
     size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     if size != placement.world_size:
@@ -182,7 +181,7 @@ def init_world(placement: PlacementPlan, context_parallel: int = 1, num_replicas
 
 
 def with_tensor_parallel(world: World, size: int) -> World:
-    """Return a world whose processes divide the matrices of decoder layers in groups of `size`. Collective."""
+    """Return a world in which groups of `size` processes divide the matrices of decoder layers. Collective."""
     if size == 1:
         return world
     shape, names = (world.size // size, size), ("shard", "tensor")
@@ -193,7 +192,7 @@ def with_tensor_parallel(world: World, size: int) -> World:
 
 
 def _group_of(device: torch.device, num_processes: int, size: int, distance: int = 1) -> ContextGroup:
-    """Return this process's group of `size` ranks, each `distance` after the one before it."""
+    """Return this process's group of `size` ranks with stride `distance`."""
     if size == 1:
         return ContextGroup()
     dimensions = {"data": num_processes // (size * distance), "context": size, "tensor": distance}
@@ -232,11 +231,11 @@ def _gpu(placement: PlacementPlan, local_rank: int) -> torch.device:
 
 
 def bind_to_gpu(bus_ids: Sequence[str], local_rank: int, root: Path = Path("/")) -> int:
-    """Bind this process to the CPUs of its GPU's NUMA node; return its share of them, as a number of threads.
+    """Bind this process to the CPUs of its GPU's NUMA node; return its share of them as a number of threads.
 
-    Memory that it allocates afterwards is on that NUMA node too, which matters for pinned copies to the GPU. CPUs that
-    Slurm or a container excludes stay excluded. If the topology can't be read, the process is not bound. `bus_ids` are
-    the PCI addresses of the GPUs of all ranks on this node, by local rank; `root` contains /sys.
+    Memory allocated afterwards is on the same NUMA node, which matters for pinned copies to the GPU. CPUs that Slurm or
+    a container excludes stay excluded. If the topology can't be read, the process is not bound. `bus_ids` are the PCI
+    addresses of the GPUs of all ranks on this node, by local rank; `root` contains /sys.
     """
     near = [_cpus_near(bus_id, root) for bus_id in bus_ids]
     allowed = os.sched_getaffinity(0) & near[local_rank]
@@ -247,7 +246,7 @@ def bind_to_gpu(bus_ids: Sequence[str], local_rank: int, root: Path = Path("/"))
 
 
 def _cpus_near(bus_id: str, root: Path) -> set[int]:
-    """Return the CPUs of a PCI device's NUMA node, a list such as `0-3,8`; none if it is unknown, or -1."""
+    """Return the CPUs of a PCI device's NUMA node, read from a list such as `0-3,8`; none if unknown or -1."""
     try:
         node = int((root / "sys/bus/pci/devices" / bus_id.lower() / "numa_node").read_text(encoding="ascii"))
         text = (root / f"sys/devices/system/node/node{node}/cpulist").read_text(encoding="ascii")
