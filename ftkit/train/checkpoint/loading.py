@@ -1,8 +1,8 @@
-"""Load checkpoints, which are compared with their marker and read without unpickling.
+"""Load checkpoints after comparing them with their marker, and without unpickling arbitrary objects.
 
 torch's reader unpickles the index of a checkpoint (`.metadata`), and every entry that is not a tensor. A pickle can
-call any function: whoever can write to a run's folder could run code as the user who resumes it. Here the index may
-contain only torch's dataclasses, and a checkpoint only tensors (docs/adr/0020).
+call any function, so anyone who can write to a run's folder could run code as the user who resumes it. Here, the index
+may contain only torch's dataclasses, and a checkpoint only tensors (docs/adr/0020).
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class ForeignCheckpointError(Exception):
 
 
 def reason_of(error: OSError | CheckpointException | ForeignCheckpointError) -> str:
-    """Return on one line why a checkpoint can't be written or loaded: the reason of the first rank that failed."""
+    """Return in one line why a checkpoint can't be written or loaded, for the first rank that failed."""
     if isinstance(error, CheckpointException):
         return next(iter(one_line(cause) for cause, _ in error.failures.values()), one_line(error))
     return str(error)
 
 
 def load_newest(engine: Engine, layout: RunLayout, world: World, data: str) -> TrainState | None:
-    """Load the newest undamaged checkpoint; None if there is no checkpoint. Collective: every rank must call it."""
+    """Load the newest undamaged checkpoint; return None if there is no checkpoint. Collective."""
     found: list[tuple[int, Path]] = []
     if world.is_first:
         try:
@@ -69,7 +69,7 @@ def load_newest(engine: Engine, layout: RunLayout, world: World, data: str) -> T
                 meaning="you lack permission to read them, or the file system is unreachable",
                 fix=f"make {layout.checkpoints} readable, then: ftkit resume {layout.root.name}",
             ) from error
-    # Rank 0's list: a shared file system may show other ranks an older state.
+    # Use rank 0's list, because a shared file system may show other ranks an older state.
     listed, damaged = world.gather_objects(found)[0], []
     for step, folder in reversed(listed):
         marker, damage = _check(step, folder, world)
@@ -106,7 +106,7 @@ def load_best(engine: Engine, layout: RunLayout, world: World, step: int) -> boo
 
 
 def _check(step: int, folder: Path, world: World) -> tuple[Marker | None, str]:
-    """Return the marker of an undamaged checkpoint, or the damage; the same on all ranks."""
+    """Return the marker of an undamaged checkpoint, or a description of the damage; the same on all ranks."""
     marker, own = _compare(folder, step, world.rank, world.size)
     damage = sorted(set().union(*world.gather_objects(own)))
     return (None, ", ".join(damage)) if damage else (marker, "")
@@ -147,7 +147,7 @@ def _compare(folder: Path, step: int, rank: int = 0, size: int = 1) -> tuple[Mar
 
 
 def read_state(state: State, folder: Path, reader: FileSystemReader | None = None) -> None:
-    """Fill the tensors of nested dictionaries in place, from a checkpoint of any world size. Collective."""
+    """Fill the tensors of nested dictionaries in place from a checkpoint of any world size. Collective."""
     with warnings.catch_warnings():
         # `ftkit generate` and `ftkit export` read a checkpoint in a single process without a process group.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -155,22 +155,22 @@ def read_state(state: State, folder: Path, reader: FileSystemReader | None = Non
 
 
 def saved_sizes(folder: Path, prefix: str) -> dict[str, torch.Size]:
-    """Return the shapes of a checkpoint's unsharded tensors under a prefix, by names without it."""
+    """Return the unsharded shapes of a checkpoint's tensors under a prefix, by their names without it."""
     return {name: each.size for name, each in _tensors_of(read_index(folder), prefix).items()}
 
 
 def check_model(model: nn.Module, folder: Path) -> None:
-    """Raise ForeignCheckpointError if a checkpoint has weights that the model lacks: torch ignores them silently."""
+    """Raise ForeignCheckpointError if a checkpoint has weights that the model lacks, which torch silently ignores."""
     known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     if unknown := sorted(saved_sizes(folder, _MODEL).keys() - known):
         raise ForeignCheckpointError(f"the model has no '{unknown[0]}'")
 
 
 def open_trained(folder: Path, shapes: Mapping[str, torch.Size]) -> LazyTensors:
-    """Return the trained weights of a checkpoint, by their names in the model; each is read on access, by any thread.
+    """Return the trained weights of a checkpoint by their names in the model; each is read on access, from any thread.
 
-    Any engine may have written it, at any world size; ZeRO-3's flat tensors get their shapes back. Raises
-    DamagedCheckpointError if the index is damaged, or not that of a model with these `shapes` by name.
+    Any engine may have written the checkpoint, at any world size; ZeRO-3's flat tensors are reshaped. Raises
+    DamagedCheckpointError if the index is damaged, or does not match `shapes`.
     """
     reader, lock = _Reader(folder), Lock()
     stored = _tensors_of(reader.read_metadata(), _MODEL)
@@ -190,7 +190,7 @@ def open_trained(folder: Path, shapes: Mapping[str, torch.Size]) -> LazyTensors:
 
 
 def read_index(folder: Path) -> Metadata:
-    """Return a checkpoint's index: shapes, types and places of its tensors; raise DamagedCheckpointError if damaged."""
+    """Return a checkpoint's index: shapes, dtypes and files of its tensors. Raises DamagedCheckpointError."""
     try:
         with (folder / INDEX).open("rb") as file:
             index = _IndexUnpickler(file).load()
@@ -210,7 +210,7 @@ def _tensors_of(index: Metadata, prefix: str) -> dict[str, metadata.TensorStorag
 
 
 class _Reader(FileSystemReader):
-    """torch's reader with a safe unpickler. As `read_metadata` takes no `kwargs`, torch looks for no index per rank."""
+    """torch's reader with a safe unpickler. `read_metadata` takes no `kwargs`, so torch expects no index per rank."""
 
     @cached_property
     def _index(self) -> Metadata:
@@ -229,7 +229,7 @@ class _TensorsOnlyPlanner(DefaultLoadPlanner):
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Creates the dataclasses of an index, and nothing else."""
+    """Unpickle only the dataclasses of an index."""
 
     def find_class(self, module: str, name: str) -> object:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):

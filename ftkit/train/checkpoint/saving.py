@@ -47,31 +47,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Save:
-    """A checkpoint that is being written; times are those of `time.perf_counter`."""
+    """A checkpoint that is being written; times are from `time.perf_counter`."""
 
     step: int
-    began: float  # when training stopped for it
+    began: float  # when training paused for it
     resumed: float | None  # when training continued; None if it waits
-    ended: Future[float]  # gives the time at which the checkpoint was complete
+    ended: Future[float]  # the time at which the checkpoint was complete
     may_fail: bool  # whether training continues without it
 
 
 class _SaveError(Exception):
-    """A checkpoint can't be written; raised on all ranks, with the reason of the first rank that failed."""
+    """A checkpoint can't be written; raised on all ranks with the reason of the first rank that failed."""
 
 
 class Checkpointer:
     """Write one checkpoint at a time, in a thread with a separate process group.
 
-    Training waits only for the copy to host memory or, without room for a copy, for the whole checkpoint. It continues
-    after a failed write, unless more than `max_failed_checkpoints` fail in a row.
+    Training waits only for the copy to host memory; without room for a copy, it waits for the whole checkpoint. It
+    continues after a failed write, unless more than `max_failed_checkpoints` fail in a row.
     """
 
     def __init__(self, plan: RunPlan, world: World, write: Callable[[Record], None]) -> None:
         self._plan = plan
         self._world = world
         self._write_record = write
-        # The order of two threads' collectives in one group could differ between ranks.
+        # In a shared group, the order of two threads' collectives could differ between ranks.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc=CHECKPOINT_GROUP)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._snapshot = HostSnapshot(world)
@@ -80,7 +80,7 @@ class Checkpointer:
         self._num_failed = 0
 
     def __enter__(self) -> Self:
-        if self._world.is_first:  # partial checkpoints of a job that was killed while it wrote or deleted them
+        if self._world.is_first:  # partial checkpoints of a job that was killed while writing or deleting them
             for folder in self._plan.layout.checkpoints.glob(".step-*"):
                 remove(folder)
         return self
@@ -106,7 +106,7 @@ class Checkpointer:
         if copies:
             state = self._snapshot.take(state)
         elif self._world.device.type == "cuda":
-            torch.cuda.synchronize()  # host sync: another thread reads what this one's kernels write
+            torch.cuda.synchronize()  # host sync: another thread reads the tensors that queued kernels write
         ended = self._thread.submit(self._write, state, progress)
         resumed = time.perf_counter() if copies else None
         self._save = _Save(progress.step, began, resumed, ended, may_fail=in_background)
@@ -158,7 +158,7 @@ class Checkpointer:
 
     def _write(self, state: State, progress: TrainState) -> float:
         if self._world.device.type == "cuda":
-            torch.cuda.set_device(self._world.device)  # a new thread starts on the first one
+            torch.cuda.set_device(self._world.device)  # a new thread starts on the first device
         is_first, final = self._world.is_first, self._plan.layout.checkpoint(progress.step)
         folder = final.with_name(f".{final.name}.partial")
         # With look-ahead, the writer would wait for training's stream every few megabytes.
@@ -216,18 +216,18 @@ def _make_empty(folder: Path) -> None:
 def delete_oldest(
     layout: RunLayout, step: int, keep: int, *, keep_every: int | None = None, best: int | None = None
 ) -> None:
-    """Delete checkpoints up to a step except the newest, the best, and those of multiples of `keep_every_steps`."""
-    # Later checkpoints don't count: they are damaged, or training would have resumed from them.
+    """Delete checkpoints up to a step except the `keep` newest, the best, and those at multiples of `keep_every`."""
+    # Ignore later checkpoints: they are damaged, or training would have resumed from them.
     for old, folder in [found for found in layout.list_checkpoints() if found[0] <= step][:-keep]:
         if old == best or (keep_every is not None and old % keep_every == 0):
             continue
         doomed = folder.with_name(f".{folder.name}.{time.time_ns()}.deleted")
-        folder.rename(doomed)  # readers don't see it from now on
+        folder.rename(doomed)  # hides it from readers
         remove(doomed)
 
 
 class HostSnapshot:
-    """Copies sharded state to host memory, where training cannot modify it while it is written; reuses its buffers."""
+    """Copy sharded state to reused host buffers, which training cannot modify while they are being written."""
 
     def __init__(self, world: World) -> None:
         self._world = world

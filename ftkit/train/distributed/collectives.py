@@ -1,8 +1,8 @@
 """Collectives of FSDP2: NCCL's, or copies between GPUs of one host with their copy engines.
 
 NCCL kernels occupy SMs that matmuls could use: a matmul that overlaps with them takes up to 39% longer
-(docs/adr/0051). Copy engines need no SMs. Gradients are sent in the dtype in which they were computed,
-whatever the dtype of the sum: each rank adds up the copies that it receives of its shard.
+(docs/adr/0051). Copy engines need no SMs. Gradients are sent in the dtype in which they were computed, whatever the
+dtype of the sum: each rank averages the copies of its shard that it receives.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the CUD
 
 
 class PeerMemory:
-    """Memory on each of `size` GPUs, `num_bytes` each, that all of them have mapped (torch's symmetric memory)."""
+    """A buffer of `num_bytes` on each of `size` GPUs, mapped on all of them (torch's symmetric memory)."""
 
     num_bytes = 2**28  # larger tensors are sent in pieces
 
@@ -40,17 +40,17 @@ class PeerMemory:
         self.rank, self.size = group.rank(), group.size()
 
     def of(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return [numel] of a rank's memory, starting at `offset`; both are counted in elements."""
+        """Return a view, [numel], of a rank's buffer from `offset` on, in elements."""
         peer: torch.Tensor = self._handle.get_buffer(rank, (numel,), dtype, offset)
         return peer
 
     def barrier(self) -> None:
-        """Wait for all ranks on the current stream, so that no later copy overtakes an earlier one of another rank."""
+        """Wait for all ranks on the current stream, so that no later copy overtakes another rank's earlier one."""
         self._handle.barrier()
 
 
 class AllGather:
-    """An all-gather for FSDP2: each rank shares its shard, and copies the other ranks' shards."""
+    """An all-gather for FSDP2: each rank publishes its shard, and copies the other ranks' shards."""
 
     def __init__(self, memory: PeerMemory) -> None:
         self._memory = memory
@@ -65,7 +65,7 @@ class AllGather:
         group: dist.ProcessGroup,
         async_op: bool = False,  # noqa: FBT001, FBT002 - FSDP2's interface
     ) -> None:
-        """Fill `output_tensor` [ranks × n] with all ranks' `input_tensor` [n], which is a part of it."""
+        """Fill `output_tensor` [ranks × n] with the `input_tensor` [n] of all ranks; it already has this rank's."""
         del group, async_op
         memory, dtype = self._memory, input_tensor.dtype
         shards = output_tensor.view(memory.size, -1)
@@ -85,7 +85,7 @@ class ReduceScatter:
         self._has_input = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate the input, then the output."""
+        """Allocate the input at the first call and the output at the second, alternately."""
         tensor = torch.empty(*size, dtype=self._averaged_in if self._has_input else dtype, device=device)
         self._has_input = not self._has_input
         return tensor
@@ -98,7 +98,7 @@ class ReduceScatter:
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,  # noqa: FBT001, FBT002 - FSDP2's interface
     ) -> None:
-        """Fill `output_tensor` [n] with the mean over the ranks of this rank's part of `input_tensor` [ranks × n]."""
+        """Average this rank's part of each rank's `input_tensor` [ranks × n] into `output_tensor` [n]."""
         del group, async_op
         if op != dist.ReduceOp.AVG or output_tensor.dtype != self._averaged_in:
             raise TrainingError(
@@ -123,12 +123,12 @@ def _pieces(numel: int, max_numel: int) -> Iterator[tuple[int, int]]:
 
 
 def _others_first(memory: PeerMemory) -> list[int]:
-    """Return all ranks from the one after this one on, so that each rank starts with a different peer."""
+    """Return all ranks, starting after this one, so that each rank copies to a different peer first."""
     return [(memory.rank + step) % memory.size for step in range(1, memory.size + 1)]
 
 
 def find_error(gather: AllGather, reduce: ReduceScatter, world: World) -> str:
-    """All-gather and average known numbers; return what is wrong, or an empty string. Collective."""
+    """All-gather and average known numbers; return the error, or an empty string. Collective."""
     numel, group, precision = 1024, world.mesh.get_group(), torch.bfloat16
     ranks = torch.arange(1, world.size + 1, dtype=precision, device=world.device).repeat_interleave(numel)
     gathered = ranks.where(ranks == world.rank + 1, 0)
@@ -137,15 +137,15 @@ def find_error(gather: AllGather, reduce: ReduceScatter, world: World) -> str:
     averaged = reduce.allocate((numel,), dtype=precision, device=world.device)
     reduce(averaged, gradients, group, dist.ReduceOp.AVG)
     expected = torch.full_like(averaged, (world.rank + 1) * (world.size + 1) / 2)
-    is_right = torch.equal(gathered, ranks) and torch.equal(averaged, expected)  # host sync: before the weights
+    is_right = torch.equal(gathered, ranks) and torch.equal(averaged, expected)  # host sync, before training
     return "" if is_right else "copies of known numbers were wrong"
 
 
 def choose_collectives(training: TrainingPlan, world: World) -> tuple[AllGather, ReduceScatter] | None:
     """Return the copy engines' collectives if the recipe allows them and they work here, or None. Collective.
 
-    They run concurrently, so each has separate memory. The `reduce_dtype` of a module with them must be the dtype of
-    its computations.
+    The two run concurrently, so each has its own buffers. The `reduce_dtype` of a module that uses them must be its
+    compute dtype.
     """
     is_required = training.collectives == "copy_engine"
     if world.size == 1 or training.collectives == "nccl" or (world.device.type == "cpu" and not is_required):
@@ -184,9 +184,9 @@ def _reason_against(training: TrainingPlan, world: World) -> str:
 
 
 def reaches(device: int, peer: int) -> bool:
-    """Tell whether a GPU can access another's memory with atomics, as over NVLink; torch has no query for them.
+    """Return whether a GPU can access another's memory with atomics, as over NVLink; torch has no query for it.
 
-    Without atomics, as over most PCIe, ranks can copy, but not wait for each other.
+    Without atomics, as over most PCIe links, ranks can copy, but can't wait for each other.
     """
     if not torch.cuda.can_device_access_peer(device, peer):
         return False

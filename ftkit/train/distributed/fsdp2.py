@@ -61,10 +61,10 @@ _NORM_EPSILON = 1e-6
 class Fsdp2Engine:
     """Master weights, gradients and optimizer states in fp32, sharded over the ranks.
 
-    On one process nothing is sharded, unless parameters are offloaded: FSDP2 would copy each weight into a buffer and
-    out of it, and keep the host busier than the GPU (docs/adr/0001). The arithmetic is FSDP2's: from a step's first
-    forward to its last backward, the model has copies of its weights in the compute dtype, whose gradients are added to
-    those of the fp32 weights. That backward frees each copy after its last use. Adapters are cast where they are used.
+    On one process, nothing is sharded unless parameters are offloaded: FSDP2 would copy each weight into a buffer and
+    out of it, and keep the host busier than the GPU (docs/adr/0001). The arithmetic is the same as FSDP2's. From a
+    step's first forward to its last backward, the model has copies of its weights in the compute dtype, and their
+    gradients are added to the fp32 gradients. The last backward frees each copy. Adapters are cast on use.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class Fsdp2Engine:
         if init_weights is not None:
             init_weights(hf_model)
         self._shards = list(hf_model.parameters())
-        """The sharded parameters; during forward and backward, the model has unsharded ones in their place."""
+        """The sharded parameters; forward and backward replace them with unsharded ones in the model."""
         self._parameters = ReplacedParameters(hf_model)
         if self._is_unsharded and training.adapters is None:
-            # Weak, because parameters hold their hooks where garbage collection does not look.
+            # A weak reference, because garbage collection can't follow the hooks of parameters.
             free_copy = partial(_free_copy, weakref.ref(self))
             for parameter in filter(lambda each: each.requires_grad, self._shards):
                 parameter.register_post_accumulate_grad_hook(free_copy)
@@ -115,9 +115,9 @@ class Fsdp2Engine:
         )
 
     def _even_share(self, parameter: torch.Tensor) -> int:
-        """Return the maximum number of elements of a parameter on one rank, split along its rows.
+        """Return the maximum number of elements of a parameter on one rank, if it is sharded by rows.
 
-        Tensor parallelism divides layers' matrices by rows or columns before that, but one of each adapter's two.
+        Before that, tensor parallelism divides a layer's matrices by rows or columns, but only one of an adapter's two.
         """
         world, shape, num_shards = self._world, [*parameter.shape], self._world.num_shards
         if isinstance(parameter, DTensor) and parameter.device_mesh == world.tensor_mesh:
@@ -130,14 +130,14 @@ class Fsdp2Engine:
         return -(-rows // num_shards) * (torch.Size(shape).numel() // max(1, rows))
 
     def _cast_weights(self) -> AbstractContextManager[object]:
-        """Give an unsharded model copies of its weights in the compute dtype; FSDP2 and autocast do it otherwise."""
+        """Cast the weights of an unsharded model to the compute dtype; otherwise FSDP2 or autocast does."""
         dtype = DTYPES[self._training.compute_precision]
         if not self._is_unsharded or self._training.adapters is not None or dtype == torch.float32:
             return nullcontext()
         return self._parameters.by(lambda parameter: parameter.to(dtype))
 
     def free_copy(self, parameter: torch.Tensor) -> None:
-        """Free a weight's copy in the compute dtype, whose gradient is complete, if no micro-batch follows."""
+        """Free a weight's copy in the compute dtype after its last gradient of the step."""
         if self._is_last_backward:
             self._parameters.restore(parameter)
 
@@ -151,8 +151,8 @@ class Fsdp2Engine:
     def backward(self, loss: torch.Tensor, num_labels: int, *, is_last: bool) -> None:
         """Accumulate gradients; see `Engine.backward`.
 
-        Each micro-batch's gradients are reduce-scattered immediately, unless the sync is deferred: then they are summed
-        unsharded. Replicas sum their shards in the last micro-batch.
+        Each micro-batch's gradients are reduce-scattered immediately. If the sync is deferred, they are accumulated
+        unsharded until the last one. Replicas all-reduce their shards in the last micro-batch.
         """
         root = cast("FSDPModule", self.model)
         if self._world.num_replicas > 1:
@@ -182,7 +182,7 @@ class Fsdp2Engine:
     def probe(self) -> Iterator[CausalLM]:
         try:
             with warnings.catch_warnings(), self._cast_weights():
-                # The warning is about outputs that are changed in place later, which a probe never does.
+                # torch warns of outputs that are later modified in place; a probe does not modify any.
                 warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
                 yield self.model
         finally:
@@ -219,7 +219,7 @@ class Fsdp2Engine:
 
     def state(self) -> State:
         model, optimizer = self._state_dicts()
-        # The plan defines the parameter groups.
+        # Omit the parameter groups: the plan defines them.
         return {"model": model, "optimizer": {"state": optimizer["state"]}}
 
     def _state_dicts(self) -> tuple[State, State]:
@@ -239,7 +239,7 @@ class Fsdp2Engine:
         hf_model = self.model.hf_model
         check_model(hf_model, folder)
         model, optimizer = self._state_dicts()
-        # A parameter that never got a gradient has no state in a checkpoint, and keeps the initial one.
+        # A parameter that never had a gradient has no state in a checkpoint, and keeps its initial state.
         saved = saved_sizes(folder, "optimizer.state.")
         has_state = {name.rpartition(".")[0] for name in saved}
         states = {name: each for name, each in optimizer["state"].items() if name in has_state or not saved}
@@ -301,21 +301,21 @@ def _prepare_layers(hf_model: PreTrainedModel, training: TrainingPlan, world: Wo
     )
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext
     if training.adapters is not None and training.compute_precision == "bf16":
-        # Adapters are trained in fp32, and cast where they are used.
+        # Adapters are trained in fp32 and cast on use.
         autocast = partial(torch.autocast, world.device.type, torch.bfloat16)
     objective = Preferences.of(training)
     return CausalLM(hf_model, routers=routers, objective=objective, distill=training.distillation, autocast=autocast)
 
 
 def _shard(model: CausalLM, training: TrainingPlan, world: World, *, reshard_after_forward: bool) -> None:
-    """Apply FSDP2: each decoder layer is a unit, each layer of a vision encoder too, and the rest is one more.
+    """Apply FSDP2: each decoder layer and each layer of a vision encoder is a unit, and the rest is one more.
 
     Layers are all-gathered for their forward, and again for their backward if they are resharded in between. Embedding
     and output projection stay unsharded between forward and backward.
 
     With adapters, parameters are all-gathered in their storage dtype: frozen ones in the compute dtype, trained ones in
-    fp32, cast on use, as on one process. FSDP2 then copies bytes. With a single dtype it would copy numbers, and
-    `torch._foreach_copy_` replaces all NaNs with one NaN on GPUs, which would change 4-bit weights.
+    fp32, which are cast on use, as on one process. FSDP2 then copies bytes. With a single dtype, it would copy values,
+    and `torch._foreach_copy_` on GPUs replaces all NaNs with one NaN, which would change 4-bit weights.
     """
     collectives = choose_collectives(training, world)
     compute = None if training.adapters is not None else DTYPES[training.compute_precision]
@@ -332,7 +332,7 @@ def _shard(model: CausalLM, training: TrainingPlan, world: World, *, reshard_aft
             layer, mesh=world.layer_mesh, reshard_after_forward=reshards, mp_policy=precision, offload_policy=offload
         )
     root = fully_shard(model, mesh=world.mesh, mp_policy=precision, offload_policy=offload)
-    if world.tensor_parallel > 1:  # the rest is sharded over more ranks: gradients are divided by the same number
+    if world.tensor_parallel > 1:  # the rest is sharded over more ranks, but needs the same gradient divisor
         root.set_force_sum_reduction_for_comms(True)
         root.set_gradient_divide_factor(world.num_layer_ranks)
     if collectives is not None:

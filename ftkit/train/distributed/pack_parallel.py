@@ -2,16 +2,16 @@
 
 Embedding, norms, residuals, output projection and loss are computed token by token.
 
-* Context parallelism: before attention, an all-to-all gives a rank all tokens of its share of the heads; after it
-  another one returns the tokens (DeepSpeed Ulysses, Jacobs et al. 2023). So documents and sliding windows are exact at
-  any length.
+* Context parallelism: before attention, an all-to-all gives each rank all tokens for its share of the heads; a second
+  one returns the tokens afterwards (DeepSpeed Ulysses, Jacobs et al. 2023). Documents and sliding windows are therefore
+  exact at any length.
 * Tensor parallelism: the ranks also divide the matrices of each decoder layer. Before attention and before the
-  feed-forward layer, an all-gather gives a rank all tokens, for its share of the heads and of the inner dimension;
-  after them a reduce-scatter sums the results and returns the tokens (sequence parallelism, Korthikanti et al. 2022).
+  feed-forward layer, an all-gather gives each rank all tokens for its share of the heads and of the inner dimension. A
+  reduce-scatter then sums the results and returns the tokens (sequence parallelism, Korthikanti et al. 2022).
 
-Adapters: of a colwise linear layer, `lora_B` is divided; of a rowwise one, `lora_A`. The other matrix is unsharded on
-each rank, as in Megatron, and its gradients are summed over the ranks like those of norms. Adapters exchange no
-activations of their own: their outputs join the base layer's before these are summed.
+Adapters: colwise linear layers divide `lora_B`, rowwise ones `lora_A`. The other matrix is replicated on each rank, as
+in Megatron, and its gradients are summed over the ranks, as those of norms. Adapters communicate no activations of
+their own: their outputs are added to the base layer's before the sum over the ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from ftkit.train.world import ContextGroup
 
-_NAME = "ftkit_whole_packs"  # transformers' name of attention that finds documents by `cu_seqlens`
+_NAME = "ftkit_whole_packs"  # name in transformers of attention that separates documents by `cu_seqlens`
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 """Types of layers in which only attention mixes tokens, with masks that `cu_seqlens` and a window describe."""
 _TOKENS: Placement = Shard(1)  # layout of hidden states, [B, T, H], between matrices
@@ -94,7 +94,7 @@ def check_tensor_parallel(config: PretrainedConfig, kernel: Kernel, size: int) -
 
 
 def whole_pack_attention(kernel: Kernel, exchange: ContextGroup) -> str:
-    """Register attention over whole packs, since transformers' masks are for a rank's tokens; return its name."""
+    """Register attention over whole packs, because transformers' masks cover only a rank's tokens; return its name."""
     group = "" if exchange.group is None else exchange.group.group_name
     AttentionInterface.register(_NAME, partial(_attention, kernel=kernel, group=group, size=exchange.size))
     return _NAME
@@ -124,7 +124,7 @@ def _attention(  # noqa: PLR0913 - the interface is transformers'
     refuse_changed_scores(module, others)
     del attention_mask
     batch, heads, tokens, width = query.shape
-    # Each of the ranks needs a key-value head for its query heads.
+    # Each rank needs a key-value head for its query heads.
     times = size // math.gcd(size, key.shape[1])
     if times > 1:
         key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
@@ -148,7 +148,7 @@ def _attention(  # noqa: PLR0913 - the interface is transformers'
     return output.reshape(batch, tokens, heads, -1), None
 
 
-# An operator: the compiler doesn't trace into it, so its argument is the group's name.
+# A custom operator, because the compiler doesn't trace into it. Operators can't take groups, so it takes the name.
 @torch.library.custom_op("ftkit::all_to_all", mutates_args=())
 def all_to_all(sent: torch.Tensor, group: str) -> torch.Tensor:
     """Send the i-th part of a contiguous tensor, [size, ...], to rank i of a group; return the received parts."""
@@ -175,9 +175,9 @@ all_to_all.register_autograd(_backward, setup_context=_save_group)
 
 
 def divide_layers(layers: nn.ModuleList, family: str, mesh: DeviceMesh, adapters: LoraSpec | None = None) -> None:
-    """Divide the matrices of decoder layers among the ranks of a mesh of one dimension, and have their inputs gathered.
+    """Divide the matrices of decoder layers among the ranks of a 1-D mesh, and all-gather their inputs.
 
-    Norms are whole on each rank, with summed gradients; OLMo 3's norms of all heads are divided with the heads.
+    Norms are replicated on each rank, with summed gradients. OLMo 3's norms over all heads are divided with the heads.
     """
     for layer in layers:
         names = [name for name, module in layer.named_children() if type(module).__name__.endswith("Norm")]
@@ -216,7 +216,7 @@ def _styles(family: str) -> dict[str, ParallelStyle]:
 
 
 class _DividedNorm(ParallelStyle):
-    """An RMS norm over all heads, of which each rank has some: the mean square is summed over the ranks."""
+    """An RMS norm over all heads, if each rank has some of them: the mean square is summed over the ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def as_part(_: nn.Module, inputs: tuple[torch.Tensor], mesh: DeviceMesh) -> Any:
@@ -232,14 +232,14 @@ class _DividedNorm(ParallelStyle):
 class _DividedAdapter(AdaptedLinear):
     """A frozen linear layer with its adapter, divided among ranks; parameters have peft's names.
 
-    Dropout is that of the whole layer: ranks have equal masks for inputs that all of them have; of divided inputs, each
-    has the part of its features.
+    Dropout is the same as for the whole layer: ranks draw equal masks for replicated inputs, and the part for their
+    features of divided inputs.
     """
 
     def __init__(
         self, adapted: AdaptedLinear, mesh: DeviceMesh, *, base: Placement, down: Placement, up: Placement
     ) -> None:
-        """Make the parameters DTensors; biases and magnitudes, one for each output, are divided as `up`."""
+        """Convert the parameters to DTensors; biases and magnitudes, one per output, are divided as `up`."""
         super().__init__(adapted, adapted.lora, adapted.effect, adapted.dropout)
         self._mesh = mesh
         _distribute(self.base_layer, mesh, lambda weight: base if weight.ndim > 1 else up)
@@ -265,7 +265,7 @@ class _DividedAdapter(AdaptedLinear):
 
 
 class _ColwiseAdapter(_DividedAdapter):
-    """Inputs are DTensors of all tokens, whole on each rank; outputs are local tensors, of a rank's features."""
+    """Inputs are DTensors of all tokens, replicated on each rank; outputs are local tensors of a rank's features."""
 
     def __init__(self, adapted: AdaptedLinear, mesh: DeviceMesh) -> None:
         super().__init__(adapted, mesh, base=Shard(0), down=Replicate(), up=Shard(0))
@@ -278,7 +278,7 @@ class _ColwiseAdapter(_DividedAdapter):
 
 
 class _RowwiseAdapter(_DividedAdapter):
-    """Inputs are local tensors, of a rank's features; outputs too, of a rank's tokens."""
+    """Inputs are local tensors of a rank's features; outputs are local tensors of a rank's tokens."""
 
     def __init__(self, adapted: AdaptedLinear, mesh: DeviceMesh) -> None:
         super().__init__(adapted, mesh, base=Shard(1), down=Shard(1), up=Replicate())
@@ -304,7 +304,7 @@ def _distribute(owner: nn.Module, mesh: DeviceMesh, placement_of: Callable[[nn.P
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:
-    """Return a parameter's part on this rank; the gradient of one that is whole there has to be summed."""
+    """Return a parameter's part on this rank; the gradient of a replicated one is a partial sum."""
     divided = cast("DTensor", parameter)
     is_whole = divided.placements[0].is_replicate()
     return divided.to_local(grad_placements=[Partial()] if is_whole else None)

@@ -1,4 +1,4 @@
-"""Run a model on random documents before step 1, as in training: what the checks of packs and of logits look at."""
+"""Run a model on random documents before step 1, as in training, for the checks of packs and logits."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Outputs of a model for two micro-batches of N tokens, some of which are the same in both.
+    """Outputs of a model for two micro-batches of N tokens that share the kept tokens.
 
-    With context parallelism, these are the N tokens of this rank's part of the packs. A gradient is that of the second
-    micro-batch's kept hidden states with respect to the first layer's output at a token. Logits are those of the last
-    tokens of each row of the first micro-batch.
+    With context parallelism, the N tokens are this rank's part of the packs. Gradients are those of the second
+    micro-batch's kept hidden states with respect to the first layer's output at each token. Logits are those of the
+    last tokens of each row of the first micro-batch.
     """
 
-    is_kept: torch.Tensor  # bool [N], tokens that both micro-batches share: the first part of every other document
-    is_later: torch.Tensor  # bool [N], after them in the same document; all others are in neighboring documents
+    is_kept: torch.Tensor  # bool [N], tokens that are the same in both: the first part of every other document
+    is_later: torch.Tensor  # bool [N], later tokens of these documents; all others are in neighboring documents
     kept_states: tuple[torch.Tensor, torch.Tensor]  # hidden states of the kept tokens, [K, H], in host memory
     gradient_norms: torch.Tensor  # fp32 [N]
-    kept_norm: torch.Tensor  # their mean over the kept tokens, on all ranks with tokens of the same packs
-    own_logits: torch.Tensor  # [M, V], of the model's own class
-    expected_logits: torch.Tensor  # [M, V], that ftkit computes the loss from
+    kept_norm: torch.Tensor  # mean of the norms over the kept tokens, on all ranks with tokens of the same packs
+    own_logits: torch.Tensor  # [M, V], from the model's own class
+    expected_logits: torch.Tensor  # [M, V], from which ftkit computes the loss
 
 
 def run_probe(  # noqa: PLR0913 - of each training
@@ -57,8 +57,8 @@ def run_probe(  # noqa: PLR0913 - of each training
     """Run a model on two micro-batches as in training: same shapes, same kernels, compiled, with gradients.
 
     Packs are filled with documents of uneven lengths, longer and shorter than most windows; padded rows have half the
-    length of a pack. They have no tokens of `pictures`. In packs of pairs, what is kept shares prompts in the second
-    micro-batch alone, so states show whether that changes them. Weights don't change.
+    length of a pack. They have no tokens of `pictures`. In packs of pairs, kept documents share prompts only in the
+    second micro-batch, so the states show whether sharing changes them. Weights don't change.
     """
     plain = (_padded_layout if layout == "rows" else _packed_layout)(micro_batch_size, sequence_length)
     layouts = [_pairs_layout(plain, is_shared=flag) if layout == "pairs" else plain for flag in (False, True)]
@@ -109,8 +109,8 @@ def _class_logits(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run the model's own class, within `CausalLM.forward`.
 
-    Returns its last hidden states, [N, H]; its logits for the last `num_logits` tokens of each row, [M, V]; and those
-    that `CausalLM.loss` would compute its loss from, [M, V]: those of the class, if it has layers in between.
+    Returns its last hidden states, [N, H]; its logits for the last `num_logits` tokens of each row, [M, V]; and the
+    logits of `CausalLM.loss`, [M, V], which are the class's own if the model `has_head_layers`.
     """
     states: list[torch.Tensor] = []
     expected: list[torch.Tensor] = []
@@ -119,7 +119,7 @@ def _class_logits(
         states.append(output.last_hidden_state.detach())
 
     def watch_projection(module: nn.Linear, __: object, ___: object) -> None:
-        # In a hook, because ZeRO-3 gathers the weight only for this call.
+        # In a hook, because ZeRO-3 all-gathers the weight only for this call.
         hidden = states[0][:, -num_logits:].to(module.weight.dtype)
         products = functional.linear(hidden, module.weight, module.bias)
         expected.append(model.logit_transform.apply(products.detach().float()))
@@ -129,7 +129,7 @@ def _class_logits(
         find_decoder(hf_model).register_forward_hook(watch_decoder),
         hf_model.get_output_embeddings().register_forward_hook(watch_projection),
     ):
-        kept = torch.arange(-num_logits, 0, device=batch.input_ids.device)  # with a number, Gemma 4 skips other tokens
+        kept = torch.arange(-num_logits, 0, device=batch.input_ids.device)  # with an int, Gemma 4 skips other tokens
         inputs = model_inputs(hf_model, batch) | accepted_inputs(hf_model, {"logits_to_keep": kept})
         logits = hf_model(**inputs).logits[:, -num_logits:].detach()
     expected_logits = logits if model.has_head_layers else expected[0]
@@ -141,8 +141,8 @@ def _states_and_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the last hidden states, and gradients of the kept ones with respect to the first layer's output, [N, …].
 
-    The hidden states of the kept tokens are projected on a random direction. Gradients are not with respect to the
-    embeddings: a frozen table has no gradient in training, and adding one would recompile the first layer.
+    The gradients are of the kept hidden states projected on a random direction. They are not with respect to the
+    embeddings: a frozen embedding has no gradient in training, and adding one would recompile the first layer.
     """
     outputs: list[torch.Tensor] = []
 
@@ -150,11 +150,11 @@ def _states_and_gradients(
         outputs.append(output if isinstance(output, torch.Tensor) else output[0])
 
     with find_decoder_layers(model.hf_model)[0].register_forward_hook(watch):
-        # Flattened outside: FSDP2 warns of outputs that are views.
+        # Flatten outside of the module, because FSDP2 warns of outputs that are views.
         states = model(compute=CausalLM.hidden_states, batch=batch).flatten(0, 1)
     direction = torch.randn(states.shape, dtype=states.dtype, device=states.device).mul_(is_kept[:, None])
     (gradients,) = torch.autograd.grad(states, outputs[:1], direction)
-    # To one row for each of the N = B * T tokens; some models have S streams: [S, B, T, H].
+    # Reshape to one row per token, N = B * T; some models have S streams: [S, B, T, H].
     rows = batch.input_ids.shape
     axis = next((axis for axis in range(gradients.ndim - 1) if gradients.shape[axis : axis + 2] == rows), 0)
     by_token = gradients.movedim((axis, axis + 1), (0, 1)).flatten(0, 1).flatten(1)
@@ -162,8 +162,8 @@ def _states_and_gradients(
 
 
 _DOCUMENT_SHARES = (0.05, 0.62, 0.03, 0.11)  # fractions of a pack for its documents; a fifth document fills the rest
-_ROW_SHARES = (0.93, 0.61)  # fractions of padded rows for their documents, in turn; the rest is padding
-_KEPT_SHARE = 0.75  # fraction of a document that is kept. Its rest differs: no kept token may attend to it
+_ROW_SHARES = (0.93, 0.61)  # alternating fractions of padded rows for their documents; the rest is padding
+_KEPT_SHARE = 0.75  # fraction of a document that is kept; the rest differs, and no kept token may attend to it
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class _Layout:
 
 
 def _packed_layout(micro_batch_size: int, length: int) -> _Layout:
-    """Lay out packs. Every other document is kept: the odd ones in even rows, the even ones in odd rows."""
+    """Lay out packs and keep every other document: odd documents in even rows, even documents in odd rows."""
     ends = np.cumsum(_DOCUMENT_SHARES) * length
     begins = np.unique(np.concatenate([[0], ends.astype(np.int64) | 1]))  # odd lengths, unlike a kernel's tiles
     begins = begins[begins < length]
@@ -192,9 +192,9 @@ def _packed_layout(micro_batch_size: int, length: int) -> _Layout:
 
 
 def _pairs_layout(plain: _Layout, *, is_shared: bool) -> _Layout:
-    """Divide each kept document of packs into a prompt, two completions of it, and what is kept of the second one.
+    """Divide each kept document of packs into a prompt and two completions, the second with a kept part.
 
-    Unless the prompt is shared, only the second completion follows it, and then the first one as another document.
+    If the prompt is not shared, only the second completion follows it, and the first one is a document after it.
     """
     changed: tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.int64]]
     changed = plain.is_kept.copy(), plain.is_later.copy(), plain.positions.copy()
@@ -228,7 +228,7 @@ def _padded_layout(micro_batch_size: int, length: int) -> _Layout:
 def _probe_batch(
     layout: _Layout, vocab_size: int, seed: int, world: World, pictures: PictureFeed | None, *, shares_prompts: bool
 ) -> MicroBatch:
-    """Return random documents; their kept tokens are the same with every seed."""
+    """Return random documents; the kept tokens are the same for every seed."""
     known = np.setdiff1d(np.arange(vocab_size), pictures.inputs.token_ids if pictures else ())
     tokens = np.random.default_rng(seed).choice(known, layout.is_kept.shape)
     tokens[layout.is_kept] = np.random.default_rng(0).choice(known, int(layout.is_kept.sum()))

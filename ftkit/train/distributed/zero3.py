@@ -50,11 +50,11 @@ class Zero3Engine:
     ) -> None:
         self._world = world
         self._training = training
-        # DeepSpeed returns offloaded states on the device, one parameter at a time: they are moved back immediately.
+        # DeepSpeed returns offloaded states on the device, one parameter at a time; they are immediately moved back.
         self._state_mesh = world.mesh if training.offload == "none" else world.host_mesh
         for name, module in hf_model.named_modules():
             if isinstance(module, nn.ModuleList) and name.endswith("experts"):
-                raise TrainingError(  # ranks that use different modules would wait for each other forever
+                raise TrainingError(  # ranks that use different modules would deadlock
                     f"ZeRO-3 can't train '{name}', whose experts are separate modules",
                     meaning="this family, or this version of transformers, has no parameter for all experts of a layer",
                     fix="set training.engine=fsdp2",
@@ -77,11 +77,11 @@ class Zero3Engine:
             offloaded=training.offloaded_of_layers(len(layers), "zero3"),
             device=world.device,
         )
-        # DeepSpeed gathers the output projection's weight when it is called as a module.
+        # DeepSpeed all-gathers the output projection's weight only if it is called as a module.
         objective, distill = Preferences.of(training), training.distillation
         self.model = CausalLM(hf_model, routers=routers, by_weight=False, objective=objective, distill=distill)
-        # Each step sets the learning rate. Until then it is 0, so that DeepSpeed's setup of the states can't change
-        # the weights.
+        # Each step sets the learning rate. It is 0 until then, so that DeepSpeed's initialization of the states can't
+        # change the weights.
         optimizer = torch.optim.AdamW(parameter_groups(hf_model, training), lr=0.0, betas=training.betas, fused=True)
         self._engine, *_ = self._deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
         self._optimizer = Zero3Optimizer(self._engine)
@@ -126,7 +126,7 @@ class Zero3Engine:
 
     @contextmanager
     def inference(self) -> Iterator[CausalLM]:
-        self._engine.eval()  # DeepSpeed frees gathered parameters after use
+        self._engine.eval()  # DeepSpeed frees all-gathered parameters after use
         try:
             with torch.no_grad():
                 yield self.model
@@ -144,7 +144,7 @@ class Zero3Engine:
         self._optimizer.set_step(learning_rate, max_norm)
         self._engine.step()
         norm = self._optimizer.grad_norm
-        # DeepSpeed skips a step whose gradients are not finite, and then has no norm.
+        # DeepSpeed skips a step with gradients that are not finite, and then has no norm.
         return torch.as_tensor(torch.nan if norm is None else norm, device=self._world.device).float()
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
@@ -228,10 +228,10 @@ class Zero3Engine:
 
 
 def hide_activations(model: nn.Module) -> None:
-    """Hide the activation functions of experts from DeepSpeed, which hooks every module.
+    """Hide the activation functions of experts from DeepSpeed, which adds hooks to every module.
 
-    Ranks wait for each other forever if they call different ones: experts that are computed one by one call theirs once
-    for each expert that got a token.
+    Ranks that call different modules deadlock. Experts that are computed one by one call their activation function once
+    per expert with tokens, which differs between ranks.
     """
     for _, experts in experts_in_layers(model):
         for name, module in list(experts.named_children()):

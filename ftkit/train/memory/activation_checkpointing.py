@@ -1,20 +1,20 @@
-"""Activation checkpointing: what a decoder layer saves for the backward pass, in which memory, and what is recomputed.
+"""Activation checkpointing: which tensors decoder layers save for the backward pass, where, and which they recompute.
 
-Saved for each layer, besides tensors that all layers share (rotary tables, masks, `cu_seqlens`):
+Each layer saves the following, in addition to tensors that all layers share (rotary tables, masks, `cu_seqlens`):
 
-* `none`: all that autograd saves. Compiled layers save less: they recompute chains of element-wise operations.
-* `selective`: the layer's input, the outputs of matmuls with its weights (queries, keys, values, attention's output
-  projection, gate, up, down; not those of an inner dimension below `WIDE`, as adapters' second matrices have) and of
-  attention, with its log-sum-exp (fp32, one per head and token). Norms, rotations, activations and sums are recomputed.
-  Compiled layers save outputs only if the backward pass reads them, so not those of `down` and the output projection
-  if no norm follows them.
+* `none`: all tensors that autograd saves. Compiled layers save fewer: they recompute chains of element-wise operations.
+* `selective`: the layer's input, and the outputs of attention, with its log-sum-exp (fp32, one per head and token), and
+  of matmuls with its weights (queries, keys, values, attention's output projection, gate, up, down), unless the inner
+  dimension is below `WIDE`, as for adapters' second matrices. Norms, rotations, activations and sums are recomputed.
+  Compiled layers save an output only if the backward pass reads it, so they drop those of `down` and the output
+  projection if no norm follows them.
 * `except_attention`: the layer's input, and attention's output with its log-sum-exp. All else is recomputed. Context
   parallelism saves the output before its heads are exchanged for tokens, as attention's backward pass reads it.
 * `full`: the layer's input. One layer at a time is recomputed, with the activations that `none` would save, and without
   its last matmul unless a norm follows it.
 
-With `activation_offload`, what all but `none` save is moved to host memory, and that of two layers is on the device at
-a time. Only compiled layers move the outputs of attention and matmuls.
+`activation_offload` copies the saved tensors of all modes but `none` to host memory, and keeps those of two layers on
+the device at a time. Only compiled layers offload the outputs of attention and matmuls.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ log = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 WIDE = 256
-"""Inner dimension from which a bf16 matmul is compute-bound. A narrower one is memory-bound, like element-wise
-operations, so recomputing it is cheap."""
+"""Minimum inner dimension of a compute-bound bf16 matmul. A narrower one is memory-bound, like element-wise operations,
+so recomputing it is cheap."""
 
 _LOOPS_OVER_TOKENS = {
     "MiniMaxLightningAttention",
@@ -65,15 +65,15 @@ _LOOPS_OVER_TOKENS = {
     "RwkvSelfAttention",
     "xLSTMBackend",
 }
-"""Classes of transformers 5.23 that loop over tokens or chunks: a compiler would unroll such a loop into a graph
-that takes minutes."""
+"""Classes of transformers 5.23 that loop over tokens or chunks. A compiler would unroll such a loop into a graph that
+takes minutes to compile."""
 _INNER_FACTOR = {
     torch.ops.aten.mm.default: 0,
     torch.ops.aten.addmm.default: 1,
     torch.ops.aten.bmm.default: 0,
     SCALED_MM: 0,
 } | ({} if GROUPED_MM is None else {GROUPED_MM.default: 0})
-"""Matmuls, each with the index of the factor whose last dimension is the inner one."""
+"""Matmuls, each with the index of the argument whose last dimension is the inner dimension."""
 
 
 def apply_activation_checkpointing(
@@ -86,10 +86,10 @@ def apply_activation_checkpointing(
 ) -> None:
     """Replace each decoder layer with one that is compiled, recomputed in the backward pass, or both.
 
-    Names of parameters don't change. The compiler traces the checkpoint: it takes part in the selection, and recomputes
-    only what the backward pass reads (docs/adr/0051). If it can't trace it with `full`, the compiled layer is called
-    twice. Layers are in the order of their calls, each with its mode, and with whether the tensors that it saves are
-    offloaded from `device`; by default, none are.
+    Parameter names don't change. The compiler traces the checkpoint, so it takes part in the selection, and recomputes
+    only what the backward pass reads (docs/adr/0051). If it can't trace a `full` checkpoint, the compiled layer runs
+    twice. `layers` are in the order of their calls; `modes` and `offloaded` have an entry for each. `offloaded` layers
+    save their tensors in host memory instead of on `device`; by default, none do.
     """
     if compiled:
         raise_recompile_limit(len(layers))
@@ -122,10 +122,9 @@ def is_offloaded(layer: nn.Module) -> bool:
 
 
 class RecomputedLayer(nn.Module):
-    """Mixed into the class of a decoder layer, as `fully_shard` mixes in `FSDPModule`, to replace its forward.
+    """A mixin for the class of a decoder layer that replaces its forward, as `fully_shard` mixes in `FSDPModule`.
 
-    A subclass rather than a wrapper, so that parameters keep their names, and the family's code finds the layer's
-    attributes.
+    A subclass instead of a wrapper keeps the names of parameters, and the layer's attributes for the family's code.
     """
 
     activation_checkpointing: ActivationCheckpointing
@@ -156,7 +155,7 @@ def _recomputed_class(layer_class: type[nn.Module]) -> type[RecomputedLayer]:
 def _forward_of(plain: Forward, name: str, mode: ActivationCheckpointing, *, compiled: bool) -> Forward:
     """Return a layer's forward that is recomputed, compiled, or both; `name` is for warnings."""
     if mode == "full" and compiled:
-        # torch before 2.13 marks operators of autograd functions only with a policy.
+        # torch before 2.13 marks the operators of autograd functions for recomputation only if there is a policy.
         recomputed = _recomputing(plain, context_fn=_save_nothing)
         called_twice = _recomputing(CompiledForward(plain, name))
         return CompiledForward(recomputed, name, fallback=called_twice) if TRACES_FULL_CHECKPOINTS else called_twice
@@ -180,7 +179,7 @@ def _is_compute_bound(operation: OpOverload, args: tuple[torch.Tensor, ...]) -> 
 
 
 def _is_attention(operation: OpOverload, _: object = None) -> bool:
-    # By name: torch has an operator for each of its attention kernels, and adds some with each version.
+    # By name, because torch has an operator per attention kernel, and each version adds some.
     name: str = operation.name()  # type: ignore[no-untyped-call]
     return "attention" in name or name == "ftkit::token_mixer"
 
@@ -189,7 +188,7 @@ def _contexts(
     is_saved: Callable[[OpOverload, tuple[torch.Tensor, ...]], bool],
     otherwise: CheckpointPolicy = CheckpointPolicy.MUST_RECOMPUTE,
 ) -> Contexts:
-    """Return the contexts of a checkpoint that saves the outputs of some operators; others are recomputed."""
+    """Return the contexts of a checkpoint that saves operators' outputs if `is_saved`, and recomputes all others."""
 
     def policy(_: object, operation: OpOverload, *args: torch.Tensor, **__: object) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if is_saved(operation, args) else otherwise
@@ -224,23 +223,23 @@ _CONTEXTS: dict[ActivationCheckpointing, Callable[[], Contexts]] = {
 
 @dataclass(eq=False)
 class _Layer:
-    """The offloaded tensors of a layer; `before` was offloaded before it, so the backward pass needs it after it."""
+    """The offloaded tensors of a layer. `before` is the layer offloaded before it, which the backward needs next."""
 
-    before: weakref.ref[_Layer] | None  # unless its graph was dropped without a backward pass
-    host: list[torch.Tensor] = field(default_factory=list)  # none once they are loaded
-    device: dict[int, torch.Tensor] = field(default_factory=dict)  # while they are prefetched and not yet loaded
+    before: weakref.ref[_Layer] | None  # dead if its graph was dropped without a backward pass
+    host: list[torch.Tensor] = field(default_factory=list)  # empty once they are loaded
+    device: dict[int, torch.Tensor] = field(default_factory=dict)  # prefetched tensors that are not yet loaded
 
 
 _Offloaded: TypeAlias = tuple[_Layer, int]  # a tensor in host memory, by its layer and index there
 
 
 class ActivationOffload:
-    """Copies what layers save to host memory and back on a separate stream, while layers compute.
+    """Copy saved tensors to host memory and back on a separate stream while layers compute.
 
-    A layer's tensors stay on the device until the next layer offloads its own: by then their copies are done, and
-    nothing waits for them. Loading a tensor of a layer prefetches those of the layer before it, which the backward pass
-    needs next. On CPUs there are no streams, and copies are synchronous. Host buffers are reused: copies into and out
-    of them are on one stream.
+    A layer's tensors stay on the device until the next layer offloads its own. By then, their copies are usually done.
+    Loading a tensor prefetches those of the layer before it, which the backward pass needs next. On CPUs, there are no
+    streams, and copies are synchronous. Host buffers are reused, because all copies into and out of them are on one
+    stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -252,9 +251,9 @@ class ActivationOffload:
         self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = defaultdict(list)
 
     def offloading(self, layer_input: torch.Tensor, existing: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
-        """Return a context to call a layer in, which offloads the layer's input and all that the layer computes.
+        """Return a context that offloads a layer's input, [B, T, H], and all tensors that the layer saves.
 
-        `layer_input` is [B, T, H]. Parameters, buffers and other inputs of the layer exist already, and stay.
+        Tensors that are `existing` before the call stay on the device: parameters, buffers and other inputs.
         """
         num_tokens = layer_input.numel() // max(1, layer_input.shape[-1])
         staying = {address for tensor in existing for address in _addresses(tensor)} - {*_addresses(layer_input)}
@@ -263,7 +262,7 @@ class ActivationOffload:
 
         def pack(tensor: torch.Tensor) -> _Offloaded | torch.Tensor:
             nonlocal layer
-            # Less than a number per token, or integers: borders of documents, states of random generators.
+            # Fewer elements than tokens, or integers, such as document boundaries and RNG states.
             is_small = tensor.numel() < max(1, num_tokens) or tensor.dtype not in dtypes
             if is_small or not staying.isdisjoint(_addresses(tensor)):
                 return tensor
@@ -276,12 +275,12 @@ class ActivationOffload:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def _begin_layer(self) -> _Layer:
-        # The copies of the previous layer are done: its memory may be reused.
+        # Wait for the copies of the previous layer, so that its memory can be reused.
         self._library.current_stream().wait_stream(self._stream)
         self._being_copied.clear()
         layer = _Layer(self._newest)
-        # The graph holds the layer. If it is dropped without a backward pass, as by checks before step 1, nothing is
-        # left to prefetch, and the host buffers are reused.
+        # The graph holds the layer. If it is dropped without a backward pass, as in checks before step 1, there is
+        # nothing to prefetch, and the host buffers are reused.
         weakref.finalize(layer, self._reuse, layer.host).atexit = False
         self._newest = weakref.ref(layer)
         return layer
@@ -302,7 +301,7 @@ class ActivationOffload:
         return layer, len(layer.host) - 1
 
     def _load(self, layer: _Layer, index: int) -> torch.Tensor:
-        if layer.host:  # the first of the layer's tensors: wait for all, and prefetch those of the layer before it
+        if layer.host:  # first tensor of the layer: wait for all of them, and prefetch those of the layer before it
             self._prefetch(layer)
             self._library.current_stream().wait_stream(self._stream)
             self._reuse(layer.host)
@@ -316,7 +315,7 @@ class ActivationOffload:
         if layer.device:
             return
         for index, host in enumerate(layer.host):
-            # The compute stream allocates this memory: it must be done with it before the copy, and uses it afterwards.
+            # The compute stream allocates this memory, so the copy must wait for its earlier kernels.
             tensor = layer.device[index] = torch.empty_like(host, device=self._device)
             self._stream.wait_stream(self._library.current_stream())
             with self._library.stream(self._stream):
@@ -324,7 +323,7 @@ class ActivationOffload:
 
 
 def _addresses(tensor: torch.Tensor) -> Iterator[int]:
-    """Yield the addresses of a tensor's memory, or of that of the tensors in it (DTensor, gathered weights)."""
+    """Yield the storage addresses of a tensor, or of its inner tensors (DTensor, gathered FP8 weights)."""
     if hasattr(tensor, "__tensor_flatten__"):
         for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
             if isinstance(part, torch.Tensor):  # DTensor also lists its mesh

@@ -1,4 +1,4 @@
-"""Compile decoder layers, each as one graph, with a joint product for adapters of the same input."""
+"""Compile each decoder layer as one graph, with a joint matmul for adapters with the same input."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ Forward = Callable[..., object]  # the forward of a layer, as its family calls i
 class CompiledForward:
     """A forward that is compiled as one graph (`fullgraph=True`).
 
-    By default, torch breaks the graph: it compiles parts and silently runs the rest uncompiled, as slowly, and with as
-    much memory, as without a compiler. Here that logs a warning, as does a forward that is called with too many shapes.
+    By default, torch breaks the graph: it compiles parts and silently runs the rest in eager mode, which is slower and
+    takes more memory. Here, graph breaks and too many recompilations log a warning.
     """
 
     def __init__(self, forward: Forward, name: str, fallback: Forward | None = None) -> None:
-        """Compile `forward`, which warnings call `name`, at its first call.
+        """Compile `forward` at its first call; `name` is its name in warnings.
 
-        If it can't be one graph, `fallback`, which computes the same, is called instead; without one, `forward` is
-        compiled in parts.
+        If it can't be one graph, `fallback` is called instead, which must compute the same. Without a fallback,
+        `forward` is compiled in parts.
         """
         self._forward = forward
         self._name = name
@@ -55,10 +55,10 @@ class CompiledForward:
         self._compiled = torch.compile(forward, fullgraph=True, backend=compile_with_joint_adapters)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Call the compiled forward; if it can't be one graph, its fallback from then on."""
+        """Call the compiled forward; if it can't be one graph, use the fallback from then on."""
         pauses_collection = gc.isenabled() and not self._was_called
         self._was_called = True
-        if pauses_collection:  # while the layer is compiled: garbage collection takes a quarter of Dynamo's tracing
+        if pauses_collection:  # garbage collection takes a quarter of Dynamo's tracing time
             gc.disable()
         try:
             return self._compiled(*args, **kwargs)
@@ -84,10 +84,10 @@ def compiles(training: TrainingPlan, device: torch.device) -> bool:
 
 @cache
 def tag_with_sources() -> None:
-    """Have another version of ftkit compile anew.
+    """Invalidate the compiler's caches for another version of ftkit.
 
-    Keys of the compiler's caches have the traced graphs, but not the code behind some of their nodes: the gradients of
-    custom operators, and policies of activation checkpointing.
+    The cache keys have the traced graphs, but not the code behind some of their nodes: the backward of custom
+    operators, and policies of activation checkpointing.
     """
     sources = sorted(Path(__file__).parents[1].rglob("*.py"))
     tag_compile_caches(hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest())
@@ -95,26 +95,26 @@ def tag_with_sources() -> None:
 
 @cache
 def _warn_once(message: str, reason: str) -> None:
-    """Warn once, not for each of many equal layers."""
+    """Warn once instead of once per layer."""
     log.warning("%s. %s", message, reason)
 
 
 # --- Adapters of layers with the same input (q, k, v; gate, up) --------------------------------------
 #
-# One product by all their `lora_A`: each is so narrow that its product takes no longer than reading the input, or than
-# launching the kernel (3.9% of a step of Gemma 3 12B at 2,048 tokens on an H200). The compiler differentiates the joint
-# product, so the backward pass also reads the input once for all weight gradients. The product is formed in the graph
-# that the compiler gets, where it is visible which layers read the same tensor. Inputs with dropout stay apart.
+# One matmul computes the products with all their `lora_A`. Each is so narrow that it takes only the time of reading the
+# input, or of launching the kernel (3.9% of a step of Gemma 3 12B at 2,048 tokens on an H200). The compiler
+# differentiates the joint matmul, so the backward pass also reads the input once for all weight gradients. The matmuls
+# are joined in the compiler's graph, which shows the layers that read the same tensor. Inputs with dropout stay apart.
 
 
 def compile_with_joint_adapters(graph: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
-    """Compile a graph by Inductor after joining its adapters; `backend` of `torch.compile`.
+    """Compile a graph with Inductor after joining its adapters; a `backend` for `torch.compile`.
 
-    Layers with adapters recompute the inputs of their matmuls in the backward pass, where element-wise operations made
-    them (norms, activations). Only the adapters' gradients read them, so saving them costs a third of all activations
-    for little arithmetic.
+    The backward pass of layers with adapters recomputes the inputs of matmuls that come from element-wise operations
+    (norms, activations). Only the adapters' gradients read them, so saving them would cost a third of all activations
+    to avoid little arithmetic.
     """
-    for module in graph.modules():  # selective checkpointing puts a layer into a graph of its own
+    for module in graph.modules():  # selective checkpointing puts a layer into a nested graph
         if isinstance(module, fx.GraphModule):
             _join(module.graph)
             module.recompile()

@@ -1,4 +1,4 @@
-"""Memory of a run: measured by stage, with the time; of the host, in bytes; and what an out-of-memory error means."""
+"""Measure memory and time by stage, measure host memory, and explain out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _DeviceMemory(NamedTuple):
 
 
 def _read_memory(device: torch.device) -> _DeviceMemory:
-    """Return the memory of this process, from counters of the host: no device sync."""
+    """Return the memory of this process from host counters, without a device sync."""
     if device.type == "cuda":
         allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         reserved = torch.cuda.memory_reserved(device)
@@ -47,15 +47,15 @@ def _read_memory(device: torch.device) -> _DeviceMemory:
 
 
 class MemoryTrace:
-    """Records the allocated memory and the peak at the end of each stage. All ranks run the same stages.
+    """Record the allocated memory and the peak at the end of each stage. All ranks run the same stages.
 
-    `stage` is empty before the first; `step`, counted from 1, is None outside the training loop.
+    `stage` is empty before the first one. `step` counts from 1, and is None outside of the training loop.
     """
 
     def __init__(
         self, world: World, write: Callable[[MemoryRecord], None], begun: Mapping[str, float] | None = None
     ) -> None:
-        """Start without a stage; `begun` has earlier ones in their order, with the times when they began."""
+        """Start without a stage; `begun` has the start times of earlier stages, in order."""
         self._world = world
         self._write = write
         self._highest = 0.0
@@ -64,7 +64,7 @@ class MemoryTrace:
         self.step: int | None = None
 
     def begin(self, stage: str) -> None:
-        """End the current stage, and begin another; an empty one at the end of the run. Collective."""
+        """End the current stage, and begin another; pass an empty one at the end of the run. Collective."""
         memory = _read_memory(self._world.device)
         self._highest = max(self._highest, memory.peak)
         if self.stage:
@@ -88,8 +88,8 @@ class MemoryTrace:
             self.begin(stage)
 
     def first_step(self, step: int) -> FirstStepRecord:
-        """Return the record of the first step, which is complete, with the time of each stage up to it."""
-        # The current stage began when the host had queued the step; the device finished it only now.
+        """Return the record of the completed first step, with the time of each stage up to it."""
+        # The host had queued the step when the current stage began; the device finished it only now.
         now = time.time()
         times = [*list(self._begun.values())[:-1], now]
         phases = {
@@ -98,21 +98,21 @@ class MemoryTrace:
         return FirstStepRecord(now, step, round(now - times[0], 3), phases)
 
     def peak_gib(self) -> float:
-        """Return the peak of allocated memory since the start, over all stages; on a CPU, of the resident set."""
+        """Return the peak of allocated memory (on a CPU, of the resident set) since the start, over all stages."""
         return max(self._highest, _read_memory(self._world.device).peak)
 
 
 _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed", "failed to allocate")
-"""Messages of allocators and libraries, in lower case."""
+"""Out-of-memory messages of allocators and libraries, in lower case."""
 _TOO_LOW = 0.9  # if the run was predicted to fit but did not, suggestions must fit in this fraction of the prediction
 
 
 def check_free_host_memory(plan: RunPlan, world: World) -> None:
-    """Compare what this node's processes will offload with its free memory: warn if it is less, raise below half."""
+    """Check that this node has free memory for the offloaded tensors: warn if it has less, raise if less than half."""
     memory = plan.host_memory
     if memory is None or world.local_rank != 0 or not (free := available_bytes()):
         return
-    # The processes have started: their own memory is not free anymore.
+    # The processes have started, so their own memory is no longer free.
     for warning in check_host_memory(plan, free / GIB + memory.processes, "this node"):
         log.warning("%s", warning)
 
@@ -131,7 +131,7 @@ def out_of_memory_explained(
 ) -> Iterator[None]:
     """Convert an out-of-memory error to one that lists the memory by part, and changes that are predicted to fit.
 
-    `tensors` returns the engine's tensors, by part; without it, memory is not divided by part.
+    `tensors` returns the engine's tensors by part; without it, the memory is not attributed to parts.
     """
     try:
         yield
@@ -142,7 +142,7 @@ def out_of_memory_explained(
         memory = _read_memory(world.device)
         if world.device.type == "cuda":
             capacity = torch.cuda.get_device_properties(world.device).total_memory / GIB
-        else:  # this process's share of the machine's
+        else:  # this process's share of the machine's memory
             capacity = _kibibytes(_PROC / "meminfo", "MemTotal:") / plan.placement.processes_per_node / GIB
         held = {
             part: sum(tensor.nbytes for tensor in each if tensor.device.type == world.device.type) / GIB
@@ -182,11 +182,11 @@ _CGROUP_FILES = {
     "": ("", "memory.max", "memory.current", "inactive_file", "active_file"),
     "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"),
 }
-"""By the controllers in `/proc/self/cgroup` (none in version 2): the folder of the groups, and their files."""
+"""The folder of cgroups and the names of their files, by the controllers in `/proc/self/cgroup` (none in v2)."""
 
 
 def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
-    """Return how much more this job's processes may allocate: the machine's free memory, or less if cgroups limit it.
+    """Return the bytes that this job can still allocate: the machine's free memory, or less if cgroups limit it.
 
     A cgroup's file cache counts as free. 0 if unknown.
     """
@@ -205,12 +205,12 @@ def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
 
 
 def resident_bytes(proc: Path = _PROC) -> tuple[int, int]:
-    """Return the resident set of this process, and its peak since `reset_peak`; zeros if unknown."""
+    """Return the resident set size of this process, and its peak since `reset_peak`; zeros if unknown."""
     return _kibibytes(proc / "self" / "status", "VmRSS:"), _kibibytes(proc / "self" / "status", "VmHWM:")
 
 
 def reset_peak(proc: Path = _PROC) -> None:
-    """Reset the peak; if that is not permitted, it stays the peak since the process's start."""
+    """Reset the peak; if not permitted, it remains the peak since the start of the process."""
     with suppress(OSError):
         (proc / "self" / "clear_refs").write_text("5", encoding="ascii")
 
@@ -234,8 +234,8 @@ def _lines(path: Path) -> list[str]:
 def empty_pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     """Return uninitialized host memory for a copy of a tensor, pinned if the tensor is on a GPU.
 
-    It has the size of the tensor: torch's allocator of pinned memory rounds up to a power of two, up to twice the size.
-    Reuse it: pinning takes about a second for 3 GiB.
+    It has exactly the size of the tensor, while torch's pinned allocator rounds up to a power of two, up to twice the
+    size. Reuse it: pinning takes about a second for 3 GiB.
     """
     if not tensor.is_cuda or not tensor.numel():
         return torch.empty_like(tensor, device="cpu")
@@ -247,7 +247,7 @@ def empty_pinned_like(tensor: torch.Tensor) -> torch.Tensor:
 def pin(memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """Pin memory until it is freed.
 
-    Addresses that stayed pinned would be given out again, and CUDA can't copy to memory that is pinned in part.
+    If addresses stayed pinned, the allocator would reuse them, and CUDA can't copy to partly pinned memory.
     """
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     torch.cuda.check_error(int(runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)))
