@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PROGRAMS = """
-awk basename bash cat chmod cksum cmp comm cp cut date df dirname du echo env expr false find flock grep gzip head id
-kill ln ls mkdir mkfifo mktemp mv nproc od paste printf ps pwd readlink rm rmdir sed seq setsid sh sha256sum sleep sort
-stat tac tail tar tee test timeout touch tr true uname uniq wc xargs
+awk base64 basename bash cat chmod cksum cmp comm cp cut date df dirname du echo env expr false find flock grep gzip
+head id kill ln ls mkdir mkfifo mktemp mv nproc od paste printf ps pwd readlink rm rmdir sed seq setsid sh sha256sum
+sleep sort stat tac tail tar tee test timeout touch tr true uname uniq wc xargs
 git openssl shellcheck ssh-keygen
 """
 """What tests may call; none of these looks at a cluster, a container runtime, or hardware."""

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -344,6 +345,31 @@ def test_enroot_errors_are_explained(
     assert expected[0] in caught.value.what
     assert expected[1] in caught.value.fix
     assert record.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("program", "text", "expected"),
+    [
+        ("zstd", "echo other", "the layers of docker://r.io#a/b@sha256:b+ are not those"),
+        (
+            "unsquashfs",
+            "echo 'brw-rw---- root/disk 7, 0 2020-01-01 squashfs-root/dev/loop0'",
+            r"files \(dev/loop0\)",
+        ),
+    ],
+)
+def test_other_layers_and_devices_are_refused(
+    record: Path, stand_in: Callable[[str, str], None], tmp_path: Path, program: str, text: str, expected: str
+) -> None:
+    stand_in("enroot", f'{ENROOT}>"$ENROOT_CACHE_PATH/{"c" * 64}"\n')
+    stand_in("zstd", "printf layer")
+    stand_in("unsquashfs", "")
+    stand_in(program, text)
+    layer = Digest(f"sha256:{'c' * 64}"), Digest(f"sha256:{sha256(b'layer').hexdigest()}")
+    address = enroot.address_in_registry(parse_reference("r.io/a/b:1"), REGISTRY_DIGEST, IMAGE_ID, (layer,))
+    with pytest.raises(ImageError, match=expected):
+        enroot.import_to(tmp_path / "x.sqsh", address)
+    assert (record / "enroot").exists()
 
 
 @pytest.mark.parametrize("program", ["apptainer", "singularity"])

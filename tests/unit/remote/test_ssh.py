@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from ftkit import process
 from ftkit.errors import PrerequisiteError
-from ftkit.remote.ssh import Login, call
+from ftkit.remote.ssh import Login, call, install
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 LOGIN = Login("far", "me@login", (), "ftkit")
 
@@ -56,3 +59,18 @@ def test_another_ftkit_is_refused_with_the_command_that_installs_this_one(monkey
     with pytest.raises(PrerequisiteError) as caught:
         call(LOGIN, "true", bytearray().extend)
     assert caught.value.fix.endswith("ftkit cluster connect far")
+
+
+def test_a_login_node_without_uv_and_python_is_told_from_one_that_ssh_cannot_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run(_: list[str], script: bytes, __: object) -> int:
+        return subprocess.run(["bash", "-s"], input=script, check=False).returncode
+
+    monkeypatch.setattr(process, "run_passing", run)
+    folder = tmp_path / "it's here"
+    with pytest.raises(PrerequisiteError) as caught:
+        install(replace(LOGIN, folder=str(folder)))
+    assert caught.value.fix.startswith("install uv there")
+    assert "neither uv nor Python" in capfd.readouterr().err
+    assert [path.suffix for path in folder.iterdir()] == [".whl"]
