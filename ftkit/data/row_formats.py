@@ -198,7 +198,9 @@ def _detect_by_columns(columns: set[str]) -> Format | None:
 
 
 def unused_columns(row: Columns, data: DataSpec, form: Format) -> list[str]:
-    """Return the columns with a value that the format does not use, in the row's order."""
+    """Return the columns with a value that the format does not use, in the row's order; a task may use all."""
+    if isinstance(form, TaskFormat):
+        return []
     known = {*form.columns, *_REDUNDANT.get(type(form), ()), *(PICTURE_COLUMNS if data.pictures else ())}
     return [name for name, value in row.items() if name not in known and value not in (None, "", [], {})]
 
@@ -234,7 +236,7 @@ def _read(columns: Columns, data: DataSpec, form: Format) -> Example:  # noqa: P
 
 def unknown_columns(columns: Columns, data: DataSpec, form: Format) -> list[str]:
     """Return the columns of a row that would be lost; none if the user selected the columns."""
-    chooses = isinstance(form, JinjaFormat | TaskFormat)
+    chooses = isinstance(form, JinjaFormat)
     if isinstance(form, PromptCompletionFormat):
         chooses = not isinstance(data.format, AutoFormat) and form != PromptCompletionFormat()
     known = {*METADATA, *data.ignore_columns}

@@ -21,7 +21,7 @@ from ftkit.evaluate.source import find_target
 from ftkit.models.folder import EXPORT_RECORD
 from ftkit.planning.layout import Workspace
 from ftkit.runs.checkpoints import BestEvaluation, TrainState, find_best, read_marker
-from ftkit.runs.records import EndRecord, EvaluationRecord
+from ftkit.runs.records import EndRecord, EvaluationRecord, StepRecord
 from ftkit.train.loop import Progress
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 BEST = (
     "evaluation.every_steps=2", "evaluation.generation=null", "evaluation.best={metric: repetition, mode: max}",
     "evaluation.generation={metrics: [repetition, exact_match], num_rows: 4, num_rows_during: 2, max_new_tokens: 12}",
-    "evaluation.early_stopping_patience=2", "training.keep_checkpoints=1",
+    "evaluation.early_stopping_patience=2", "training.keep_checkpoints=1", "training.log_every_steps=3",
 )  # fmt: skip
 
 
@@ -51,6 +51,7 @@ def test_training_stops_early_and_the_best_checkpoint_is_kept_and_exported(run: 
     assert (end.outcome, end.early_stopping_patience, end.best_step) == ("completed", 2, best)
     assert list(during) == list(range(2, best + 2 * 2 + 1, 2))
     assert end.step == max(during) < 20
+    assert run.records(StepRecord)[-1].step == end.step
     assert [step for step, _ in run.layout.list_checkpoints()] == [best, end.step]
     (after,) = (each for each in run.records(EvaluationRecord) if each.when == "after")
     assert (after.step, after.loss) == (best, pytest.approx(during[best].loss))

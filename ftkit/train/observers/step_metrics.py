@@ -121,9 +121,13 @@ class StepMetrics(Observer):
         self._num_tokens += result.batch.num_tokens
         self._num_targets += result.batch.num_targets
         every, num_steps = self.progress.plan.recipe.training.log_every_steps, self.progress.num_steps
-        if not (result.step % every == 0 or result.step in {1, num_steps} or result.stop_requested):
-            return
+        if result.step % every == 0 or result.step in {1, num_steps} or result.stop_requested:
+            self._write()
+
+    def _write(self) -> None:
+        """Write a record of the last step, with the speed since the record before."""
         results, self._results = self._results, []
+        result, num_steps = results[-1], self.progress.num_steps
         seconds = sum(each.timing.seconds for each in results)
         work = sum(each.timing.work_seconds for each in results)
         wait = sum(each.timing.wait_seconds for each in results)
@@ -163,11 +167,13 @@ class StepMetrics(Observer):
         )  # fmt: skip
 
     def close(self) -> None:
-        """Report the last step even if the run fails, unless the device might never finish it."""
+        """Report the last step even if the run fails or stops early, unless the device might never finish it."""
         copied = None if self._pending is None else self._pending.copied
         is_done = copied is None or copied.query()  # type: ignore[no-untyped-call]
         if is_done and (result := self._take_pending()):
             self.report(result)
+        if self._results:
+            self._write()
 
 
 @dataclass(frozen=True)

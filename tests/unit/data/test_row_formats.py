@@ -14,6 +14,7 @@ from ftkit.config.data import (
     JinjaFormat,
     MessagesFormat,
     PromptCompletionFormat,
+    TaskFormat,
     TextFormat,
     describe_format,
 )
@@ -214,6 +215,7 @@ def test_metadata_and_unselected_columns_are_skipped_and_can_be_shown() -> None:
     form = data(QUESTION).format
     assert turns_of(columns, QUESTION) == [("user", "c\nq"), ("assistant", "s")]
     assert unused_columns(columns, DataSpec.model_validate({"source": "./x.jsonl"}), form) == ["rating", "id"]
+    assert unused_columns(columns, DataSpec.model_validate({"source": "./x.jsonl"}), TaskFormat()) == []
 
 
 # --- Turns ---------------------------------------------------------------------------------------
