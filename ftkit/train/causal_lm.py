@@ -213,11 +213,13 @@ class CausalLM(nn.Module):
 
     def _head(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, LogitTransform]:
         """Return hidden, weight and transform: logits are the transformed `hidden @ weight.T`, or `hidden`."""
-        projection = self.hf_model.get_output_embeddings()
-        if self._is_chunked:
-            return states, projection.weight, self.logit_transform
         if self.has_head_layers:
             return states.float(), None, LogitTransform()
+        projection = self.hf_model.get_output_embeddings()
+        if states.dtype == torch.float32:  # Mamba's residual stream is fp32; its class casts it too
+            states = states.to(projection.weight.dtype)
+        if self._is_chunked:
+            return states, projection.weight, self.logit_transform
         return projection(states).float(), None, self.logit_transform
 
     def log_probs(self, batch: MicroBatch, states: torch.Tensor | None = None) -> torch.Tensor:

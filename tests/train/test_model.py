@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, MambaConfig, PretrainedConfig
 
 from ftkit.config.execution import ParameterCounts, method_counts
 from ftkit.config.training import ActivationCheckpointing, TrainingPlan
@@ -461,6 +461,16 @@ def test_the_loss_includes_a_bias_of_the_output_projection(tokenizer: PreTrained
     model = build("phi", tokenizer)
     torch.nn.init.normal_(model.lm_head.bias)
     verify_logits(probe(Fsdp2Engine(model, TRAINING, world), world))
+
+
+def test_hidden_states_in_fp32_are_cast_to_the_output_projection_in_bf16(world: World) -> None:
+    config = MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2, state_size=8, residual_in_fp32=True)
+    training = TRAINING.model_copy(update={"precision": "bf16", "offload": "all"})  # FSDP2 on one process too
+    engine = Fsdp2Engine(AutoModelForCausalLM.from_config(config), training, world)
+    verify_logits(probe(engine, world))
+    tokens = np.arange(40, dtype=np.int32)
+    (rows,) = pad_documents(build_pack([Document(tokens, np.roll(tokens, -1))], 40)[None], 40, 1)
+    engine.backward(engine.model(batch=to_padded_micro_batch(rows, world.device)), 40, is_last=True)
 
 
 @pytest.mark.parametrize("length", [2, 3, 7, 64, 1000, 20480])
