@@ -1,10 +1,10 @@
-"""Linear layers with adapters: the forward is peft's, with less memory and fewer kernels.
+"""Linear layers with adapters that compute peft's forward with less memory and fewer kernels.
 
-* Neither masks of dropout, dropped inputs nor dequantized weights are saved for the backward pass.
-* DoRA's norms need neither the product of an identity matrix by both adapters, nor a copy of that in the input's dtype.
-* Dropout's masks depend only on the seed, the token, the adapter and the feature. So masks are the same on any number
-  of processes, in any micro-batches, in recomputed layers, compiled or not, and after a resume. `nn.Dropout` draws
-  masks in the order of calls, and saves one for each input. Here, only keys are saved, and masks are computed again.
+* The backward pass needs no saved dropout masks, dropped inputs or dequantized weights.
+* DoRA's norms need neither the product of an identity matrix with both adapters, nor its copy in the input's dtype.
+* Dropout masks depend only on the seed, the token, the adapter and the feature. They are the same on any number of
+  processes, in any micro-batches, in recomputed layers, compiled or not, and after a resume. `nn.Dropout` draws masks
+  in the order of calls, and saves one for each input. Here, only keys are saved, and masks are recomputed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ADAPTER = "default"  # peft's default name for an adapter; part of its parameter
 class AdaptedLinear(nn.Module):
     """A frozen linear layer with an adapter; parameters have peft's names, in peft's dictionaries of modules.
 
-    `lora_A` has a matrix [rank, num_inputs], `lora_B` [num_outputs, rank], `lora_magnitude_vector` DoRA's magnitudes,
-    [num_outputs]; it is empty for LoRA.
+    `lora_A` has a matrix [rank, num_inputs], and `lora_B` [num_outputs, rank]. `lora_magnitude_vector` has DoRA's
+    magnitudes, [num_outputs], and is empty for LoRA.
     """
 
     def __init__(
@@ -42,20 +42,20 @@ class AdaptedLinear(nn.Module):
     ) -> None:
         """Adopt the parts of peft's layer; its parameters may be on the meta device.
 
-        `effect`, fp32 [], is a factor of what the adapter adds, which all layers share: 1, or 0 to turn adapters off.
-        As a number, or with layers that skip their adapters, the compiler would fuse other operations, which round
-        differently in bf16: log-probabilities of a completion differed by 4e-4.
+        `effect`, fp32 [], scales the adapter's output in all layers: 1, or 0 to turn adapters off. With a number, or
+        with layers that skip their adapters, the compiler would fuse other operations, which round differently in bf16:
+        log-probabilities of a completion differed by 4e-4.
         """
         super().__init__()
         self.lora, self.effect, self.dropout = lora, effect, dropout
-        self._input_part = 0  # if ranks divide the features of inputs, which of their parts this rank has
+        self._input_part = 0  # index of this rank's part if ranks divide the features of inputs
         self.base_layer = cast("nn.Linear", adapted.base_layer)
         self.lora_A, self.lora_B = (cast("nn.ModuleDict", part) for part in (adapted.lora_A, adapted.lora_B))
         self.lora_magnitude_vector = cast("nn.ModuleDict", adapted.lora_magnitude_vector)
 
     @property
     def weight(self) -> torch.Tensor:
-        """The frozen weights, as of a layer without an adapter, for code of families that reads them."""
+        """The frozen weights, for families whose code reads `weight`."""
         return self.base_layer.weight
 
     @property
@@ -68,15 +68,15 @@ class AdaptedLinear(nn.Module):
         return self.adapt(inputs, output)
 
     def adapt(self, inputs: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Return the base layer's output, changed by the adapter.
+        """Return the base layer's output with the adapter applied, as peft computes it.
 
-        As peft computes it: the base layer's inputs are not dropped, except those that DoRA scales; its norms are
-        constants for autograd (Liu et al. 2024, section 4.3).
+        Dropout does not apply to the base layer's inputs, except for the product that DoRA scales. DoRA's norms are
+        detached (Liu et al. 2024, section 4.3).
         """
         draw = None
         if self.training and self.dropout is not None:
             draw = self.dropout.draw(inputs, self._input_part)
-        # Scaled here, not at the output's width, the gradient needs no scaled copy of that width.
+        # Scale here, not at the output's width, so that the gradient needs no scaled copy of that width.
         adapted = self._up(self._down(inputs, draw) * (self.effect * self.lora.scaling))
         if not self.lora.use_dora:
             return (output + adapted).to(output.dtype)
@@ -93,10 +93,10 @@ class AdaptedLinear(nn.Module):
         base = base.T if is_transposed(self.base_layer) else base
         return self._sum(merged_squares(base, down, up, self.lora.scaling)).sqrt()
 
-    # What follows is different where ranks divide the layer.
+    # The methods below differ if ranks divide the layer.
 
     def _down(self, inputs: torch.Tensor, draw: Draw | None) -> torch.Tensor:
-        """Multiply by `lora_A`, called as a module where possible: engines gather the parameters of modules."""
+        """Multiply by `lora_A`, called as a module if possible: engines all-gather parameters in hooks of modules."""
         down = self.lora_A[ADAPTER]
         product: torch.Tensor = down(inputs) if draw is None else draw.multiply(inputs, cast("nn.Linear", down).weight)
         return product
@@ -115,16 +115,16 @@ class AdaptedLinear(nn.Module):
         return cast("torch.Tensor", module.weight)
 
     def _sum(self, squares: torch.Tensor) -> torch.Tensor:
-        """Return the sums over whole rows of the weight, from those over this rank's part of each."""
+        """Return the sums over whole rows of the weight, given the sums over this rank's part of each row."""
         return squares
 
 
 @torch.no_grad()
 def merged_squares(base: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Return the sums of squares of the rows of `base + scaling * up @ down`, in fp32, without that sum.
+    """Return the sums of squares of the rows of `base + scaling * up @ down` in fp32, without materializing the sum.
 
-    |w + s u A|^2 = |w|^2 + s u (2 A w + s A A^T u) for a row w of the base and u of `up`; products with the base are in
-    its dtype.
+    |w + s u A|^2 = |w|^2 + s u (2 A w + s A A^T u) for a row w of the base and u of `up`. Products with the base are in
+    the base's dtype.
     """
     up, square = up.float(), down.float() @ down.float().T
     crossed = (base @ down.to(base.dtype).T).float()
@@ -135,7 +135,7 @@ def merged_squares(base: torch.Tensor, down: torch.Tensor, up: torch.Tensor, sca
 def _scale(inputs: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return `inputs * scales`, [..., N] by [N], in the inputs' dtype.
 
-    Uncompiled, outputs can't be saved for the backward pass: OLMo, among others, changes them in place.
+    In eager mode, outputs can't be saved for the backward pass: OLMo, among others, changes them in place.
     """
     if not torch.compiler.is_compiling():
         return (inputs * scales).to(inputs.dtype)
@@ -144,7 +144,7 @@ def _scale(inputs: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 class _Scaled(torch.autograd.Function):
-    """As `_scale`. Its output is saved, which layers mostly save anyway, not its inputs."""
+    """`_scale` that saves its output, which layers mostly save anyway, instead of its inputs."""
 
     @staticmethod
     def forward(ctx: Ctx, inputs: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -160,9 +160,9 @@ class _Scaled(torch.autograd.Function):
 
 
 def token_keys(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return 64 random bits for each token, by its number in the order of the data; they differ between all tokens.
+    """Return 64 random bits per token, given its number in the order of the data; they are unique.
 
-    The finalizer of SplitMix64 (Steele et al. 2014), a bijection.
+    This is the finalizer of SplitMix64 (Steele et al. 2014), a bijection.
     """
     keys = numbers.astype(np.uint64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -171,7 +171,7 @@ def token_keys(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class TokenKeys:
-    """The keys of the tokens that a model computes, int64 [B, T], which all its adapters read."""
+    """The keys of the tokens of the current micro-batch, int64 [B, T], which all adapters of a model read."""
 
     def __init__(self, probability: float = 0.0, seed: int = 0) -> None:
         self._probability, self._seed = probability, seed
@@ -182,12 +182,12 @@ class TokenKeys:
 
     @classmethod
     def of(cls, model: nn.Module) -> TokenKeys:
-        """Return those of a model's adapters; nothing reads them if it has no dropout."""
+        """Return the `TokenKeys` of a model's adapters, or unused ones if it has no dropout."""
         return next((each.tokens for each in model.modules() if isinstance(each, Dropout)), cls())
 
 
 class Dropout(nn.Module):
-    """Dropout of the inputs of one adapter, by the keys of tokens that a model's adapters share.
+    """Dropout of one adapter's inputs, from the token keys that a model's adapters share.
 
     `key`, int64 [], has random bits of the seed and the adapter: a tensor, so that layers share one compiled graph.
     """
@@ -201,10 +201,10 @@ class Dropout(nn.Module):
         self.register_buffer("key", torch.tensor(key, device="cpu"), persistent=False)
 
     def draw(self, inputs: torch.Tensor, part: int = 0, keys: torch.Tensor | None = None) -> Draw:
-        """Return the masks of inputs, [..., K], of which `part` says which part of the features they are.
+        """Return the masks of inputs, [..., K]; `part` is the index of their part of the features.
 
-        `keys`, int64 [N], are those of rows that are not the tokens in their order. Without them, such rows (of one
-        expert's tokens in transformers 4, of zeros in Zaya) have masks that depend on the micro-batch.
+        Pass `keys`, int64 [N], if rows are not the tokens in order. Without them, such rows (an expert's tokens in
+        transformers 4, zeros in Zaya) have masks that depend on the micro-batch.
         """
         width = inputs.shape[-1]
         num_rows = inputs.shape[:-1].numel()
@@ -215,7 +215,7 @@ class Dropout(nn.Module):
 
 
 class Draw(NamedTuple):
-    """The masks of an adapter's inputs in a micro-batch: the arguments of `gpu_kernels.drop`."""
+    """The dropout masks of an adapter's inputs in a micro-batch, as arguments of `gpu_kernels.drop`."""
 
     rows: torch.Tensor
     key: torch.Tensor
@@ -223,12 +223,12 @@ class Draw(NamedTuple):
     first: int
 
     def drop(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return inputs, [..., K] with N rows, with dropout."""
+        """Apply dropout to inputs, [..., K] with N rows."""
         dropped: torch.Tensor = _Dropped.apply(inputs, *self)  # type: ignore[no-untyped-call]
         return dropped
 
     def multiply(self, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return `linear(drop(inputs), weight)`; of inputs, [..., K], these are saved as they are."""
+        """Return `linear(drop(inputs), weight)`; save the inputs, [..., K], before dropout."""
         product: torch.Tensor = _DroppedProduct.apply(inputs, weight, *self)  # type: ignore[no-untyped-call]
         return product
 
@@ -277,5 +277,5 @@ class _DroppedProduct(torch.autograd.Function):
 
 
 def _after(gradient: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return the key, so that a compiler, which sees forward and backward together, does not save masks of it."""
+    """Return the key, dependent on `gradient`, so that a compiler recomputes the masks instead of saving them."""
     return key + opaque_zero(gradient) if torch.compiler.is_compiling() else key

@@ -1,4 +1,4 @@
-"""Attention kernels: choose the fastest one on this device that isolates packed documents."""
+"""Choose the fastest attention kernel on this device that isolates packed documents."""
 
 from __future__ import annotations
 
@@ -41,27 +41,27 @@ if TYPE_CHECKING:
 Kernel = Literal["flash4", "cudnn", "flex", "sdpa", "eager"]
 
 _UNSUPPORTED_BY_VARLEN = ("softcap", "s_aux", "position_bias")
-"""Arguments by which some models change the attention scores: soft caps, sinks, biases."""
+"""Arguments of models that change the attention scores: soft caps, sinks, biases."""
 _IGNORES_POSITIONS = ("gpt_oss",)
-"""Families whose decoder builds its masks without `position_ids` (transformers 5.23): packed documents would attend to
-each other."""
+"""Families whose decoder builds masks without `position_ids` (transformers 5.23), so that packed documents would attend
+to each other."""
 KERNEL_TOLERANCE = 0.05
-"""Largest difference of outputs and gradients, relative to their norm, that rounding in bf16 explains. flash-attn-4
-4.0.0b36 on an H200 computed gradients that were off by 70 to 90% with heads of 16 and 48."""
+"""Largest relative difference of outputs and gradients that bf16 rounding explains. flash-attn-4 4.0.0b36 on an H200
+computed gradients that were off by 70 to 90% for head dimensions 16 and 48."""
 FLEX_MINIMUM = 128
-"""Minimum number of tokens for flex attention's training kernel. For fewer queries torch uses a decoding kernel without
-gradients, which ignores documents or fails to compile (seen with torch 2.11)."""
+"""Minimum number of tokens for flex attention's training kernel. For fewer queries, torch uses a decoding kernel, which
+has no gradients, and ignores documents or fails to compile (seen with torch 2.11)."""
 
 
 def choose_kernel(
     training: TrainingPlan, config: PretrainedConfig, world: World, *, shares_prompts: bool = False
 ) -> tuple[Kernel, str]:
-    """Choose the attention kernel, with the reason. Collective: every rank must call it, and all get the same result.
+    """Return the attention kernel and the reason for it, the same on all ranks. Collective.
 
-    flash-attn-4 and cuDNN run on Hopper and newer, in bf16, and support packed documents of any length; flex attention
-    is compiled for any CUDA device; torch's SDPA and transformers' eager attention run everywhere, with a mask of
-    sequence length squared. Only flex and eager attention support models that change their attention scores. Only
-    those that take any mask support documents that share prompts (`shares_prompts`).
+    flash-attn-4 and cuDNN run on Hopper and newer, in bf16, with packed documents of any length. Flex attention is
+    compiled for any CUDA device. torch's SDPA and transformers' eager attention run everywhere, with a mask of sequence
+    length squared. Only flex and eager attention support models that change their attention scores. Only kernels with
+    arbitrary masks support documents that share prompts (`shares_prompts`).
     """
     if shares_prompts:
         _check_shared_prompts(text_part_of(config), training.attention)
@@ -125,7 +125,7 @@ def _failure(kernel: Kernel, training: TrainingPlan, config: PretrainedConfig, w
 
 
 def _changed_scores(config: PretrainedConfig) -> str | None:
-    """Return how a model changes its attention scores, which only flex and eager attention compute; None if not."""
+    """Return how a model changes its attention scores, which only flex and eager attention support; None if not."""
     if config.model_type == "gpt_oss":  # config.json does not record it
         return "has attention sinks"
     return None if getattr(config, "attn_logit_softcapping", None) is None else "caps its attention scores"
@@ -134,8 +134,8 @@ def _changed_scores(config: PretrainedConfig) -> str | None:
 def _varlen_failure(kernel: Kernel, config: PretrainedConfig, device: torch.device) -> str | None:
     """Return why a kernel can't train this model on this rank, or None if it can.
 
-    Forward and backward are tested with the model's heads, with and without its window, against torch's SDPA. Training
-    reuses the compiled kernels. Some versions compute wrong gradients for some head sizes.
+    Compare forward and backward with torch's SDPA for the model's heads, with and without a window: some versions
+    compute wrong gradients for some head dimensions. Training reuses the compiled kernels.
     """
     if torch.cuda.get_device_capability(device) < (9, 0):
         return f"{torch.cuda.get_device_name(device)} is older than Hopper"
@@ -150,7 +150,7 @@ def _varlen_failure(kernel: Kernel, config: PretrainedConfig, device: torch.devi
 
 
 def _varlen_difference(kernel: Kernel, config: PretrainedConfig, device: torch.device, window: int | None) -> float:
-    """Return the largest difference of a kernel from SDPA, in outputs and gradients, relative to their norm."""
+    """Return the largest relative difference of a kernel's output and gradients from SDPA's."""
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -166,7 +166,7 @@ def _varlen_difference(kernel: Kernel, config: PretrainedConfig, device: torch.d
 
 
 def largest_difference(computed: torch.Tensor, expected: torch.Tensor, inputs: Sequence[torch.Tensor]) -> float:
-    """Return the largest difference, relative to its norm, of an output and its inputs' gradients; inf for NaN."""
+    """Return the largest relative difference (in norm) of outputs and input gradients; inf for NaN."""
     gradient = torch.randn(expected.shape, dtype=expected.dtype, device=expected.device)
     of_each = [torch.autograd.grad(one, inputs, gradient) for one in (computed, expected)]
     pairs = [(computed, expected), *zip(*of_each, strict=True)]
@@ -183,7 +183,7 @@ def masked_attention(
     scale: float,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """Compute attention within documents with torch's SDPA and a mask of the number of tokens squared.
+    """Compute attention within documents with torch's SDPA and a mask of size tokens squared.
 
     Shapes: query [T, H, D], key and value [T, K, D]; returns [T, H, D].
     """
@@ -212,10 +212,10 @@ def _varlen(  # noqa: PLR0913 - the interface is transformers'
     max_length_q: int | None = None,
     **unused: object,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention within documents by their offsets; an attention function for transformers.
+    """Compute attention within documents, given their offsets; an attention function for transformers.
 
     Shapes: query [B, H, T, D], key and value [B, K, T, D]; returns [B, T, H, D]. Without `cu_seq_lens_q`, each row is a
-    document: no token attends to the padding on its right.
+    document. It is causal, so no token attends to the padding on its right.
     """
     refuse_changed_scores(module, unused)
     del attention_mask
@@ -241,10 +241,10 @@ def refuse_changed_scores(module: torch.nn.Module, arguments: Mapping[str, objec
 def packed_masks(
     module: PreTrainedModel, position_ids: torch.Tensor, visible_until: torch.Tensor | None
 ) -> dict[str, object] | torch.Tensor | BlockMask | None:
-    """Return attention masks of packs, [B, T], for families that build them without positions; else None.
+    """Return attention masks of packs, [B, T], for families that build masks without positions; None for others.
 
-    Other decoders get no mask, and find document boundaries in `position_ids`. If documents share prompts, decoders get
-    the mask of `visible_until`, which transformers passes on to the kernel.
+    Other decoders find document boundaries in `position_ids`. If documents share prompts, all decoders get the mask of
+    `visible_until`, which transformers passes to the kernel.
     """
     if visible_until is not None:
         return _shared_mask(visible_until, attention_implementation(module.config))
@@ -264,7 +264,7 @@ def packed_masks(
 
 
 def _shared_mask(visible_until: torch.Tensor, attention: str) -> torch.Tensor | BlockMask:
-    """Return the mask [B, 1, T, T] of `packing.visible_until`, int32 [B, T], for an attention of transformers."""
+    """Return the mask [B, 1, T, T] of `packing.visible_until`, int32 [B, T], for transformers' attention function."""
     rows, length = visible_until.shape
     if attention == "flex_attention":
 
@@ -282,7 +282,7 @@ def _shared_mask(visible_until: torch.Tensor, attention: str) -> torch.Tensor | 
 def generation_attention(model: PreTrainedModel) -> Iterator[None]:
     """Switch to a kernel for generation: kernels for packs don't support a cache, a mask or varying shapes."""
     chosen = attention_implementations(model.config)
-    # If a model changes its attention scores, transformers would silently omit that with SDPA.
+    # With SDPA, transformers would silently ignore a model's changes of its attention scores.
     model.set_attn_implementation(register_kernel("eager" if _changed_scores(text_part_of(model.config)) else "sdpa"))
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -292,7 +292,7 @@ def generation_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def register_kernel(kernel: Kernel) -> str:
-    """Register a kernel with transformers if it lacks it; return its name there (`attn_implementation`)."""
+    """Register a kernel that transformers lacks; return its name in transformers (`attn_implementation`)."""
     if kernel in VARLEN:
         AttentionInterface.register(VARLEN[kernel], partial(_varlen, kernel=kernel))
         return VARLEN[kernel]

@@ -1,8 +1,8 @@
-"""Adapters of routed experts, whose matrices transformers 5 stacks in one parameter for each layer.
+"""Adapters of routed experts, whose matrices transformers 5 stacks in one parameter per layer.
 
-For the tokens x that are routed to expert e: y = x W^T + s (x A^T) B^T with the expert's own W, A and B, each product
-grouped by expert. peft computes the same with W + s B A, which reads and writes the weights of all experts in each
-forward pass. The parts of a joined parameter, such as gate and up, share an adapter with the rank of both, as in peft.
+For the tokens x that are routed to expert e, y = x W^T + s (x A^T) B^T with the expert's own W, A and B, as grouped
+matmuls. peft computes the same with W + s B A, which reads and writes the weights of all experts in each forward pass.
+The parts of a joined parameter, such as gate and up, share an adapter with the sum of their ranks, as in peft.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     LayoutOf = Callable[[int, int], Fp8Layout | None]
 
 _KEY_OF_EXPERT = 0x9E3779B97F4A7C15 - 2**64
-"""An odd number: added to the keys of tokens, times the expert's, for masks that differ between experts."""
-_RANK_MULTIPLE = 8  # a grouped product needs rows of multiples of 16 bytes, 8 numbers in bf16
+"""An odd number. Its product with the expert's index is added to token keys, so that masks differ between experts."""
+_RANK_MULTIPLE = 8  # grouped matmuls need rows of multiples of 16 bytes, 8 elements in bf16
 
 
 def experts_in_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules with the stacked experts of each decoder layer, and their names in it.
+    """Yield the modules with stacked experts in each decoder layer, with their names in the layer.
 
-    These are transformers' classes that are computed by grouped products; others can't be adapted.
+    These are the classes of transformers that use grouped matmuls; others can't be adapted.
     """
     for layer in find_decoder_layers(model):
         yield from _experts_in(layer)
@@ -90,7 +90,7 @@ def _sizes(experts: nn.Module, name: str) -> tuple[int, int, int]:
 
 
 def _parts(model: PreTrainedModel, parameter: str) -> tuple[str, ...]:
-    """Return the names of the matrices in files that a stacked parameter is joined from."""
+    """Return the names in files of the matrices that transformers joins to a stacked parameter."""
     for converter in WeightConversions.of(model).converters:
         targets = [pattern.strip("$^").removesuffix(".weight") for pattern in converter.target_patterns]
         if any(f".{parameter}".endswith(f".{target.lstrip('.')}") for target in targets):
@@ -120,10 +120,10 @@ def check_expert_targets(matrices: Collection[ExpertMatrix], lora: LoraSpec) -> 
 def prepare_experts(
     model: nn.Module, lora: LoraSpec, tokens: TokenKeys, effect: torch.Tensor, layout_of: LayoutOf | None = None
 ) -> None:
-    """Add adapters in fp32 to the stacked experts that are targets, and quantize frozen weights if asked to.
+    """Add fp32 adapters to the stacked experts that are targets, and quantize frozen weights if `layout_of` is set.
 
-    `layout_of` returns the layout of a matrix from its numbers of inputs and outputs, or None to keep it; without it,
-    all are kept, as there are no experts in 4 bits.
+    `layout_of` returns the layout of a matrix from its numbers of inputs and outputs, or None to keep the matrix. There
+    is no layout of experts in 4 bits.
     """
     ranks = {each.name: each.num_ranks(lora.targets) for each in expert_matrices(model)}
     if not any(ranks.values()) and layout_of is None:
@@ -136,27 +136,27 @@ def prepare_experts(
 
 
 class _Routing(NamedTuple):
-    """Which expert computes what, for T tokens with K experts each, S = T K rows."""
+    """The assignment of T tokens to K experts each: S = T K rows, sorted by expert."""
 
-    experts: torch.Tensor  # of each row, [S], in ascending order
-    ends: torch.Tensor  # of each expert, the number of rows up to its last one
-    tokens: torch.Tensor  # of each row, [S]
+    experts: torch.Tensor  # [S], the expert of each row, in ascending order
+    ends: torch.Tensor  # [E], the index after the last row of each expert
+    tokens: torch.Tensor  # [S], the token of each row
 
 
 class GroupedExperts(nn.Module):
     """Frozen experts with adapters, quantized weights, or both.
 
-    Mixed into the class of a layer's experts, so that the names of their parameters don't change. The adapters of a
+    This is mixed into the class of a layer's experts, so that their parameter names don't change. The adapters of a
     matrix, such as `down_proj`, are the parameters `lora_A_down_proj`, [E, R, inputs], and `lora_B_down_proj`,
     [E, outputs, R].
 
     Attributes:
-        sizes: number of experts, inputs, and outputs of each matrix, by name.
+        sizes: the number of experts, inputs and outputs of each matrix, by name.
         layouts: the layouts of quantized matrices, by name; each row of such a parameter is an expert.
-        dropouts: of the inputs of adapters in training, by the names of their matrices; empty without dropout.
+        dropouts: the dropout of adapters' inputs, by the names of their matrices; empty without dropout.
     """
 
-    num_experts: int  # these are set by transformers' class
+    num_experts: int  # transformers' class sets this and the attributes below
     is_transposed: bool
     act_fn: nn.Module
     post_expert_norm: nn.Module
@@ -173,7 +173,7 @@ class GroupedExperts(nn.Module):
     ) -> None:
         """Adopt the experts' parameters, submodules and attributes.
 
-        `ranks` has those of adapters by matrix, in ranks of `lora`; 0 without one. `effect` is that of `AdaptedLinear`.
+        `ranks` has each matrix's adapter rank in multiples of `lora.rank`, or 0. `effect` is that of `AdaptedLinear`.
         """
         sizes = {name: _sizes(experts, name) for name in matrix_names(experts)}
         vars(self).update(vars(experts))
@@ -199,7 +199,7 @@ class GroupedExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sums, [T, H], of the outputs of each token's experts, both [T, K]."""
+        """Return the weighted sums of the outputs of each token's experts, [T, H]; indices and weights are [T, K]."""
         experts, order = top_k_index.flatten().sort()
         every = torch.arange(self.num_experts, device=order.device)
         ends = torch.searchsorted(experts, every, right=True, out_int32=True)
@@ -217,7 +217,7 @@ class GroupedExperts(nn.Module):
         return sums.to(hidden_states.dtype)
 
     def _multiply(self, name: str, rows: torch.Tensor, routing: _Routing) -> torch.Tensor:
-        """Multiply rows, [S, inputs], sorted by expert, by a matrix of their experts and by its adapters."""
+        """Multiply rows, [S, inputs], sorted by expert, by their experts' matrix and its adapters."""
         weight = getattr(self, name)
         rows = rows.to(weight.dtype)
         if (layout := self.layouts.get(name)) is not None:

@@ -1,12 +1,12 @@
-"""Matmuls in FP8 (Micikevicius et al. 2022), of trained weights and of frozen weights stored in 8 bits.
+"""FP8 matmuls (Micikevicius et al. 2022) with trained weights, and with frozen weights stored in FP8.
 
-Weights and activations are e4m3, gradients of trained layers e5m2, as torchao's tensorwise recipe has them.
-`torch._scaled_mm` multiplies them and returns the compute dtype; `torch._scaled_grouped_mm` multiplies frozen experts,
-with a scale for each row. On CPUs, which have no such matmuls, the factors are rounded to FP8 and multiplied in fp32.
+Weights and activations are e4m3, gradients of trained layers e5m2, as in torchao's tensorwise recipe.
+`torch._scaled_mm` returns the compute dtype. `torch._scaled_grouped_mm` multiplies frozen experts, with a scale per
+row. CPUs have no such matmuls: factors are cast to FP8 and multiplied in fp32.
 
-FSDP2 all-gathers trained weights in FP8 too, which takes half the bytes of bf16, on the network and in memory. Each
-rank rounds its shard, in fp32, with the scale of the whole weight, so the gathered factors equal those of a single
-process. FSDP2 calls the methods of a shard before and after its all-gather (its extension for tensor subclasses).
+FSDP2 also all-gathers trained weights in FP8, which takes half the bytes of bf16, on the network and in memory. Each
+rank casts its fp32 shard with the scale of the whole weight, so the all-gathered weights equal those of a single
+process. FSDP2 calls the shard's methods before and after the all-gather (its extension for tensor subclasses).
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ log = logging.getLogger(__name__)
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-_SMALLEST_MAXIMUM = 1e-12  # lower bound of a row's maximum: a row of zeros would have an infinite scale
+_SMALLEST_MAXIMUM = 1e-12  # lower bound of an amax: otherwise a row of zeros is divided by a scale of 0
 _SCALE_STRIDE = 4
-"""Numbers from one gathered matrix's scale to the next: cuBLAS takes only scales at multiples of 16 bytes."""
+"""Stride of the scales of all-gathered matrices, in elements: cuBLAS needs scales at multiples of 16 bytes."""
 
 
 def check_fp8(device: torch.device, *, has_experts: bool = False) -> None:
-    """Raise unless a device multiplies in FP8, and with `has_experts` also frozen experts; CPUs emulate it."""
+    """Raise unless a device has FP8 matmuls (with `has_experts`, also grouped ones); CPUs emulate them."""
     if device.type != "cuda":
         return
     first, gpus, factors = ((9, 0), "Hopper", " experts") if has_experts else ((8, 9), "Ada, Hopper", "")
@@ -59,10 +59,10 @@ def check_fp8(device: torch.device, *, has_experts: bool = False) -> None:
 
 
 def convert_linears(layers: Iterable[nn.Module]) -> None:
-    """Run forward and backward of linear layers within decoder layers in FP8, with one scale for each factor.
+    """Run the forward and backward matmuls of linear layers in decoder layers in FP8, with one scale per factor.
 
-    Weights, their names and their gradients don't change. Routers, and matrices with sizes that GPUs don't multiply in
-    FP8, keep the compute dtype.
+    Weights, their names and their gradients don't change. Routers, and matrices whose sizes FP8 matmuls don't support,
+    keep the compute dtype.
     """
     for parent in [module for layer in layers for module in layer.modules()]:
         for name, module in parent.named_children():
@@ -73,7 +73,7 @@ def convert_linears(layers: Iterable[nn.Module]) -> None:
 
 
 class Fp8Linear(nn.Linear):
-    """A trained linear layer whose three matmuls, forward and backward, are in FP8."""
+    """A trained linear layer with its three matmuls, forward and backward, in FP8."""
 
     def __init__(self, linear: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -81,7 +81,7 @@ class Fp8Linear(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
-        """Multiply by the matrix; inputs, matrix and gradients are rounded with one scale each."""
+        """Multiply by the matrix; inputs, matrix and gradients are cast with one scale each."""
         rows, weight = input.flatten(0, -2), self.weight
         gathered = (weight.numbers, weight.scale) if isinstance(weight, Fp8Weight) else (None, None)
         product: torch.Tensor = _TrainedProduct.apply(rows, weight, *gathered)  # type: ignore[no-untyped-call]
@@ -90,9 +90,9 @@ class Fp8Linear(nn.Linear):
 
 
 class _TrainedProduct(torch.autograd.Function):
-    """A matmul with a trained matrix, which gets the gradient; with the numbers that were all-gathered in FP8, if any.
+    """A matmul with a trained matrix, which gets the gradient, or with its all-gathered FP8 values, if any.
 
-    Autograd does not save a matrix that was all-gathered: FSDP2 frees it.
+    Autograd does not keep an all-gathered matrix: FSDP2 frees it.
     """
 
     @staticmethod
@@ -119,9 +119,9 @@ class _TrainedProduct(torch.autograd.Function):
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """A matmul with a frozen matrix, or with those of experts: then `experts` and `ends` are as in `multiply_grouped`.
+    """A matmul with a frozen matrix, or with experts' matrices given `experts` and `ends` of `multiply_grouped`.
 
-    Autograd saves the parameter, not views of it, because an engine may free it.
+    Autograd saves the parameter instead of views of it, because an engine may free its storage.
     """
 
     @staticmethod
@@ -142,7 +142,7 @@ class _FrozenProduct(torch.autograd.Function):
     def backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         stored, *routing = ctx.saved_tensors
         weight = ctx.layout.parts(stored)
-        # The sum runs over the rows of the matrix, so their scales belong to the gradient.
+        # The product sums over the rows of the matrix, so the scales of the rows are applied to the gradient.
         scales = weight.scale[routing[0], :, 0] if routing else weight.scale.mT
         rounded = _round(gradient * scales, by_row=True)
         ones = torch.ones(*weight.numbers.shape[:-2], weight.numbers.shape[-1], 1, device=gradient.device)
@@ -151,14 +151,14 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 class Scaled(NamedTuple):
-    """Matrices, [..., M, K], in FP8, and their fp32 scales: one, [], or one for each row, [..., M, 1]."""
+    """FP8 matrices, [..., M, K], with fp32 scales: one per matrix, [], or one per row, [..., M, 1]."""
 
     numbers: torch.Tensor
     scale: torch.Tensor
 
 
 def _round(matrix: torch.Tensor, *, by_row: bool = False) -> Scaled:
-    """Round a matrix to e4m3, with one scale or one for each row."""
+    """Cast a matrix to e4m3, with one scale, or with one per row."""
     scale = _scale_for(matrix.abs().amax(dim=-1, keepdim=True) if by_row else matrix.abs().amax(), FP8)
     return Scaled((matrix.float() / scale).clamp(-LARGEST, LARGEST).to(FP8), scale)
 
@@ -168,11 +168,11 @@ def _scale_for(maximum: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _transpose(matrix: Scaled, *, after: torch.Tensor, is_fusible: bool = True) -> Scaled:
-    """Transpose matrices with a copy: GPUs sum products of FP8 only along the last dimension of both factors.
+    """Transpose matrices with a copy: FP8 matmuls on GPUs reduce only along the last dimension of both factors.
 
-    A compiler, which sees forward and backward at once, would do it in the forward pass, and keep the copies, unless
-    they depended on something of the backward pass, `after`. `is_fusible` lets it do the copy together with other
-    operations on what the matrix is rounded from.
+    A compiler sees forward and backward together. It would transpose in the forward pass and save the copies, unless
+    they depend on a tensor of the backward pass, `after`. `is_fusible` lets it fuse the copy with other operations on
+    the values that the matrix was cast from.
     """
     numbers = matrix.numbers.view(torch.uint8) | opaque_zero(after)
     transposed = numbers.mT.contiguous() if is_fusible else transpose(numbers)
@@ -180,7 +180,7 @@ def _transpose(matrix: Scaled, *, after: torch.Tensor, is_fusible: bool = True) 
 
 
 def _multiply(left: Scaled, right: Scaled, dtype: torch.dtype, *, is_fast: bool = True) -> torch.Tensor:
-    """Multiply [M, K] by the transpose of [N, K]; without `is_fast`, partial sums are more precise."""
+    """Multiply [M, K] by the transpose of [N, K]; without `is_fast`, accumulation is more precise."""
     scales = left.scale, right.scale.t()
     if left.numbers.device.type == "cpu":
         product = left.numbers.float() @ right.numbers.float().t()
@@ -201,7 +201,7 @@ def _multiply_rows(rows: Scaled, weight: Scaled, routing: Sequence[torch.Tensor]
 
 
 class Fp8Layout(WeightLayout):
-    """e4m3 weights, then an fp32 scale for each row. Experts are stacked: their flat forms are rows of one tensor."""
+    """e4m3 weights, then an fp32 scale per row. The flat forms of stacked experts are rows of one tensor."""
 
     kind = "fp8"
 
@@ -215,7 +215,7 @@ class Fp8Layout(WeightLayout):
         return (weight.numbers.float() * weight.scale).to(self.storage)
 
     def multiply(self, inputs: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-        """Multiply by the matrix; each token's inputs are rounded with a separate scale."""
+        """Multiply by the matrix; each token's inputs are cast with a separate scale."""
         rows = inputs.flatten(0, -2)
         product: torch.Tensor = _FrozenProduct.apply(rows, flat, self, None, None)  # type: ignore[no-untyped-call]
         return product.view(*inputs.shape[:-1], self.num_outputs)
@@ -231,7 +231,7 @@ class Fp8Layout(WeightLayout):
         return product
 
     def parts(self, flat: torch.Tensor) -> Scaled:
-        """Return the matrices of flat forms, with a scale for each row."""
+        """Return the matrices of flat forms, with a scale per row."""
         sizes = [self.num_weights, torch.float32.itemsize * self.num_outputs]
         numbers, scales = torch.split(flat.detach().view(torch.uint8), sizes, dim=-1)
         matrices = numbers.view(FP8).view(*flat.shape[:-1], self.num_outputs, self.num_inputs)
@@ -242,10 +242,10 @@ class Fp8Layout(WeightLayout):
 
 
 class GatheredScales:
-    """Scales of the trained matrices that FSDP2 all-gathers in FP8: one for each matrix, the same on all ranks."""
+    """Scales of the trained matrices that FSDP2 all-gathers in FP8: one per matrix, the same on all ranks."""
 
     def __init__(self, layers: Iterable[nn.Module], device: torch.device) -> None:
-        """Prepare the matrices of converted layers, which are sharded after that."""
+        """Prepare the matrices of converted layers, before they are sharded."""
         self._linears = [
             module
             for layer in layers
@@ -259,7 +259,7 @@ class GatheredScales:
 
     @classmethod
     def of(cls, layers: Iterable[nn.Module], training: TrainingPlan, world: World) -> GatheredScales | None:
-        """Return the scales if weights are all-gathered in FP8; log it, or why not."""
+        """Return the scales if weights are all-gathered in FP8; log the decision and its reason."""
         if not training.sends_fp8:
             return None
         reason = ""
@@ -279,12 +279,12 @@ class GatheredScales:
         filled = [shard if shard.numel() else self._scales.new_zeros(1) for shard in shards]
         maxima = torch.stack(torch_apis.find_norms(filled, math.inf))
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
-        self._scales.copy_(_scale_for(maxima.bfloat16(), FP8))  # the matrices of a single process are in bf16
+        self._scales.copy_(_scale_for(maxima.bfloat16(), FP8))  # a single process computes the amax in bf16
 
 
 _aten = torch.ops.aten
 _OF_WEIGHTS = {_aten.alias.default, _aten.as_strided.default, _aten.detach.default}
-"""What FSDP2 makes an unsharded parameter with. All other operations take the dequantized weight."""
+"""Operations with which FSDP2 creates an unsharded parameter. All others take the dequantized weight."""
 _OF_SHARDS = _OF_WEIGHTS | {
     _aten.empty_like.default,
     _aten.new_empty.default,
@@ -293,11 +293,11 @@ _OF_SHARDS = _OF_WEIGHTS | {
     _aten.split.Tensor,
     _aten.view.default,
 }
-"""What FSDP2 and `Module.to_empty` make a shard with. All other operations return ordinary tensors."""
+"""Operations with which FSDP2 and `Module.to_empty` create a shard. All others return ordinary tensors."""
 
 
 class Fp8Shard(torch.Tensor):
-    """A rank's shard of a weight, in fp32, or the whole weight before it is sharded.
+    """A rank's fp32 shard of a weight, or the whole weight before sharding.
 
     Attributes:
         master: the shard as an ordinary tensor, [rows, inputs].
@@ -331,7 +331,7 @@ class Fp8Shard(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: object, module: object, mp_policy: object
     ) -> tuple[tuple[torch.Tensor], torch.Tensor]:
-        """Return the shard rounded, as bytes, padded to the number of rows that all ranks send; and the scale."""
+        """Return the shard in FP8 as bytes, padded to the number of rows that each rank sends, and the scale."""
         del outer_stride, module, mp_policy
         num_rows = -(-outer_size[0] // mesh.size())
         sent = self.master.new_empty(num_rows, *outer_size[1:], dtype=torch.uint8)
@@ -346,13 +346,13 @@ class Fp8Shard(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """Return the weight, whose memory FSDP2 frees and fills again; nothing if it exists."""
+        """Return the unsharded weight, or None if it exists: FSDP2 frees its memory and fills it again."""
         (received,) = all_gather_outputs
         return None if out is not None else (Fp8Weight(received.view(FP8), metadata, param_dtype), ())
 
 
 class Fp8Weight(torch.Tensor):
-    """An unsharded weight: e4m3 `numbers`, [outputs, inputs], times the fp32 `scale`, []; for autograd, of `dtype`."""
+    """An unsharded weight: e4m3 `numbers`, [outputs, inputs], times the fp32 `scale`, []. Autograd sees `dtype`."""
 
     numbers: torch.Tensor
     scale: torch.Tensor
@@ -364,7 +364,7 @@ class Fp8Weight(torch.Tensor):
         return weight
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Fp8Weight({tuple(self.shape)})"  # the compiler prints tensors that have no numbers yet
+        return f"Fp8Weight({tuple(self.shape)})"  # the compiler prints tensors before they have `numbers`
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         return ["numbers", "scale"], self.dtype

@@ -1,4 +1,4 @@
-"""transformers' model: its configuration, its class, and its decoder layers."""
+"""Configure, build and inspect models of transformers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _windows(shape: ArchitectureSpec) -> dict[str, object]:
-    """Return configuration keys about each layer's attention window, for families that have them."""
+    """Return the configuration keys of the layers' attention windows, for families that have them."""
     if shape.is_measured and not family_of(shape.family).full_attention_every:
         return {}
     if not shape.is_measured and shape.sliding_window is None:
@@ -72,9 +72,9 @@ def _windows(shape: ArchitectureSpec) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class TextConfig:
-    """The configuration of the trained model, and of the multimodal model that it is the text model of, if any.
+    """The configuration of the trained text model, and of the multimodal model that contains it, if any.
 
-    A model that sees pictures is trained as a whole: `text` is then the multimodal model's.
+    A model that sees pictures is trained as a whole: `text` is then the multimodal model's configuration.
     """
 
     text: PretrainedConfig
@@ -82,12 +82,12 @@ class TextConfig:
 
 
 def text_part_of(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of a multimodal model's text model; that of a text model is its own."""
+    """Return the configuration of a multimodal model's text model; a text model's is returned unchanged."""
     return config.get_text_config(decoder=True)
 
 
 def has_causal_class(config: PretrainedConfig) -> bool:
-    """Return whether transformers has a class for a text model alone, as it has none for Qwen2.5-VL's."""
+    """Return whether transformers has a class for the text model alone; it has none for Qwen2.5-VL's, for example."""
     return type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 
 
@@ -99,10 +99,10 @@ def sees_pictures(model: PreTrainedModel) -> bool:
 def read_config(
     folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | None = None, *, pictures: bool = False
 ) -> TextConfig:
-    """Read the configuration of the weights; for a multimodal model, that of its text model if it has a class.
+    """Read the configuration of the weights; for a multimodal model, the text model's, if that has its own class.
 
-    With `pictures`, and without such a class, it is that of the whole model.
-    `stored_vocab_size` is the number of rows of the embedding in the files, if added tokens need more.
+    With `pictures`, or without such a class, return the whole model's configuration. `stored_vocab_size` is the number
+    of rows of the embedding in the files, if added tokens need more.
     """
     model_type, version = read_model_type(folder), transformers.__version__
     if model_type not in CONFIG_MAPPING:
@@ -146,7 +146,7 @@ def read_config(
 
 
 def shape_fields(config: PretrainedConfig) -> dict[str, object]:
-    """Return the fields of a configuration about the shape, by their public names."""
+    """Return a configuration's fields of the shape, by their public names."""
     saved = config.to_dict()  # if layers differ, the configuration lacks these attributes
     return {key: saved[key] if key in saved else getattr(config, key, None) for key in CONFIG_KEYS}
 
@@ -181,9 +181,9 @@ def check_positions(model: nn.Module, shape: ArchitectureSpec) -> None:
 
 
 def build_empty(config: PretrainedConfig, attention: str) -> PreTrainedModel:
-    """Build a model with its parameters on the meta device; its buffers are real.
+    """Build a model with its parameters on the meta device, and real buffers.
 
-    `attention` is the text model's. The other parts of a multimodal model, such as its vision tower, have SDPA.
+    `attention` applies to the text model. Other parts of a multimodal model, such as its vision tower, use SDPA.
     """
     text = text_part_of(config)
     kernels = {name: attention if getattr(config, name) is text else "sdpa" for name in config.sub_configs}
@@ -200,7 +200,7 @@ def build_empty(config: PretrainedConfig, attention: str) -> PreTrainedModel:
             "has a value that it does not know",
             fix="set training.attention=auto, correct config.json, or choose another model",
         ) from error
-    built.tie_weights()  # tied parameters became separate objects
+    built.tie_weights()  # `init_empty_weights` untied the parameters
     if find_decoder(built) is built or built.get_output_embeddings() is None:
         raise TrainingError(
             f"{type(built).__name__} has no decoder separate from its output projection",
@@ -208,10 +208,10 @@ def build_empty(config: PretrainedConfig, attention: str) -> PreTrainedModel:
             fix="choose another model, or an image with a newer transformers",
         )
     _avoid_grouped_mm_of_odd_sizes(built)
-    # With a cache, transformers ignores where packed documents end: they would attend to each other.
+    # With a cache, transformers ignores document boundaries: packed documents would attend to each other.
     for each in (built.config, text):
         each.use_cache = False
-        # Some published configurations ask for tuples, or for what each layer computes.
+        # Some published configurations request tuples, or the outputs of each layer.
         each.return_dict = True
         each.output_hidden_states = each.output_attentions = False
     return built.train()
@@ -229,10 +229,10 @@ def load_pretrained(folder: Path, dtype: torch.dtype | None = None, **options: o
 
 
 def auto_class_of(config: PretrainedConfig) -> Any:
-    """Return the auto class that loads a model as it is published: a multimodal one with its vision tower.
+    """Return the auto class that loads a model as published: a multimodal model with its vision tower.
 
-    Adapters have the names of that class. `AutoModelForCausalLM` has no class for most multimodal models, such as LLaVA
-    and Mistral 3, and for others, such as Qwen 3.5, one with the names of the text model.
+    Adapters use the names of that class. `AutoModelForCausalLM` has no class for most multimodal models, such as LLaVA
+    and Mistral 3. For others, such as Qwen 3.5, its class has the names of the text model.
     """
     is_multimodal = text_part_of(config) is not config
     has_class = is_multimodal and type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -250,7 +250,7 @@ def _avoid_grouped_mm_of_odd_sizes(model: PreTrainedModel) -> None:
 def accepted_inputs(module: nn.Module, inputs: dict[str, object]) -> dict[str, object]:
     parameters = inspect.signature(module.forward).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    # A forward that lists its inputs, but no positions, has `**kwargs` for other purposes: it may refuse them.
+    # A forward that lists its inputs without positions has `**kwargs` for other purposes, and may reject positions.
     is_listed = "input_ids" in parameters and "position_ids" not in parameters
     if takes_any and not is_listed:
         return inputs
@@ -264,10 +264,10 @@ def has_recurrent_layers(config: PretrainedConfig) -> bool:
 
 
 def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the module under the output projection; the model itself if there is none.
+    """Return the decoder, which feeds the output projection; the model itself if there is none.
 
-    For some models, `get_decoder` returns the model itself: in transformers 4, and for Llama 4's text model, whose
-    `base_model_prefix` is that of another class. For ModernBERT's decoder it returns the output projection.
+    `get_decoder` returns some models themselves: in transformers 4, and for Llama 4's text model, which has another
+    class's `base_model_prefix`. For ModernBERT's decoder, it returns the output projection.
     """
     decoder, projection = model.get_decoder(), model.get_output_embeddings()
     if decoder is model or decoder is projection:
@@ -281,7 +281,7 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def find_body(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the outermost module under the output projection: of a multimodal model, it has the vision tower too."""
+    """Return the outermost module without the output projection; in a multimodal model, it has the vision tower."""
     decoder, projection = find_decoder(model), model.get_output_embeddings()
     if not sees_pictures(model):
         return decoder
@@ -293,15 +293,15 @@ def find_body(model: PreTrainedModel) -> PreTrainedModel:
 def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Return the decoder layers.
 
-    They are found by structure, never by class name, so that a renamed class can't leave a model in one FSDP unit.
-    Layers may have several classes, as in models that mix attention with other layers.
+    Find them by structure, never by class name, so that a renamed class can't leave a model in one FSDP unit. Layers
+    may have several classes, as in models that mix attention with other layers.
     """
     text = text_part_of(model.config)
     searched = model if text is model.config else model.get_decoder()  # a vision tower may have as many layers
     lists = [module for module in searched.modules() if isinstance(module, nn.ModuleList) and len(module)]
     expected = getattr(text, "num_hidden_layers", None)
     matching = [layers for layers in lists if len(layers) == expected]
-    if not matching:  # layers that count as two each, as LongCat's do: each has two layers of attention
+    if not matching:  # LongCat counts each layer as two, because it has two attention layers
         nested = {id(part) for layers in lists for part in layers.modules() if part is not layers}
         outermost = [layers for layers in lists if id(layers) not in nested]
         matching = outermost if len(outermost) == 1 and 2 * len(outermost[0]) == expected else []
@@ -336,9 +336,9 @@ class TextPlace:
 
 
 def find_text(model: PreTrainedModel, wrapper: PretrainedConfig | None) -> TextPlace | None:
-    """Return where a text model is in the multimodal class that loads the weights, by the class of its decoder.
+    """Return the place of a text model in the multimodal class that loads the weights, found by the decoder's class.
 
-    `wrapper` is the multimodal model's configuration; None if the model is not part of one: it may be one itself.
+    `wrapper` is the multimodal model's configuration; None if the model is not part of one, or is one itself.
     """
     decoder = find_decoder(model)
     own = next(name for name, module in model.named_modules() if module is decoder)
@@ -346,7 +346,7 @@ def find_text(model: PreTrainedModel, wrapper: PretrainedConfig | None) -> TextP
         return TextPlace(f"{own}.", f"{own}.") if sees_pictures(model) else None
     try:
         with torch.device("meta"):
-            # It sets the attention of the configuration, whose text part is the model's own.
+            # `from_config` sets the attention of its configuration, whose text part is this model's: pass a copy.
             whole = auto_class_of(wrapper).from_config(copy.deepcopy(wrapper), attn_implementation="eager")
     except Exception as error:  # noqa: BLE001 - a vision tower may need a package that training on text does not
         reason = f"{type(error).__name__}: {one_line(error)}"
@@ -365,7 +365,7 @@ def config_for_export(
 ) -> PretrainedConfig:
     exported = copy.deepcopy(config)
     exported.architectures = [class_name]
-    vars(exported).pop("quantization_config", None)  # weights were dequantized while they were loaded
+    vars(exported).pop("quantization_config", None)  # weights were dequantized while loading
     exported.use_cache = True
     exported.dtype = dtype
     exported.eos_token_id = end_tokens

@@ -1,4 +1,4 @@
-"""Linear layers that can be adapted or quantized, in torch, GPT-2 and Falcon; and the layer with quantized weights.
+"""Linear layers of torch, GPT-2 and Falcon that can be adapted or quantized, and the layer with quantized weights.
 
 A quantized matrix is one flat parameter. Engines shard it like any other, so each rank has only its shard.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _SAME_AS_LINEAR = ("FalconLinear",)
-"""Subclasses of `nn.Linear` that compute the same. Others, such as routers, compute something else."""
+"""Subclasses of `nn.Linear` with the same forward. Others, such as routers, compute something else."""
 
 
 def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
@@ -56,7 +56,7 @@ def linears_in_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[
 def owner_of_target(model: nn.Module, target: str) -> nn.Module:
     """Return the part of a model in which layers named `target` are adapted.
 
-    That is a multimodal model's text model, if it has any: the vision tower may have layers of the same names.
+    In a multimodal model, this is the text model if it has such layers: the vision tower may use the same names.
     """
     if not isinstance(model, PreTrainedModel) or not sees_pictures(model):
         return model
@@ -81,8 +81,8 @@ def transposed_weights(model: nn.Module) -> frozenset[str]:
 class WeightLayout(ABC):
     """Quantization and layout of a frozen matrix, [num_outputs, num_inputs], in its flat form, [num_stored].
 
-    The dtype of the flat form, `storage`, is the compute dtype, though its bits are not numbers of it: an engine that
-    all-gathers parameters in that dtype copies them unchanged.
+    The flat form has the compute dtype, `storage`, although its bits are not values of that dtype: an engine that
+    all-gathers parameters in the compute dtype copies them unchanged.
     """
 
     kind: ClassVar[Quantization]
@@ -117,9 +117,9 @@ class WeightLayout(ABC):
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer with a quantized matrix. It is a `nn.Linear`, so that peft adapts it as one.
+    """A frozen linear layer with a quantized matrix. It is an `nn.Linear`, so that peft adapts it.
 
-    `is_transposed` says whether files have the matrix as [inputs, outputs]; the quantized one is [outputs, inputs].
+    `is_transposed` tells whether files have the matrix as [inputs, outputs]; the quantized one is [outputs, inputs].
     """
 
     def __init__(
@@ -133,12 +133,12 @@ class QuantizedLinear(nn.Linear):
         self.quantized = nn.Parameter(empty, requires_grad=False)
 
     @property
-    def weight(self) -> torch.Tensor:  # type: ignore[override] # computed, where a Linear holds a parameter
-        """The dequantized matrix, whose magnitude DoRA uses."""
+    def weight(self) -> torch.Tensor:  # type: ignore[override] # computed; a Linear has a parameter
+        """The dequantized matrix, which DoRA reads for its magnitudes."""
         return self.layout.dequantize(self.quantized)
 
     def by_output(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return a matrix of the files as [outputs, inputs], or such a matrix as files have it."""
+        """Convert a matrix between the files' layout and [outputs, inputs], in either direction."""
         return stored.T if self.is_transposed else stored
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
@@ -172,19 +172,19 @@ def opaque_zero(tensor: torch.Tensor) -> torch.Tensor:
 # --- NF4 -----------------------------------------------------------------------------------------
 #
 # bitsandbytes' 4-bit weights with double quantization. Weights, absmax and absmax2 of a matrix are in one flat
-# parameter, which engines shard; bitsandbytes' layer keeps the absmax separately, unsharded on every rank.
+# parameter, which engines shard; bitsandbytes' own layer keeps an unsharded absmax on every rank.
 #
-# bitsandbytes' operators dequantize in eager mode. Compiled layers use plain operations (`_dequantize_compiled`), which
-# the compiler fuses: the host time around bitsandbytes' operators exceeds the GPU time within them.
+# In eager mode, bitsandbytes' operators dequantize. Compiled layers use plain operations (`_dequantize_compiled`) that
+# the compiler fuses: the host time around bitsandbytes' operators exceeds their GPU time.
 
 _ALIGNMENT = 8
-"""GPUs can load 16 bytes at once from offsets that are multiples of this number of elements, for all dtypes."""
+"""Offsets that are multiples of this number of elements allow loads of 16 bytes for all dtypes."""
 _INTEGERS = {2: torch.int16, 4: torch.int32}
-_WORD = 8  # bytes that a thread assembles before it writes them, with one lookup of their absmax
+_WORD = 8  # bytes that a thread assembles per write, with one lookup of their absmax
 
 
 class Nf4Layout(WeightLayout):
-    """4-bit weights, absmax of blocks, absmax2 of those, an offset."""
+    """4-bit weights, the absmax of blocks, the absmax2 of blocks of absmax, and an offset."""
 
     kind = "nf4"
 
@@ -208,7 +208,7 @@ class Nf4Layout(WeightLayout):
             return weights
         if flat.is_meta:  # peft looks at each matrix 21 times
             return flat.new_empty(self.num_outputs, self.num_inputs)
-        _bitsandbytes()  # defines the operators; bitsandbytes' function around them takes more host time than they take
+        _bitsandbytes()  # defines the operators; bitsandbytes' wrapper around them takes more host time than they do
         operators = torch.ops.bitsandbytes
         if flat.storage_offset() % _ALIGNMENT:  # an engine may all-gather it together with others
             flat = flat.clone()
@@ -250,8 +250,8 @@ def _dequantize_compiled(
     """Return the matrix of a flat form, in plain operations that a compiler fuses into two kernels.
 
     `levels` are the 16 values of 4-bit weights, `code` the 256 values of absmax. The weights depend on `after`, the
-    other factor of their matmul: a compiler sees forward and backward together, and would else compute the same weights
-    once for both and keep them, or those of several matmuls in advance.
+    other factor of their matmul. Otherwise a compiler, which sees forward and backward together, would dequantize once
+    for both and save the weights, or dequantize for several matmuls in advance.
     """
     layout, storage = Nf4Layout(num_outputs, num_inputs, flat.dtype), flat.dtype
     quantized, absmax, absmax2, offset = layout.parts(flat)
@@ -270,8 +270,8 @@ def _dequantize_compiled(
     return words.flatten().view(storage)[: layout.num_weights].view(num_outputs, num_inputs)
 
 
-# An operator made of others: the compiler decomposes it when it differentiates a layer, which its caches save at later
-# starts. Tracing its operations in Python, for each matrix of a layer, would take seconds at each start.
+# A composite operator: the compiler decomposes it when it differentiates a layer, and caches the result for later
+# starts. Tracing its operations in Python for each matrix of a layer would take seconds at each start.
 _OPERATORS = torch.library.Library("ftkit", "FRAGMENT")  # type: ignore[no-untyped-call]
 _OPERATORS.define(  # type: ignore[no-untyped-call]
     "nf4_matrix(Tensor flat, int num_outputs, int num_inputs, Tensor levels, Tensor code, Tensor? after) -> Tensor"
@@ -280,9 +280,9 @@ _OPERATORS.impl("nf4_matrix", _dequantize_compiled, "CompositeImplicitAutograd")
 
 
 class _Product(torch.autograd.Function):
-    """A matmul with a matrix that is dequantized in the backward pass again.
+    """A matmul with a matrix that is dequantized again in the backward pass.
 
-    Autograd saves the parameter, not views of it: an engine may free and all-gather it in between.
+    Autograd saves the parameter instead of views of it: an engine may free and all-gather it in between.
     """
 
     @staticmethod
@@ -307,6 +307,6 @@ def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 @cache
 def _tables_of(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the values of 4-bit weights, and those of an 8-bit absmax."""
+    """Return the values of 4-bit codes, and the values of an 8-bit absmax."""
     functions = _bitsandbytes()
     return functions.get_4bit_type("nf4", device=device), functions.create_dynamic_map().to(device)

@@ -26,14 +26,14 @@ _ELEMENTS_PER_READ = 2**27  # elements of a tensor that are read at a time: 0.5 
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a sharded tensor; any other as it is."""
+    """Return this rank's part of a sharded tensor; other tensors are returned unchanged."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     ordinary: torch.Tensor = getattr(local, "master", local)  # of a `Fp8Shard`
     return ordinary
 
 
 def with_ordinary_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the same memory whose part on this rank, if it is sharded, is an ordinary tensor."""
+    """Return a tensor that shares memory, and whose local shard, if any, is an ordinary tensor."""
     if not isinstance(tensor, DTensor) or not hasattr(tensor.to_local(), "master"):
         return tensor
     mesh, placements, local = tensor.device_mesh, tensor.placements, local_tensor(tensor)
@@ -97,7 +97,7 @@ def local_shard(parameter: torch.Tensor) -> LocalShard:
 def _local_part(parameter: DTensor) -> tuple[range, range | None]:
     """Return the rows and columns of a shard, None for all: tensor parallelism divides either, then FSDP2 the rows."""
     mesh, rows, columns = parameter.device_mesh, range(parameter.shape[0]), None
-    dimension = mesh.ndim - 1  # that FSDP2 shards over: replicas are before it, tensor parallelism after it
+    dimension = mesh.ndim - 1  # FSDP2 shards over it: replicas come before, tensor parallelism after
     if "tensor" in (mesh.mesh_dim_names or ()):
         dimension -= 1
         placement, rank, size = parameter.placements[-1], mesh.get_local_rank("tensor"), mesh.size(mesh.ndim - 1)
@@ -115,7 +115,7 @@ def _chunk(indices: range, rank: int, size: int) -> range:
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """Return the norm of all gradients, sharded in one or several ways: a scalar on the device. Collective.
+    """Return the norm of all gradients, with any mix of shardings, as a scalar on the device. Collective.
 
     DTensor's own norm plans collectives in time quadratic in the number of gradients: a second in step 1 of 48 layers.
     """

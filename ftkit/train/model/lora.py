@@ -1,4 +1,4 @@
-"""LoRA: peft's layers within the model, everything else frozen in the compute dtype."""
+"""LoRA: add peft's layers to the model, and freeze everything else in the compute dtype."""
 
 from __future__ import annotations
 
@@ -62,18 +62,18 @@ def is_adapter(name: str) -> bool:
 
 
 def saved_parameters(model: nn.Module, training: TrainingPlan) -> dict[str, nn.Parameter]:
-    """Return the parameters of checkpoints and exports, by name; a tied one once, under its first name.
+    """Return the parameters that checkpoints and exports save, by name; a tied one only under its first name.
 
-    Without adapters, all: a class may freeze some, such as the biases of routers, which belong to the trained model.
+    Without adapters, these are all: a class may freeze some, such as router biases, that belong to the trained model.
     """
     named = model.named_parameters()
     return {name: parameter for name, parameter in named if parameter.requires_grad or training.adapters is None}
 
 
 def prepare_method(model: PreTrainedModel, training: TrainingPlan, device: torch.device) -> None:
-    """Prepare an unsharded model for its training method: freeze, quantize and add adapters; or train in FP8.
+    """Prepare an unsharded model for its training method: freeze, quantize and add adapters, or train in FP8.
 
-    Parameters may still be on the meta device; `init_adapters` initializes adapters later.
+    Parameters may be on the meta device; `init_adapters` initializes adapters later.
     """
     if training.multiplies_in_fp8:
         check_fp8(device)
@@ -100,7 +100,7 @@ def prepare_method(model: PreTrainedModel, training: TrainingPlan, device: torch
 
 
 def train_vision(model: PreTrainedModel, training: TrainingPlan) -> None:
-    """Train the vision encoder's and the projector's weights as `training.vision` says; freeze the others, rounded."""
+    """Train the vision encoder and projector as `training.vision` says; freeze the rest in the compute dtype."""
     trained, frozen = trained_vision(model, training.vision)
     for parameter in frozen.values():
         parameter.requires_grad_(False)  # noqa: FBT003
@@ -108,11 +108,11 @@ def train_vision(model: PreTrainedModel, training: TrainingPlan) -> None:
     for parameter in trained.values():
         parameter.requires_grad_()
         if training.adapters is not None:
-            parameter.data = parameter.data.float()  # cast where it is used, like adapters
+            parameter.data = parameter.data.float()  # cast on use, like adapters
 
 
 def freeze(model: PreTrainedModel, precision: torch.dtype) -> None:
-    """Freeze all parameters, in this dtype. The first layer's input still gets gradients, if any are computed."""
+    """Freeze all parameters in this dtype. The first layer's input still requires gradients when they are enabled."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)  # noqa: FBT003
         parameter.data = parameter.data.to(precision)
@@ -121,7 +121,7 @@ def freeze(model: PreTrainedModel, precision: torch.dtype) -> None:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Compute without adapters, and without dropout: as the frozen model does, in evaluation."""
+    """Disable adapters and dropout in the block: the model computes as the frozen model in evaluation mode."""
     effect = next(each.effect for each in model.modules() if isinstance(each, AdaptedLinear | GroupedExperts))
     was_training = model.training
     model.eval()
@@ -134,7 +134,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def _require_gradient(_: nn.Module, __: object, embedded: torch.Tensor) -> None:
-    """Have the first layer compute the gradient of its input, as all others do: the compiler then needs one graph."""
+    """Make the first layer compute its input's gradient, as all others do, so that all layers share one graph."""
     if torch.is_grad_enabled():
         embedded.requires_grad_()
 
@@ -158,8 +158,8 @@ def _inject(model: PreTrainedModel, lora: LoraSpec, tokens: TokenKeys, effect: t
         with warnings.catch_warnings():
             # peft corrects its own setting for each layer, and warns of it.
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
-            # Not wrapped in a PeftModel: parameters keep the names that they have in the family. Given the layers
-            # alone, peft does not know the family, whose experts it would adapt.
+            # Don't wrap the model in a PeftModel, so that parameters keep their names. With experts, pass only the
+            # layers: if peft knew the family, it would adapt the experts.
             owners = {target: owner_of_target(model, target) for target in of_linears}
             for owner in {id(each): each for each in owners.values()}.values():
                 chosen = tuple(target for target, each in owners.items() if each is owner)
@@ -172,13 +172,13 @@ def _inject(model: PreTrainedModel, lora: LoraSpec, tokens: TokenKeys, effect: t
 
 
 def targets_of_experts(model: nn.Module, lora: LoraSpec) -> set[str]:
-    """Return the targets that peft treats as experts of this family, though linear layers may have the same names."""
+    """Return the targets that peft treats as this family's experts, although linear layers may have the same names."""
     alone = {target: peft_config(lora.model_copy(update={"targets": (target,)})) for target in lora.targets}
     return {target for target, config in alone.items() if adapts_experts(config, model)}
 
 
 _MERGED_AT_ONCE = 2**22
-"""Elements that are merged at a time: in fp32 16 MiB, which stay in a CPU's cache from one step to the next."""
+"""Elements that are merged at a time: 16 MiB in fp32, which stay in a CPU's cache between operations."""
 
 
 def merge_adapters(
@@ -190,11 +190,11 @@ def merge_adapters(
 ) -> LazyTensors:
     """Return the weights of a model with its adapters merged in fp32; each is computed on access.
 
-    LoRA: `W + s B A` with `s = alpha / r` (Hu et al. 2021, section 4.1), or `alpha / sqrt(r)` (rsLoRA). DoRA: each row
-    of that is scaled to the trained magnitude (Liu et al. 2024, equation 5).
+    LoRA: `W + s B A` with `s = alpha / r` (Hu et al. 2021, section 4.1), or `alpha / sqrt(r)` (rsLoRA). DoRA scales
+    each row of this sum to the trained magnitude (Liu et al. 2024, equation 5).
 
-    `base` has unquantized weights, by the names of a model without adapters, and `adapters` those of a model with them.
-    Merged weights are rounded once, to `dtype`. `transposed` has names of base weights that are [inputs, outputs].
+    `base` has unquantized weights by the names of a model without adapters; `adapters` has the names of a model with
+    them. Merged weights are cast once, to `dtype`. `transposed` has the names of base weights [inputs, outputs].
     """
 
     def merged(
@@ -230,9 +230,9 @@ def merge_adapters(
 
 
 def dequantized_base(base: Mapping[str, torch.Tensor], model: PreTrainedModel, precision: torch.dtype) -> LazyTensors:
-    """Return base weights as QLoRA's forward pass computes with them: quantized to NF4, and dequantized to `precision`.
+    """Return base weights as in QLoRA's forward pass: quantized to NF4, and dequantized to `precision`.
 
-    `model` is one without adapters on the meta device, whose linear layers are replaced.
+    `model` has no adapters, and is on the meta device; its linear layers are replaced.
     """
     quantize_linears(find_decoder_layers(model), partial(Nf4Layout.of, precision))
     linears = {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, QuantizedLinear)}
@@ -247,7 +247,7 @@ def dequantized_base(base: Mapping[str, torch.Tensor], model: PreTrainedModel, p
 
 
 def with_adapters(base: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor]) -> LazyTensors:
-    """Return the weights of a model with adapters, by its names: peft adds a level to the names of base weights."""
+    """Return the weights of a model with adapters by its names: peft adds a level to the names of base weights."""
     return LazyTensors(
         (*base, *adapters),
         lambda name: adapters[name] if is_adapter(name) else base[name.replace(".base_layer.", ".")],
@@ -255,7 +255,7 @@ def with_adapters(base: Mapping[str, torch.Tensor], adapters: Mapping[str, torch
 
 
 def peft_config(lora: LoraSpec, *, base: str | None = None, model: PreTrainedModel | None = None) -> LoraConfig:
-    """Return peft's configuration of the adapters; for saving, with the name of their base model and the model."""
+    """Return peft's configuration of the adapters; to save it, pass the name of the base model, and the model."""
     is_of_target = tuple(f".{target}.weight" for target in lora.targets)
     transposed = () if model is None else transposed_weights(model)
     peft = import_peft()
@@ -279,7 +279,7 @@ def peft_config(lora: LoraSpec, *, base: str | None = None, model: PreTrainedMod
 def init_adapters(model: nn.Module, seed: int) -> None:
     """Initialize sharded adapters as LoRA does: `lora_A` uniform as in peft, `lora_B` zero.
 
-    Values depend only on the seed and the parameter's name, not on engine and number of processes.
+    Values depend only on the seed and the parameter's name, not on the engine or the number of processes.
     """
     for name, parameter in model.named_parameters():
         if ".lora_A" in name:
@@ -326,7 +326,7 @@ def load_adapters(model: PreTrainedModel, folder: Path, wrapper: PretrainedConfi
 
 
 def peft_names(model: PreTrainedModel, adapters: Iterable[str], place: TextPlace | None) -> dict[str, str]:
-    """Return the names that `PeftModel.from_pretrained` expects, by a model's names of its adapters."""
+    """Return the names that `PeftModel.from_pretrained` expects, by the adapters' names in the model."""
     adapters, rename = [*adapters], str if place is None else place.rename
     experts = [match for name in adapters if (match := _ADAPTER_OF_EXPERTS.fullmatch(name))]
     adapted = {(match["experts"], match["matrix"]) for match in experts}
@@ -347,12 +347,12 @@ def _peft_name(name: str) -> str:
 
 # --- Names and shapes in peft's files ------------------------------------------------------------
 #
-# peft wraps a layer's experts once for each adapted parameter, and stores their adapters in two matrices: lora_A,
-# [E * R, inputs], with the rows of an expert together, and lora_B, [outputs, R * E], with a rank's columns together.
+# peft wraps a layer's experts once per adapted parameter, and stores their adapters in two matrices: lora_A,
+# [E * R, inputs], in which an expert's rows are adjacent, and lora_B, [outputs, R * E], in which a rank's columns are.
 
 
 def to_peft(name: str, adapter: torch.Tensor) -> torch.Tensor:
-    """Return an adapter in peft's form: of experts, [E, R, inputs] or [E, outputs, R], as a matrix."""
+    """Return an adapter in peft's layout: adapters of experts, [E, R, inputs] or [E, outputs, R], as a matrix."""
     match = _ADAPTER_OF_EXPERTS.fullmatch(name)
     if match is None:
         return adapter
@@ -360,7 +360,7 @@ def to_peft(name: str, adapter: torch.Tensor) -> torch.Tensor:
 
 
 def _from_peft(name: str, stored: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return an adapter in its form in the model, of `shape`."""
+    """Return an adapter in the model's layout, with `shape`."""
     match = _ADAPTER_OF_EXPERTS.fullmatch(name)
     if match is None:
         return stored
@@ -373,8 +373,8 @@ def _from_peft(name: str, stored: torch.Tensor, shape: torch.Size) -> torch.Tens
 def _add_experts(config: LoraConfig, model: PreTrainedModel, lora: LoraSpec, ambiguous: Collection[str]) -> None:
     """Add the adapters of experts to peft's configuration, which has all targets as names of linear layers.
 
-    peft takes `ambiguous` targets for experts although linear layers of the model, which has no adapters, have the same
-    names: it adapts the parameters of these instead.
+    peft treats `ambiguous` targets as experts, although linear layers have the same names. The configuration lists the
+    parameters of these layers instead. `model` has no adapters.
     """
     ranks = {each.name: num for each in expert_matrices(model) if (num := each.num_ranks(lora.targets))}
     if not ranks:
@@ -391,4 +391,4 @@ def _add_experts(config: LoraConfig, model: PreTrainedModel, lora: LoraSpec, amb
     config.alpha_pattern = {name: num * lora.alpha for name, num in parameters.items() if num > 1}
     own = {f"{name}.weight" for name, target in linears.items() if target in lora.targets and target in ambiguous}
     config.target_parameters = {*parameters, *own}
-    config.lora_dropout = 0.0  # peft's adapters of parameters have none; it matters in training alone
+    config.lora_dropout = 0.0  # peft's adapters of parameters support none; it matters only in training

@@ -1,9 +1,9 @@
 """The gated delta rule (Yang et al. 2024) and short convolutions on packed documents, in PyTorch.
 
-With each token, the state of a head, [K, V], decays, and learns the token's value for its key. Within chunks of tokens,
-matmuls compute all tokens at once (the UT transform of that paper). From chunk to chunk, the state changes linearly,
-S' = A S + B, so groups of chunks are composed side by side, and only the groups follow each other: about 2 sqrt(n)
-steps for n chunks, instead of n.
+Each token decays the state of a head, [K, V], and writes the token's value for its key. Within a chunk, matmuls compute
+all tokens at once (the UT transform of that paper). From chunk to chunk, the state changes linearly, S' = A S + B.
+Therefore groups of chunks are composed in parallel, and only the groups are sequential: about 2 sqrt(n) steps for n
+chunks instead of n.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def chunk_gated_delta_rule(  # noqa: PLR0913, PLR0917 - the interface is transfo
 ) -> tuple[torch.Tensor, None]:
     """Return the outputs, [B, T, H, V], in the dtype of the query; computed in fp32.
 
-    Query and key are [B, T, G, K], of which each head serves H / G heads; value is [B, T, H, V]; beta, and g, which has
-    logarithms of the decay, are [B, T, H]. `cu_seqlens`, int [D + 1], has offsets of documents, if B is 1; without it,
-    each row is a document.
+    Query and key are [B, T, G, K], and each of their heads serves H / G value heads. Value is [B, T, H, V]. beta, and
+    g, the log decay, are [B, T, H]. `cu_seqlens`, int [D + 1], has offsets of documents if B is 1; without it, each row
+    is a document.
     """
     length, heads = value.shape[1:3]
     shared = heads // key.shape[2]
@@ -55,8 +55,8 @@ def chunk_gated_delta_rule(  # noqa: PLR0913, PLR0917 - the interface is transfo
     remains = (document == last[:, None]).unsqueeze(-1)  # tokens of the document in which the chunk ends
 
     is_visible = (document[:, :, None] == document[:, None]).tril()
-    # Sums of decays between two tokens, from their terms: as the difference of two sums from the first token, they and
-    # their gradients would lose digits to cancellation.
+    # Sum the decays between two tokens term by term: the difference of two prefix sums, and its gradients, would lose
+    # digits to cancellation.
     between = decay[..., None].expand(*decay.shape, decay.shape[-1]).tril(-1).cumsum(-2)
     weights = between.masked_fill(~is_visible, -math.inf).exp()
     total = decay.cumsum(-1)
@@ -86,7 +86,7 @@ def _divided(values: torch.Tensor, size: int) -> torch.Tensor:
 def _states_before(transition: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     """Return the state before each chunk, [B, H, N, K, V], where S' = transition S + added.
 
-    Chunk j of each group is composed with those before it in its group, for all groups at once.
+    Compose chunk j of each group with the chunks before it in the group, for all groups at once.
     """
     count = transition.shape[2]
     size = math.isqrt(count - 1) + 1

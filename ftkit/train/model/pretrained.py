@@ -1,4 +1,4 @@
-"""Pretrained weights: from safetensors files straight into each rank's shard.
+"""Load pretrained weights from safetensors files directly into each rank's shard.
 
 A rank reads only the rows of its shard of each tensor, so it never has the whole model.
 """
@@ -44,14 +44,14 @@ log = logging.getLogger(__name__)
 
 
 def fetch_weights(model: ModelSpec, world: World, *, is_teacher: bool = False) -> Path:
-    """Return the folder with the model's files, on the node's local disk if they were staged, unlike a teacher's.
+    """Return the folder with the model's files, on the node's local disk if staged; a teacher's are never staged.
 
-    Downloads missing files once per node; the other ranks wait.
+    Download missing files once per node; the other ranks wait.
     """
     if (staged := os.environ.get(STAGED)) and not is_teacher:
         return Path(staged)
     if is_path(model.weights):
-        check_folder(Path(model.weights))  # if the data was prepared earlier, no node has checked it yet
+        check_folder(Path(model.weights))  # no node has checked it yet if the data was prepared earlier
         return Path(model.weights)
     home = Path("~/.cache/huggingface")  # unless HF_HOME is set, as the job script does
     if world.local_rank == 0:
@@ -63,7 +63,7 @@ def fetch_weights(model: ModelSpec, world: World, *, is_teacher: bool = False) -
 
 
 def materialize(model: nn.Module, device: torch.device, parameter_device: torch.device) -> None:
-    """Allocate a sharded model's parameters, and untie tied ones; buffers are moved to `device` with their values."""
+    """Allocate a sharded model's parameters, which unties tied ones; move buffers to `device` with their values."""
     buffers = {name: buffer.to(device, copy=True) for name, buffer in model.named_buffers()}
     model.to_empty(device=parameter_device)
     for name, buffer in buffers.items():
@@ -73,9 +73,9 @@ def materialize(model: nn.Module, device: torch.device, parameter_device: torch.
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """A parameter that is loaded from the files: this rank's shard of it, as it is or quantized."""
+    """This rank's shard of a parameter that is loaded from the files, possibly quantized."""
 
-    shard: LocalShard  # if quantized, of the flat form, or of those of stacked experts
+    shard: LocalShard  # if quantized, of the flat form, or of stacked experts' flat forms
     layout: WeightLayout | None = None  # of the quantized form, if any
     magnitude: LocalShard | None = None  # DoRA's, initialized with the norms of the pretrained weights of each output
     is_transposed: bool = False  # whether the files have a matrix as [inputs, outputs]
@@ -89,7 +89,7 @@ class LoadTarget:
         return [*self.shard.shape[:-1], *(shape[::-1] if self.is_transposed else shape)]
 
     def load(self, source: TensorSource, name: str) -> None:
-        """Read this rank's rows of a tensor, or its experts; the whole matrix if every shard depends on it."""
+        """Read this rank's rows (or experts) of a tensor, or the whole matrix if each shard depends on all of it."""
         shape, device = list(source.get_shape()), self.shard.values.device
         if shape != self.expected_shape:
             raise TrainingError(
@@ -125,7 +125,7 @@ def _row_norms(rows: torch.Tensor) -> torch.Tensor:
 
 
 def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
-    """Return the target of each tensor of the files. Adapters are in no file, and add a level to the base's names."""
+    """Return the target of each tensor in the files. Adapters are in no file, and add a level to the base's names."""
     # A tied parameter is listed once, under its first name.
     shards = {name: local_shard(parameter) for name, parameter in model.named_parameters()}
     found: dict[str, LoadTarget] = {}
@@ -149,8 +149,8 @@ def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
 def load_weights(model: PreTrainedModel, folder: Path, stored_vocab_size: int | None = None) -> None:
     """Load a sharded model's parameters, except adapters, and the buffers in the files.
 
-    Of a multimodal model's files, only the text model is read, unless the model is built as a whole. If the files have
-    fewer rows of tokens than the model, `stored_vocab_size`, the others are initialized with the mean.
+    From a multimodal model's files, read only the text model, unless the model is built as a whole. If the files have
+    only `stored_vocab_size` rows of the embedding, initialize the others with the mean.
     """
     targets, buffers = load_targets(model), dict(model.named_buffers())
     places = _places(folder)
@@ -165,7 +165,7 @@ def load_weights(model: PreTrainedModel, folder: Path, stored_vocab_size: int | 
         used = {stored for one in mapped.values() for stored in one.joined}  # by all ranks
         grow = _growth(model, stored_vocab_size)
         for name in sorted(mapped, key=lambda name: (places[mapped[name].first], mapped[name].first)):
-            one = mapped.pop(name)  # sources of conversions are freed with their last result
+            one = mapped.pop(name)  # frees the sources of a conversion with its last result
             if name in targets:
                 targets[name].load(grow(name, one.source), one.first)
             else:
@@ -184,7 +184,7 @@ def load_weights(model: PreTrainedModel, folder: Path, stored_vocab_size: int | 
 
 
 def _in_layers(model: PreTrainedModel, stored: Iterable[str]) -> list[str]:
-    """Return the files' tensors in decoder layers, without those that the class ignores."""
+    """Return the files' tensors in decoder layers that the class does not ignore."""
     layers = find_decoder_layers(model)
     prefix = next(name for name, module in model.named_modules() if module is layers) + "."
     ignored = [*ignored_tensors(model), r"rotary_emb\.inv_freq"]
@@ -199,10 +199,10 @@ def _in_layers(model: PreTrainedModel, stored: Iterable[str]) -> list[str]:
 
 
 def open_pretrained(model: PreTrainedModel, folder: Path, stored_vocab_size: int | None = None) -> LazyTensors:
-    """Return the tensors of a folder of pretrained weights, by a model's names; each is read on access.
+    """Return the tensors of a folder of pretrained weights by a model's names; each is read on access.
 
-    It has only the model's tensors, in the files' dtypes; MXFP4 is dequantized, and rows for added tokens are appended.
-    Of the model, without adapters and maybe on the meta device, only names and class matter.
+    Tensors have the files' dtypes. MXFP4 is dequantized, rows for added tokens are appended, and tensors that the model
+    lacks are left out. Only the model's names and class matter: it has no adapters, and may be on the meta device.
     """
     places = _places(folder)
     known = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
@@ -219,7 +219,7 @@ def open_pretrained(model: PreTrainedModel, folder: Path, stored_vocab_size: int
 def _map_by_first_name(
     model: PreTrainedModel, stored: Iterable[str], known: Collection[str], read: Callable[[str], TensorSource]
 ) -> dict[str, MappedTensor]:
-    """Map tensors as `map_tensors` does; files may have a tied parameter under any of its names."""
+    """Map tensors with `map_tensors`; files may have a tied parameter under any of its names."""
     first_names: dict[torch.Tensor, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     aliases = {name: first for name, each in named if (first := first_names.setdefault(each, name)) != name}
@@ -230,7 +230,7 @@ def _map_by_first_name(
 
 
 def _growth(model: PreTrainedModel, num_stored: int | None) -> Callable[[str, TensorSource], TensorSource]:
-    """Return what adds rows for new tokens to the files' tensors with a row for each token, of a model's name."""
+    """Return a function of a model's name and its source, which adds rows for new tokens to embeddings."""
     owners = (model.get_input_embeddings(), model.get_output_embeddings())
     ids = {id(parameter) for owner in owners for parameter in owner.parameters(recurse=False)}
     names = {name for name, parameter in model.named_parameters() if id(parameter) in ids}
@@ -244,7 +244,7 @@ def _growth(model: PreTrainedModel, num_stored: int | None) -> Callable[[str, Te
 
 @dataclass(frozen=True)
 class _GrownTensor:
-    """A tensor of the files with rows added, each the mean of the stored rows."""
+    """A tensor of the files with added rows, each the mean of the stored rows."""
 
     source: TensorSource
     num_rows: int
@@ -304,10 +304,10 @@ _ADDS_ONE = ("gemma", "gemma2", "gemma3_text")  # families whose RMS norms multi
 
 
 def init_weights(model: nn.Module, shape: ArchitectureSpec, seed: int) -> None:
-    """Initialize a sharded model's parameters, except adapters: the same values for any number of shards.
+    """Initialize a sharded model's parameters, except adapters, with the same values for any number of shards.
 
     Each rank draws the chunks of rows that overlap its shard, so at most one chunk is in memory besides the shards;
-    4-bit matrices are drawn completely. Norm weights (vectors) are one (zero for Gemma, which adds one); biases,
+    4-bit matrices are drawn completely. Norm weights (vectors) are one (zero for Gemma, which adds one). Biases,
     including those of routers, are zero.
     """
     norm = 0.0 if shape.family in _ADDS_ONE else 1.0
@@ -319,7 +319,7 @@ def init_weights(model: nn.Module, shape: ArchitectureSpec, seed: int) -> None:
 
 @dataclass(frozen=True)
 class _RandomTensor:
-    """A tensor of random values, with the interface of a slice of a file."""
+    """A tensor of random values with the interface of a slice of a file."""
 
     target: LoadTarget
     seed: int

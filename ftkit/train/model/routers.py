@@ -1,17 +1,17 @@
 """Routers of mixtures of experts: the load-balancing loss, and statistics of how tokens are spread over experts.
 
 The load-balancing loss is that of transformers (`load_balancing_loss_func`; Fedus et al. 2021, equations 4 to 6, over
-all layers at once): E * sum_i(f_i * P_i) over E experts, where f_i is how often expert i is among the k with the
-largest logits of a layer's router, and P_i its probability, both means over tokens and layers. The experts that a token
-goes to may be others: PhiMoE's routers draw them while training, and those of MiniMax-M2 and Ernie 4.5 add a bias;
-statistics count these. ftkit computes the loss for each pack, and each label's loss includes that of its pack. So it
+all layers at once): E * sum_i(f_i * P_i) over E experts. f_i is the frequency of expert i among the k largest logits of
+a layer's router, and P_i is its probability, both averaged over tokens and layers. The experts that process a token may
+differ: PhiMoE's routers sample them in training, and those of MiniMax-M2 and Ernie 4.5 add a bias. The statistics count
+the experts that process the tokens. ftkit computes the loss per pack, and each label's loss includes its pack's. So it
 does not depend on micro-batches, accumulation, or the number of processes. Padded rows aren't packed: the rows of a
 micro-batch count as one pack.
 
-f has no gradient, so for the gradient of P a layer needs to know only f of all layers. Layers may be compiled, and
-computed again in the backward pass, so no tensor with a graph leaves them. Instead, a hook of each
-router overwrites this micro-batch's sums, and passes the router's weights on with a backward pass that adds the
-gradient of P. The backward pass of the whole loss runs before those of the layers, and tells them f.
+f has no gradient, so a layer needs only f of all layers for the gradient of P. Layers may be compiled and recomputed in
+the backward pass, so no tensor with a graph leaves them. Instead, a hook of each router overwrites the sums of this
+micro-batch, and returns the router's weights with a backward pass that adds the gradient of P. The backward pass of the
+loss runs before those of the layers, and sets f for them.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Routers:
     ) -> None:
         """Register hooks at modules that return logits [N, E], the weights of the chosen experts, and indices [N, k].
 
-        `has_loss` says whether the family has such a loss: without, its logits may mean something else. `group` has the
-        ranks with the other tokens of the same packs.
+        `has_loss` tells whether the family has a load-balancing loss; otherwise its logits may mean something else.
+        `group` has the ranks with the other tokens of the same packs.
         """
         self.coefficient = coefficient
         self._group = group
@@ -81,7 +81,7 @@ class Routers:
         has_loss = bool(routers) and hasattr(config, "router_aux_loss_coef")
         coefficient = training.router_aux_loss_coef
         if coefficient is None:
-            # As a transformers trainer does. Adapters leave routers as they are, so only a recipe can ask for it then.
+            # As transformers' Trainer does. Adapters don't train routers: with them, only the recipe enables the loss.
             is_on = getattr(config, "output_router_logits", False) and training.adapters is None
             coefficient = float(getattr(config, "router_aux_loss_coef", None) or 0.0) if is_on else 0.0
         if coefficient and not has_loss:
@@ -122,9 +122,9 @@ class Routers:
             tap.sums, tap.gradient, tap.is_token = sums, self._gradient, is_token.float().view(num_groups, -1)
 
     def balance(self, loss: torch.Tensor, label_index: torch.Tensor) -> torch.Tensor:
-        """Return a micro-batch's loss, with the gradient of the load-balancing loss too; its value does not change.
+        """Return a micro-batch's loss with the same value, and with the gradient of the load-balancing loss added.
 
-        The loss is summed over the labels; `label_index`, int64 [N], is the index of the token before each.
+        The loss is summed over the labels; `label_index`, int64 [N], has the index of the token before each label.
         """
         if not self._taps or not torch.is_grad_enabled():
             return loss
@@ -133,7 +133,7 @@ class Routers:
         is_token = self._taps[0].is_token
         group_of_label = label_index // is_token.shape[1]
         labels = largest.new_zeros(num_groups).index_add_(0, group_of_label, torch.ones_like(group_of_label).float())
-        # Of whole packs: their largest logits, tokens and labels.
+        # Sum over the ranks of a pack: counts of the largest logits, tokens and labels.
         whole = torch.cat([largest, is_token.sum(1, keepdim=True), labels[:, None]], dim=1)
         if self._group is not None:
             dist.all_reduce(whole, group=self._group)
@@ -156,7 +156,7 @@ class Routers:
 
 
 def _find_routers(hf_model: PreTrainedModel, num_experts: int) -> list[nn.Module]:
-    """Return the routers; none if they choose among others than the experts too, as Zaya's."""
+    """Return the routers; none if they also choose among other modules than the experts, as Zaya's do."""
     kinds = router_classes(type(find_decoder(hf_model)))
     routers = [part for layer in find_decoder_layers(hf_model) for part in layer.modules() if type(part) in kinds]
     for router in routers:
@@ -167,15 +167,15 @@ def _find_routers(hf_model: PreTrainedModel, num_experts: int) -> list[nn.Module
 
 
 _SUMS = ("chosen", "probability", "entropy", "largest")
-"""What a router's hook sums over the tokens of each pack, for each expert: how often it was chosen, its probability,
-its share of the entropy, and how often it is among the k with the largest logits."""
+"""The sums of a router's hook over the tokens of each pack, per expert: how often it was chosen, its probability, its
+share of the entropy, and how often it was among the k largest logits."""
 
 
 class _Tap:
     """Forward hook of a router, traced by torch.compile with the layer, and called again when it is recomputed.
 
-    It writes `sums`, [4, G, E], of a micro-batch, and reads the `gradient`, [G, E], of the probabilities. `is_token` is
-    fp32 [G, S], 0 for padding, of G groups of S tokens each.
+    It writes a micro-batch's `sums`, [4, G, E], and reads the `gradient`, [G, E], of the probabilities. `is_token` is
+    fp32 [G, S], 0 for padding, for G groups of S tokens.
     """
 
     def __init__(self, *, has_loss: bool, adds_gradient: bool) -> None:
@@ -205,7 +205,7 @@ class _Tap:
         self.sums.copy_(torch.stack([chosen, probability.sum(1), torch.special.entr(probability).sum(1), largest]))
 
     def _count(self, experts: torch.Tensor) -> torch.Tensor:
-        """Count how often each expert, [G, E], is among those of the tokens, int64 [G, S * k]."""
+        """Return the number of tokens per expert, [G, E], given the experts of the tokens, int64 [G, S * k]."""
         counts = self.is_token.repeat_interleave(experts.shape[1] // self.is_token.shape[1], dim=1)
         return torch.zeros_like(self.sums[0]).scatter_add_(1, experts, counts)
 
@@ -243,15 +243,15 @@ class _AddBalance(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # `.data`: autograd refuses saved tensors that changed, and here the change is the purpose.
+        # `.data`, because autograd rejects modified saved tensors, and this modification is intended.
         ctx.target.data.copy_(ctx.gradient * grads[0])
         return grads[0], None, None
 
 
 class RouterSums:
-    """What the routers of this rank did in a step, summed on the device; L routers of E experts each.
+    """Statistics of this rank's routers in a step, summed on the device; L routers of E experts each.
 
-    `values`, fp32 [L * E + 3], are how often each expert was chosen; tokens, entropy, and load-balancing loss times
+    `values`, fp32 [L * E + 3], has the number of tokens per expert, then tokens, entropy, and load-balancing loss times
     labels. It is empty for a dense model. Not a dataclass: see `SourceLosses`.
     """
 
@@ -263,12 +263,12 @@ class RouterSums:
 
     @torch.no_grad()
     def add(self, sums: torch.Tensor, num_tokens: torch.Tensor, balance: torch.Tensor) -> None:
-        """Add a micro-batch: sums [L, 4, G, E] of the hooks, its number of tokens, and its load-balancing loss."""
+        """Add a micro-batch: the hooks' sums, [L, 4, G, E], the number of tokens, and the load-balancing loss."""
         entropy = sums[:, 2].sum()
         self.values += torch.cat([sums[:, 0].sum(1).flatten(), torch.stack([num_tokens, entropy, balance])])
 
     def summarize(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the numbers that `router_stats` takes, from the sum of `values` over all ranks; on the device."""
+        """Return the input of `router_stats` on the device, given the sum of `values` over all ranks."""
         if not values.numel():
             return values
         (num_routers, num_experts), (tokens, entropy, balance) = self._shape, values[-3:]

@@ -1,16 +1,15 @@
 """Linear attention, state spaces, short convolutions: kernels of packages, which compiled layers call as operators.
 
-transformers has a function in PyTorch for each, and calls the kernel of a package instead where one is installed.
-Compilers can trace neither: kernels are launched by code that breaks the graph, and some functions in PyTorch have
-loops over tokens or chunks of them, whose unrolled graph takes minutes to compile. Besides, torch 2.11 makes
-transformers call its own function in compiled layers although a kernel is there: its compiler says that the model is
-being exported.
+transformers has a PyTorch function for each, and calls a package's kernel instead if it is installed. The compiler can
+trace neither: the code that launches kernels breaks the graph, and some PyTorch functions loop over tokens or chunks,
+so that their unrolled graph takes minutes to compile. In addition, with torch 2.11, transformers calls its own function
+in compiled layers even if a kernel exists, because the compiler claims that the model is being exported.
 
-So compiled layers call an operator that the compiler does not look into. It saves its inputs, and its backward pass
-computes the forward pass again: any function can be called like this, and few activations are saved.
+So compiled layers call a custom operator, which the compiler does not trace. It saves its inputs, and its backward pass
+recomputes the forward pass. This works for any function, and saves few activations.
 
-A kernel is tried first: does it run on this device, and compute what PyTorch does? Where none does, `packed_mixers`
-computes the gated delta rule and convolutions, and transformers the others.
+A kernel is used only if a trial shows that it runs on this device and computes the same as PyTorch. Otherwise
+`packed_mixers` computes the gated delta rule and convolutions, and transformers the others.
 """
 
 from __future__ import annotations
@@ -44,34 +43,34 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_Function = Callable[..., Any]  # computes what transformers' function of a name computes, from the same arguments
+_Function = Callable[..., Any]  # computes the same as transformers' function, with the same arguments
 _DELTA_RULE, _CONVOLUTION = "chunk_gated_delta_rule", "causal_conv1d_fn"
 _DELTA_RULES = (_DELTA_RULE, "chunk_kda")
 _OUTPUT_SHAPED_LIKE = dict.fromkeys(_DELTA_RULES, 2) | dict.fromkeys(
     (_CONVOLUTION, "mamba_chunk_scan_combined", "selective_scan_fn"), 0
 )
-"""Functions that compiled layers may call as operators, each with the argument that has the shape of its output. The
-output's dtype is that of the first argument."""
+"""Functions that compiled layers may call as operators, each with the index of the argument with the output's shape.
+The output has the dtype of the first argument."""
 _RETURNS_STATE = ("output_final_state", "return_final_states", "return_last_state")
-"""Arguments that ask for a state besides the output; generation alone needs it."""
+"""Arguments that request a state in addition to the output; only generation needs it."""
 _SEPARATES_DOCUMENTS = ("cu_seqlens", "seq_idx")
 _CONVOLUTION_REACHES = 2**32
-"""Elements that causal-conv1d 1.7.0 can tell apart: its offsets are 32-bit unsigned integers (`index_t`)."""
+"""Elements that causal-conv1d 1.7.0 can address: its offsets are 32-bit unsigned integers (`index_t`)."""
 _DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 """Names of packages in package registries."""
 _TEST_TOKENS = {"cpu": (70, 186), "cuda": (1030, 3066)}
-"""Lengths of the documents on which kernels are tested: not multiples of a kernel's chunks of 64 tokens. Kernels that
-tune themselves at their first call do it on these, and training uses the result."""
+"""Lengths of the documents on which kernels are tested; not multiples of the kernels' chunks of 64 tokens. Autotuned
+kernels tune themselves on these, and training uses the result."""
 _WRONG_ON_HOPPER = ((3, 4, 0), (3, 7, 1))
-"""Versions of Triton, from the first to before the second, with which fla 0.6.0 refuses the backward pass of the gated
-delta rule on Hopper GPUs, whose results would be wrong: after it has tuned its other kernels, for 50 s on an H200."""
+"""Versions of Triton, from the first to before the second, with which the gated delta rule's backward pass is wrong on
+Hopper GPUs. fla 0.6.0 rejects them, but only after tuning its other kernels for 50 s (H200)."""
 
 
 def choose_token_mixers(model: PreTrainedModel, world: World) -> list[str]:
-    """Let a model compute linear attention and convolutions by kernels that run here; log what they are. Collective.
+    """Choose and log the implementations of a model's linear attention and convolutions. Collective.
 
     Returns:
-        What computes each function, in the order of the model's file; nothing for models with attention only.
+        A line per function, in the order of the model's file; empty for models with attention only.
     """
     chosen = {}
     for function in kernel_functions(model):
@@ -89,7 +88,7 @@ def choose_token_mixers(model: PreTrainedModel, world: World) -> list[str]:
 
 
 def _choose(function: KernelFunction, failure: str | None) -> tuple[str, bool]:
-    """Replace a function by what computes it; return a line for the log, and whether it is a slow loop in PyTorch."""
+    """Replace a function; return a line for the log, and whether the replacement is a slow loop in PyTorch."""
     name, kernel, fallback, package = function.name, function.kernel, function.fallback, _package_of(function)
     if kernel is not None and failure is None:
         compute = _convolution(kernel, _CONVOLUTION_REACHES) if name == _CONVOLUTION else kernel
@@ -109,7 +108,7 @@ def _choose(function: KernelFunction, failure: str | None) -> tuple[str, bool]:
 
 
 def _refusing_packs(function: KernelFunction, package: str) -> _Function:
-    """Wrap transformers' function in PyTorch, which ignores where packed documents end."""
+    """Wrap transformers' PyTorch function, which ignores document boundaries, so that it rejects packs."""
 
     @functools.wraps(function.fallback)
     def compute(*args: object, **kwargs: object) -> object:
@@ -121,7 +120,7 @@ def _refusing_packs(function: KernelFunction, package: str) -> _Function:
 
 
 def _delta_rule(fallback: _Function) -> _Function:
-    """Return the gated delta rule that ftkit computes in training, and transformers with a state, in generation."""
+    """Return the gated delta rule: ftkit's in training, transformers' with a state, in generation."""
 
     def compute(*args: Any, **kwargs: Any) -> object:
         has_state = kwargs.get("initial_state") is not None or kwargs.get("output_final_state")
@@ -131,9 +130,9 @@ def _delta_rule(fallback: _Function) -> _Function:
 
 
 def _convolution(function: _Function, reach: int = 0) -> _Function:
-    """Return a causal convolution; that of packs is ftkit's from more than `reach` elements on.
+    """Return a causal convolution; for packs with more than `reach` elements, ftkit's.
 
-    causal-conv1d's offsets reach as far. transformers' in PyTorch would reach into the document before.
+    `reach` is what causal-conv1d's offsets can address. transformers' PyTorch function would mix packed documents.
     """
 
     def convolve(hidden_states: torch.Tensor, *args: Any, seq_idx: torch.Tensor | None = None, **kwargs: Any) -> object:
@@ -170,7 +169,7 @@ def _why_no_kernel(function: KernelFunction, model: PreTrainedModel, device: tor
 
 
 def _known_failure(function: KernelFunction, device: torch.device) -> str | None:
-    """Return why a kernel would fail, for failures that take long to find out."""
+    """Return why a kernel would fail, for known failures that a trial finds only slowly."""
     if function.name != _DELTA_RULE or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:  # noqa: PLR2004
         return None
     version = _version_of("triton")
@@ -197,9 +196,9 @@ def _name(device: torch.device) -> str:
 
 
 def _difference(function: KernelFunction, kernel: _Function, model: PreTrainedModel, device: torch.device) -> float:
-    """Return the largest difference of a kernel from PyTorch on two packed documents, relative to its norm.
+    """Return the largest relative difference of a kernel from PyTorch on two packed documents.
 
-    Of outputs and gradients. Zero for kernels that are not tested.
+    Compare outputs and gradients. Return zero for kernels without a test.
     """
     lengths = _TEST_TOKENS[device.type]
     if function.name == _CONVOLUTION:
@@ -225,7 +224,7 @@ def _output(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
 def _delta_rule_inputs(
     name: str, model: PreTrainedModel, lengths: tuple[int, ...], device: torch.device
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Return inputs with the model's heads: training reuses the kernels that are compiled for them."""
+    """Return inputs with the model's heads, so that training reuses the kernels compiled for them."""
     config, length = text_part_of(model.config), sum(lengths)
     key_width, value_width = (getattr(config, f"linear_{of}_head_dim", None) or 64 for of in ("key", "value"))
     heads = getattr(config, "linear_num_value_heads", None) or 2
@@ -252,13 +251,13 @@ def _convolution_inputs(lengths: tuple[int, ...], device: torch.device) -> tuple
 
 # --- Calls from compiled layers ------------------------------------------------------------------
 
-_computed: dict[str, _Function] = {}  # what computes each function, by the names of its file and of itself
+_computed: dict[str, _Function] = {}  # the implementation of each function, by its module and name
 
 
 def _replace(function: KernelFunction, compute: _Function, parameters: Iterable[str], *, is_traced: bool) -> None:
-    """Let a model call `compute` instead of a function: in compiled layers as an operator, unless it `is_traced`.
+    """Make a model call `compute` instead of a function; compiled layers call an operator unless it `is_traced`.
 
-    Keyword arguments that are not among its parameters are left out, as transformers does.
+    Keyword arguments that are not in `parameters` are dropped, as in transformers.
     """
     accepted = frozenset(parameters)
     key = f"{function.module}.{function.attribute}"
@@ -279,9 +278,9 @@ def _replace(function: KernelFunction, compute: _Function, parameters: Iterable[
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def _call_operator(key: str, index: int, args: tuple[object, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Call the operator: on the tensors among the arguments, and on all others as JSON.
+    """Call the operator with the tensors among the arguments, and with all others as JSON.
 
-    The compiler saves graphs in files, which other processes read: their constants must mean the same there.
+    The compiler caches graphs on disk for other processes, where their constants must have the same meaning.
     """
     tensors: list[torch.Tensor] = []
 
@@ -306,7 +305,7 @@ def _compute(tensors: Sequence[torch.Tensor], call: str) -> torch.Tensor:
     return _output(result).to(tensors[0].dtype).contiguous()
 
 
-# Not `custom_op`: it excludes autograd while it computes, which the backward pass needs.
+# Not `custom_op`, which disables autograd in the operator: the backward pass needs it.
 torch.library.define("ftkit::token_mixer", "(Tensor[] tensors, int index, str call) -> Tensor")
 torch.library.define(
     "ftkit::token_mixer_backward", "(Tensor gradient, Tensor[] tensors, bool[] needed, str call) -> Tensor[]"
@@ -325,7 +324,7 @@ def _compute_again(
 ) -> list[torch.Tensor]:
     """Return the gradients of the tensors that need them.
 
-    The others keep their identity: fla remembers what it computed from `cu_seqlens`, which waits for the GPU.
+    The others keep their identity: fla caches values derived from `cu_seqlens`, whose computation is a host sync.
     """
     inputs = [one.detach().requires_grad_() if need else one for one, need in zip(tensors, needed, strict=True)]
     wanted = [one for one, need in zip(inputs, needed, strict=True) if need]

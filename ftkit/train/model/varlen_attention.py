@@ -1,4 +1,4 @@
-"""Attention within packed documents by their offsets: flash-attn-4, or cuDNN through its Python frontend."""
+"""Attention within packed documents, given their offsets: flash-attn-4, or cuDNN through its Python frontend."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ if TYPE_CHECKING:
     from ftkit.train.private_apis.torch import Ctx
 
 VARLEN = {"flash4": "ftkit_varlen", "cudnn": "ftkit_cudnn"}
-"""Kernels that take packs by the offsets of their documents, `cu_seqlens`, by their names in transformers. It does
-more with names that contain "flash"."""
+"""Names in transformers of the kernels that take `cu_seqlens`. transformers treats names with "flash" specially."""
 
 _MIN_DOCUMENTS = 64
-"""Documents of the smallest graph. Those that packs lack cost nothing measurable (H100, cuDNN 9.19: 2 documents of
-4,096 tokens take 2.28 ms in a graph for 2, and 2.31 ms in one for 64), and each further graph takes 0.2 s to build."""
+"""Documents of the smallest graph. Empty documents cost nothing measurable (H100, cuDNN 9.19: 2 documents of 4,096
+tokens take 2.28 ms in a graph for 2, and 2.31 ms in one for 64), but each further graph takes 0.2 s to build."""
 
 
-# Custom operators: the compiler doesn't trace into them, and activation checkpointing can save their output.
-# flash-attn-4's public function allows neither, so these call its private functions.
+# The compiler doesn't trace into custom operators, and activation checkpointing can save their outputs. flash-attn-4's
+# public function allows neither, so these operators call its private functions.
 @torch.library.custom_op("ftkit::varlen_attention", mutates_args=())
 def varlen_attention(  # noqa: PLR0913, PLR0917 - operators take only tensors and numbers
     query: torch.Tensor,
@@ -65,7 +64,7 @@ def _varlen_backward(  # noqa: PLR0913, PLR0917 - operators take only tensors an
     sliding_window: int | None,
     kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value; `saved` are these, the output and `lse`."""
+    """Return the gradients of query, key and value; `saved` has these three, the output, and `lse`."""
     query, key, value, output, lse = saved
     if kernel == "cudnn":
         of_query, of_key, of_value = (
@@ -120,9 +119,9 @@ varlen_attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 class _Sizes(NamedTuple):
-    """What a graph is built for."""
+    """The sizes that a graph is built for."""
 
-    documents: int  # at most; the rest have no tokens
+    documents: int  # maximum; the rest have no tokens
     tokens: int
     heads: int
     key_heads: int
@@ -157,7 +156,7 @@ def _run_cudnn(
     graph.execute(dict(zip(described, arguments, strict=True)), workspace, handle=handle)
 
 
-@lru_cache(maxsize=1)  # all layers of a micro-batch have the same tensor, which a key compares by identity
+@lru_cache(maxsize=1)  # all layers of a micro-batch pass the same tensor, and tensors compare by identity as keys
 def _boundaries(
     cu_seqlens: torch.Tensor, documents: int, tokens: int, row_sizes: tuple[int, ...]
 ) -> tuple[torch.Tensor, ...]:

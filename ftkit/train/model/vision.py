@@ -1,4 +1,4 @@
-"""The parts of a multimodal model that see pictures: vision encoders, and the projector into its text model."""
+"""The vision encoders of a multimodal model, and the projector into its text model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def vision_parameters(model: PreTrainedModel) -> tuple[dict[str, nn.Parameter], 
 
 
 def trained_vision(model: PreTrainedModel, vision: Vision) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """Return the weights that see pictures, without adapters: those that `training.vision` trains, and the others."""
+    """Return the vision weights without adapters: those that `training.vision` trains, and the others."""
     encoder, projector = vision_parameters(model)
     each = {name: weight for name, weight in (encoder | projector).items() if ".lora_" not in name}
     trained = {name for part in {"frozen": (), "projector": (projector,), "full": (each,)}[vision] for name in part}
@@ -85,8 +85,8 @@ def _ids(*modules: nn.Module) -> set[int]:
 
 # --- Attention within chunks -------------------------------------------------------------------------
 #
-# Some encoders, such as Qwen's, attend within pictures or windows of one, of which a pack has hundreds. By SDPA,
-# transformers computes them one after the other, and waits for the GPU in each layer to know their sizes.
+# Some encoders, such as Qwen's, attend within pictures or within windows, and a pack has hundreds of them. With SDPA,
+# transformers computes them sequentially, with a host sync in each layer to read their sizes.
 
 _IN_CHUNKS = "ftkit_flash_chunks"
 """With "flash" in the name, transformers passes all chunks at once, with their offsets."""

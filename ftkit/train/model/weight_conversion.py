@@ -1,8 +1,8 @@
-"""Map the tensors of checkpoint files to a model's parameters: by name, renamed, or in pieces.
+"""Map the tensors of checkpoint files to a model's parameters: by name, by renaming, or from pieces.
 
-transformers 5 stores experts in one tensor, and files on the hub store them one by one. The mapping is in
-`transformers.conversion_mapping`; ftkit reads the pieces directly, since each rank needs only its own rows. A text
-model that is part of a multimodal one, as in Gemma 3 from 4B on, has other names in the files.
+transformers 5 stacks experts in one tensor; files on the hub store them separately. The mapping is in
+`transformers.conversion_mapping`, but ftkit reads the pieces directly, because each rank needs only its own rows. The
+text model of a multimodal one, as in Gemma 3 from 4B on, has other names in the files.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 _MXFP4_BLOCKS, _MXFP4_SCALES = "_blocks", "_scales"
 """Suffixes of a tensor that is stored in MXFP4, such as gpt-oss's experts."""
 _MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The values of four bits: E2M1 of the OCP Microscaling Formats specification 1.0, section 5.3.3."""
+"""The values of E2M1 codes (OCP Microscaling Formats specification 1.0, section 5.3.3)."""
 _MXFP4_BIAS = 127  # bias of the scales, which are exponents of two: E8M0, section 5.4.1
 _FP8_SCALES = "_scale_inv"  # suffix of the scales of a matrix in FP8, as in DeepSeek-V3 and Qwen3-FP8
 _BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 _JOINED_BY_ROWS = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
-"""Conversions that can be done row by row, so that each rank reads only its rows; transformers does the others."""
+"""Conversions that work row by row, so that each rank reads only its rows; transformers does the others."""
 
 
 class TensorSource(Protocol):
-    """A tensor that is read by ranges of rows, like a slice of a safetensors file."""
+    """A tensor that is read in ranges of rows, like a slice of a safetensors file."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -46,16 +46,16 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class MappedTensor:
-    first: str  # one of the files' tensors that it is read from; determines the file
-    source: TensorSource  # a rank may read only some of the files' tensors
-    joined: frozenset[str] = frozenset()  # all of the files' tensors that are joined to it, with their scales
+    first: str  # one of the stored tensors that it is read from; determines the file
+    source: TensorSource  # a rank may read only some of the stored tensors
+    joined: frozenset[str] = frozenset()  # all stored tensors that are joined to it, with their scales
 
 
 def name_for_peft(model: PreTrainedModel, name: str) -> str:
-    """Return the name of an adapter from which peft finds it again.
+    """Return the name under which peft finds an adapter when it loads it.
 
-    peft renames adapters as transformers renames the tensors of files, and some names in a model are renamed once more:
-    Laguna's `shared_experts` matches the pattern of `shared_expert.`, which it comes from.
+    peft renames adapters as transformers renames the tensors of files, which changes some of the model's names again:
+    Laguna's `shared_experts` matches the pattern of `shared_expert.`, from which it was renamed.
     """
     conversions, (layer, mark, adapter) = WeightConversions.of(model), name.partition(".lora_")
     weight = f"{layer}.weight"
@@ -69,9 +69,9 @@ def name_for_peft(model: PreTrainedModel, name: str) -> str:
 def map_tensors(
     model: PreTrainedModel, stored: Iterable[str], known: Collection[str], read: Callable[[str], TensorSource]
 ) -> dict[str, MappedTensor]:
-    """Return the source of each of the model's tensors that are in the files, by the names of both.
+    """Return the sources of the model's tensors that are in the files, by the model's names.
 
-    Of the model, only class and configuration matter. `read` returns a tensor of the files, not yet read.
+    Only the model's class and configuration matter. `read` opens a tensor of the files without reading it.
     """
     stored = set(stored)
     names, read = dequantized(stored, read)
@@ -104,7 +104,7 @@ def map_tensors(
 
 
 def converts_layout(model: PreTrainedModel) -> bool:
-    """Return whether files on the hub have other tensors than the model."""
+    """Return whether files on the hub have a different layout than the model."""
     return bool(WeightConversions.of(model).converters)
 
 
@@ -115,7 +115,7 @@ def split_as_stored(model: PreTrainedModel, weights: Mapping[str, torch.Tensor])
 
 @dataclass(frozen=True)
 class JoinedPieces:
-    """A tensor whose rows, one for each expert, are each concatenated from some of the files' tensors."""
+    """A tensor with one row per expert, each concatenated from several tensors of the files."""
 
     pieces: list[tuple[str, ...]]
     read: Callable[[str], TensorSource]
@@ -130,9 +130,9 @@ class JoinedPieces:
 
 @dataclass(frozen=True)
 class Mxfp4Tensor:
-    """Experts in MXFP4, dequantized to bf16 [E, G * 32, N] as they are read."""
+    """Experts in MXFP4, dequantized to bf16 [E, G * 32, N] on reading."""
 
-    blocks: TensorSource  # uint8 [E, N, G, 16]: 32 numbers of four bits for each group
+    blocks: TensorSource  # uint8 [E, N, G, 16]: 32 four-bit codes per group
     scales: TensorSource  # uint8 [E, N, G]: exponents
 
     def get_shape(self) -> list[int]:
@@ -149,10 +149,10 @@ class Mxfp4Tensor:
 
 @dataclass(frozen=True)
 class Fp8Tensor:
-    """A matrix in FP8, [N, K], with a scale for each block, dequantized to bf16 as it is read."""
+    """An FP8 matrix, [N, K], with a scale per block, dequantized to bf16 on reading."""
 
     values: TensorSource
-    scales: TensorSource  # fp32 [ceil(N / B), ceil(K / B)]: factor of the values of a block of B x B
+    scales: TensorSource  # fp32 [ceil(N / B), ceil(K / B)]: factor of the values in a block of B x B
 
     def get_shape(self) -> list[int]:
         return self.values.get_shape()
@@ -188,9 +188,9 @@ def dequantized(
 
 @dataclass(frozen=True)
 class _ConvertedTensor:
-    """A tensor that transformers converts while loading."""
+    """A tensor that transformers converts."""
 
-    convert: Callable[[], dict[str, torch.Tensor]]  # returns it and others, which it converts once
+    convert: Callable[[], dict[str, torch.Tensor]]  # returns it and others; converts once
     name: str
 
     def get_shape(self) -> list[int]:
@@ -207,9 +207,9 @@ def _join(
     model: PreTrainedModel,
     read: Callable[[str], TensorSource],
 ) -> dict[str, TensorSource]:
-    """Return the model's tensors that are converted from some of the files', by name; `name` is the first target.
+    """Return the model's tensors that one converter makes from stored tensors, by name; `name` is the first of them.
 
-    What can't be joined by rows is read completely.
+    Tensors that can't be joined by rows are read completely.
     """
     (converter,) = (one for one in converters if not by_pattern.keys().isdisjoint(one.source_patterns))
     parts = [by_pattern.get(pattern, []) for pattern in converter.source_patterns]
@@ -243,9 +243,9 @@ def _natural_sort_key(name: str) -> list[str | int]:
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):
-    """Tensors by name; `read` computes one at each access. Iterating and `in` compute none.
+    """A mapping of tensors by name; `read` computes one at each access.
 
-    `Mapping`'s own `in` would compute the tensor.
+    Iteration and `in` compute none; `Mapping`'s own `in` would compute the tensor.
     """
 
     def __init__(self, names: Iterable[str], read: Callable[[str], torch.Tensor]) -> None:
