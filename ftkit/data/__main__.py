@@ -20,7 +20,7 @@ from ftkit.runs.records import StageRecord
 
 
 def main(plan_path: Path) -> int:
-    """Prepare the data; report an error as a rank of the trainer would. Missing weights end the job here."""
+    """Prepare the data; record an error as a rank of the trainer does. Missing weights end the job here."""
     layout = RunLayout(plan_path.parent)
 
     def report(text: str) -> None:

@@ -42,7 +42,7 @@ class ModelInput:
     label: str
     vocab_size: int
     max_length: int | None
-    model: ModelSpec | None = None  # the one whose processor reads pictures
+    model: ModelSpec | None = None  # its processor reads the pictures
 
     @classmethod
     def of(
@@ -65,9 +65,9 @@ class Prompt(list[int]):
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt of row `number`, tokenized as in training, with the assistant turn in the data; None without completion.
+    """A prompt of row `number`, tokenized as in training, and the assistant turn that the data has for it.
 
-    `reference` has the turn's tokens, and `message` the turn itself.
+    `reference` holds the turn's tokens and `message` the turn; both are None without a completion.
     """
 
     number: int
@@ -78,7 +78,7 @@ class Case:
     has_tools: bool = False
 
     def thumbnail(self) -> str | None:
-        """Return a small copy of the row's first picture; None without one, or if its file was moved meanwhile."""
+        """Return a small copy of the row's first picture; None if there is none, or if its file was moved."""
         source = first_picture(self.columns) if self.prompt.pictures else None
         with suppress(DataError):
             return thumbnail(open_picture(source, "")) if source else None
@@ -87,7 +87,7 @@ class Case:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """The rows of an evaluation with their sources; documents, each with the index of its row; prompts."""
+    """The rows of an evaluation, the source of each, the documents with the index of their row, and the prompts."""
 
     rows: list[Row]
     sources: list[str]
@@ -96,12 +96,12 @@ class EvaluationSet:
 
 
 _Turn = tuple[Prompt, list[int] | None, Message | None, bool]
-"""An assistant turn: tokens of its prompt and of itself, the turn as in the data, and whether it has tools."""
+"""An assistant turn: the prompt's tokens, the turn's tokens, the turn as in the data, and whether there are tools."""
 _Encoded = tuple[list[Document], list[_Turn]]
 
 
 def read_evaluation_rows(prepared: PreparedData | None, file: Path | None, limit: int) -> list[tuple[str, Row]]:
-    """Return the rows to evaluate on, each with its source: those of a file, else prepared data's validation split."""
+    """Return (source, row) to evaluate on: the rows of a file, else the validation split of the prepared data."""
     if file is not None:
         rows = [("", row) for row in read_json_lines(file)]
     elif prepared is None:
@@ -126,7 +126,7 @@ def read_evaluation_rows(prepared: PreparedData | None, file: Path | None, limit
 
 
 def take_rows(rows: Sequence[tuple[str, Row]], limit: int) -> list[tuple[str, Row]]:
-    """Return the first rows, taken from the sources in turn."""
+    """Return the first `limit` rows, round-robin over the sources."""
     places: Counter[str] = Counter()
     turns = []
     for source, _ in rows:
@@ -138,9 +138,9 @@ def take_rows(rows: Sequence[tuple[str, Row]], limit: int) -> list[tuple[str, Ro
 def make_evaluation_set(
     model: ModelInput, rows: Sequence[tuple[str, Row]], data: DataSpec | None, report: Callable[[str], None]
 ) -> EvaluationSet:
-    """Render and tokenize rows as training does; of a pair, its chosen completion.
+    """Render and tokenize rows as training does. A pair contributes its chosen completion.
 
-    The loss of a row without a completion covers the prompt.
+    If a row has no completion, the loss covers its prompt.
     """
     encoded: dict[int, _Encoded | DataError] = {}
     for source in dict.fromkeys(source for source, _ in rows):  # each source may have its own format
@@ -187,7 +187,7 @@ def _encode(
         if isinstance(found, DataError):
             encoded.append(found)
             continue
-        if not found:  # training drops a pair of equal sides: it has no loss, but its prompt can be answered
+        if not found:  # training drops a pair with equal sides; its prompt can still be completed
             prompt = next(prompts)
             encoded.append(prompt if isinstance(prompt, DataError) else ([], prompt[1]))
             continue
@@ -199,7 +199,7 @@ def _encode(
             encoded.append(DataError(f"{row.where}: longer than the model's context of {model.max_length:,} tokens"))
         else:
             turns = _turns(row, documents, data, form)
-            if pictures:  # prompts of earlier turns lack pictures of later ones, which the record has
+            if pictures:  # the record also has later pictures, which earlier prompts lack
                 num_earlier += len(turns)
                 turns = [turn for turn in turns if _has_all(turn[0], documents, pictures.inputs.token_ids)]
                 num_earlier -= len(turns)
@@ -243,7 +243,7 @@ def _prompt(tokens: Prompt) -> _Encoded:
 
 
 def _turns(row: Row, documents: list[Document], data: DataSpec, form: Format) -> list[_Turn]:
-    """Return the assistant turns of a row: each is a run of trained tokens after its prompt."""
+    """Return the assistant turns of a row: each is a contiguous run of trained tokens after its prompt."""
     example = read_example(row.columns, data, form)
     if isinstance(example, Preferences):
         example = example.chosen
@@ -284,7 +284,7 @@ def encode_prompts(
 ) -> list[Prompt | DataError]:
     """Return the tokens of each row's prompt, with the header of the assistant turn, or its error with file and line.
 
-    The recipe's format is used for rows with its columns; otherwise turns, or a column with a prompt.
+    `form` reads rows that have its columns. Other rows need a list of turns or a column with a prompt.
     """
     data = DataSpec.model_validate({"source": "./rows.jsonl", "pictures": pictures is not None})
 

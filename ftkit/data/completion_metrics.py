@@ -1,4 +1,4 @@
-"""Metrics of completions, and the selection of metrics by the data."""
+"""Score completions, and select the metrics that fit the data."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _NGRAM = 4
 
 @dataclass(frozen=True)
 class Completion:
-    """Tokens and text of a completion without its end token, with its reference, if the data has one.
+    """Tokens and text of a completion without its end token, and its reference if the data has one.
 
-    `raw` and `raw_reference` have special tokens.
+    `raw` and `raw_reference` keep special tokens.
     """
 
     tokens: Sequence[int]
@@ -65,7 +65,7 @@ def repetition(_: Case, completion: Completion) -> float | None:
 
 
 def exact_match(_: Case, completion: Completion) -> float | None:
-    """Compare the texts, with every run of white space as one space."""
+    """Return whether the texts are equal, with each run of white space collapsed to one space."""
     return None if completion.reference is None else float(completion.text.split() == completion.reference.split())
 
 
@@ -77,7 +77,7 @@ def no_call(case: Case, completion: Completion) -> float | None:
 
 
 def _compare_calls(at_least: int, case: Case, completion: Completion, *, by_name: bool = False) -> float | None:
-    """Compare calls in any order, if the data has `at_least` some in one turn."""
+    """Compare calls in any order; None if the data's turn has fewer than `at_least` calls."""
     if case.message is None or len(case.message.tool_calls) < at_least or completion.raw_reference is None:
         return None
     expected, predicted = read_calls(completion.raw_reference), read_calls(completion.raw)
@@ -106,12 +106,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "exact_match": (Metric("exact_match", exact_match),),
     "repetition": (Metric("repetition", repetition, is_lower_better=True),),
 }
-"""Metrics of completions by their name in `--metrics` and recipes (`ftkit.config.recipe.SCORES`); the first one of
-a result determines which examples changed."""
+"""Metrics of completions by their name in `--metrics` and recipes (`ftkit.config.recipe.SCORES`). The first metric of
+a result decides which examples count as changed."""
 
 
 def choose_metrics(requested: Sequence[str], cases: Sequence[Case], task: TaskFile | None = None) -> list[Metric]:
-    """Return the requested metrics; by default the task's or those that fit the rows, and repetition."""
+    """Return the requested metrics. Default: repetition, and the metrics of the task or those that fit the rows."""
     own = task.metrics if task else []
     default = [*own]
     if any(case.has_tools and case.message is not None for case in cases):
@@ -170,7 +170,7 @@ def _user_metric(name: str, own: Sequence[str]) -> Metric:
 
 
 def read_calls(text: str) -> list[Call]:
-    """Return the calls in an assistant turn, special tokens included; none if there are none, or they are broken.
+    """Return the calls in an assistant turn with special tokens; empty if it has none or they can't be parsed.
 
     Notations: Qwen's and Hermes's JSON in `<tool_call>`, Llama's and Mistral's JSON, a name before its arguments
     (newer Mistral, gpt-oss), and Qwen 3.5's `<function=…>`.

@@ -1,6 +1,6 @@
-"""Conversations and plain texts, and the turns of conversations in the styles of OpenAI's API and of ShareGPT.
+"""Conversations and plain texts; read turns in the styles of OpenAI's API and of ShareGPT.
 
-Unknown fields are refused.
+Unknown fields raise a DataError.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ftkit.config.data import CALL_ROLES, ROLES, Role, normalized_role
 from ftkit.errors import DataError, closest
 
 PICTURE: Final = "\ufdd1"
-"""Mark of a picture in a turn's content: a Unicode noncharacter, which texts don't contain."""
+"""Placeholder of a picture in a turn's content: a Unicode noncharacter, which texts don't contain."""
 JsonObject = Mapping[str, Any]
 TemplateTurn = dict[str, Any]  # a turn as chat templates expect it
 _MAX_SHOWN = 80
@@ -47,8 +47,8 @@ class Message:
     tool_call_id: str | None = None  # of the call whose result this is
     trained: bool | None = None  # whether the turn counts in the loss, if the data says so
     pictures: tuple[object, ...] = ()
-    """The source of each `PICTURE` in the content: a path, a `data:` URI or bytes; its index among those of the row's
-    own column, or None for the next."""
+    """The source of each `PICTURE` in the content: a path, a `data:` URI or bytes; an index into the row's column of
+    pictures; or None for the next picture of that column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Conversation:
 
     messages: tuple[Message, ...]
     tools: tuple[JsonObject, ...] = ()  # as OpenAI's API takes them: `{"type": "function", "function": {...}}`
-    num_prompt: int | None = None  # number of turns that are the prompt, if the data has prompts and completions
+    num_prompt: int | None = None  # number of turns in the prompt, if the data has prompts and completions
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def trained_turns(conversation: Conversation, train_on: str | list[Role]) -> lis
 
 
 def for_template(message: Message, *, in_parts: bool) -> TemplateTurn:
-    """Return a turn as templates expect it, without keys that have no value, since some templates test for keys."""
+    """Return a turn as templates expect it. Keys without a value are omitted, since some templates test for keys."""
     pieces = re.split(f"({PICTURE})", message.content) if message.pictures else [message.content]
     parts = [{"type": "image"} if each == PICTURE else {"type": "text", "text": each} for each in pieces if each]
     turn: TemplateTurn = {"role": message.role, "content": parts if in_parts or message.pictures else message.content}
@@ -115,7 +115,7 @@ def for_template(message: Message, *, in_parts: bool) -> TemplateTurn:
 
 
 def with_short_ids(conversation: Conversation) -> Conversation:
-    """Give all tool calls ids of nine letters or digits, and the results the ids of their calls, in order."""
+    """Replace the ids of tool calls with ids of nine letters or digits, and match results to their calls in order."""
     numbers = count()
     waiting: list[str] = []
     messages = []
@@ -136,10 +136,10 @@ def _short_id(text: str) -> str:
 
 
 _TEXT_PARTS = frozenset(("text", "input_text", "output_text"))
-"""Types of a content's text parts: OpenAI's chat API, and the requests and results of its Responses API."""
+"""Types of text parts in OpenAI's chat API, and in requests and responses of its Responses API."""
 PICTURE_PARTS = frozenset(("image", "image_url", "input_image"))
 PICTURE_KEYS = ("image", "image_url", "url", "bytes", "base64", "path")
-"""Keys with the source of a picture, in parts of a content and in objects such as Parquet's `{bytes, path}`."""
+"""Keys that hold the source of a picture, in content parts and in objects such as Parquet's `{bytes, path}`."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _TRAINED = ("weight", "train")
 _KEYS = {
@@ -158,12 +158,12 @@ def is_turn(value: object, style: str) -> bool:
 
 
 def style_of(turns: Sequence[object]) -> str | None:
-    """Return the style of turns, by the first one; None if that is no turn."""
+    """Return the style of turns, judged by the first; None if the first is not a turn."""
     return next((style for style in ("openai", "sharegpt") if turns and is_turn(turns[0], style)), None)
 
 
 def turns_in(value: object) -> list[object]:
-    """Return the turns of a column, which tables often have as JSON text; none if it has no list."""
+    """Return the turns of a column, a list or JSON text of one; empty if it holds no list."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):
             value = json.loads(value)
@@ -171,7 +171,7 @@ def turns_in(value: object) -> list[object]:
 
 
 def read_turns(turns: object, column: str, style: str, ignored: Collection[str]) -> Iterator[Message]:
-    """Yield the turns of a column, which tables often have as JSON text, without keys that the recipe ignores."""
+    """Yield the turns of a column, a list or JSON text of one, without the keys in `ignored`."""
     if isinstance(turns, str) and turns.lstrip().startswith("["):
         turns = _parse_json(turns, f"column '{column}'")
     if not isinstance(turns, list) or not turns:
@@ -188,7 +188,7 @@ def read_turns(turns: object, column: str, style: str, ignored: Collection[str])
 
 
 def _known_values(turn: object, ignored: Collection[str], style: str) -> JsonObject:
-    """Return the keys of a turn that have a value: tables give all turns the keys of each."""
+    """Return the keys of a turn that have a value: in a table, every turn has the keys of all turns."""
     if not isinstance(turn, dict):
         raise _bad("a turn is not a mapping", turn)
     known = _KEYS[style]
@@ -280,7 +280,7 @@ def _role(value: object) -> Role:
 
 
 def _content(value: object, role: str, *, is_optional: bool) -> tuple[str, tuple[object, ...]]:
-    """Return a turn's text, and the sources of the pictures in it; parts are joined."""
+    """Join the parts of a turn's content; return its text and the sources of its pictures."""
     if isinstance(value, str):
         return value, ()
     if value is None and is_optional:
@@ -300,9 +300,9 @@ def _content(value: object, role: str, *, is_optional: bool) -> tuple[str, tuple
 
 
 def picture_source(value: object) -> object:
-    """Return the source of a picture that is given as such, in a part of a content, or as `{bytes, path}`.
+    """Return the source of a picture: the value itself, or that of a content part or of `{bytes, path}`.
 
-    That of a part without one is its index among the pictures of a column, or None.
+    For a part without a source, return its index into the column of pictures, or None.
     """
     if not isinstance(value, dict):
         return value
@@ -367,7 +367,7 @@ def read_tools(value: object) -> tuple[JsonObject, ...]:
 
 
 def check_calls(messages: tuple[Message, ...], tools: tuple[JsonObject, ...]) -> None:
-    """Check that each call is for one of the tools, if the data has tools."""
+    """Check that each call names one of the tools, if the data has tools."""
     names = {tool["function"]["name"] for tool in tools}
     for number, message in enumerate(messages, start=1):
         unknown = [call.name for call in message.tool_calls if call.name not in names] if names else []

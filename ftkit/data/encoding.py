@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 
 MAX_CHARACTERS = 8 << 20
-"""Maximum length of a rendering: about two million tokens, longer than any context. `tokenizers` takes 100 bytes for
-each."""
+"""Maximum length of a rendering: about two million tokens, longer than any context. `tokenizers` needs 100 bytes per
+character."""
 
 
 def find_end_tokens(tokenizer: PreTrainedTokenizerBase, end_tokens: Collection[int] = ()) -> list[int]:
-    """Return the special tokens that end assistant turns, first that of answers; turns with calls may have another.
+    """Return the special tokens that end assistant turns: first for answers, then for turns with tool calls.
 
-    One of them is the last label of each trained turn, so they end completions of the trained model, in evaluation and
-    wherever the model is used. They are not always the tokenizer's `eos_token`, which ends a text in base models.
-    There are none if the template ends a turn with ordinary text, or there is no template.
+    The last label of each trained turn is one of them, so the trained model ends completions with it, in evaluation
+    and when deployed. They can differ from the tokenizer's `eos_token`, which ends a text in base models.
+    The list is empty if the template ends a turn with ordinary text, or if there is no template.
     """
     if tokenizer.chat_template is None:
         return []
@@ -56,13 +56,13 @@ class RowEncoder:
     tokenizer: Any
     data: DataSpec
     format: Format
-    renderer: ChatRenderer | None  # None where the rows are plain text
-    vocab_size: int  # rows of the model's embedding table
-    adds_space: bool  # whether the tokenizer adds a space before a text, as older SentencePiece tokenizers do
+    renderer: ChatRenderer | None  # None for plain text
+    vocab_size: int  # number of rows of the model's embedding table
+    adds_space: bool  # whether the tokenizer prepends a space to a text, as older SentencePiece tokenizers do
     words: WordCache
-    begin: str  # the token that begins a document of plain text, if the tokenizer adds one
+    begin: str  # the BOS token of a document of plain text, if the tokenizer adds one
     special_tokens: frozenset[str]  # they stay text if plain text contains them
-    pictures: PictureProcessor | None = None  # None if the model sees none
+    pictures: PictureProcessor | None = None  # None if the model takes no pictures
 
     @classmethod
     def of(
@@ -181,7 +181,7 @@ class RowEncoder:
         return found[0]
 
     def _plain(self, text: str) -> Rendering:
-        """Return a text between the begin and end tokens of a document; special tokens in the text stay text."""
+        """Wrap a text in the begin and end tokens of a document; special tokens in the text stay text."""
         if not text.strip():
             raise DataError("the text is blank", fix="remove this example")
         special = any_of(self.special_tokens).finditer(text)
@@ -190,7 +190,7 @@ class RowEncoder:
         return Rendering(document, ((0, len(document)),), cuts)
 
     def _tokenize(self, renderings: Iterable[Rendering]) -> list[Document]:
-        """Tokenize texts in pieces cut at the ends of trained turns, so that a prompt has the tokens of inference."""
+        """Tokenize the pieces of texts between bounds of trained turns, so prompts have the tokens of inference."""
         pieces: list[str] = []
         trained: list[list[bool]] = []
         records: list[bytes] = []
@@ -223,7 +223,7 @@ class RowEncoder:
             return self.words.encode(pieces)
         encode_batch = self.tokenizer.backend_tokenizer.encode_batch_fast
         plain = encode_batch(pieces, add_special_tokens=False)
-        # No space is added after a line break, whose own tokens are then removed.
+        # The tokenizer prepends no space after a line break. The tokens of the line break are then removed.
         newline: list[int] = encode_batch(["\n"], add_special_tokens=False)[0].ids
         behind = encode_batch([f"\n{piece}" for piece in pieces], add_special_tokens=False)
         return [
@@ -235,7 +235,7 @@ class RowEncoder:
 _MAX_WORDS: Final = 1 << 17  # maximum number of cached words: about 30 MB
 _MAX_WORD_LENGTH: Final = 64
 _GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""Words of `ByteLevel` with `use_regex`: those of GPT-2, from tokenizers' documentation."""
+"""The regular expression of `ByteLevel` with `use_regex`: GPT-2's, from the documentation of tokenizers."""
 _ASCII: Final = {"L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9", "Nd": "0-9"}
 """ASCII characters of Unicode categories."""
 _ODD_BLANKS: Final = re.compile("[\x1c-\x1f]")
@@ -244,9 +244,9 @@ _ODD_BLANKS: Final = re.compile("[\x1c-\x1f]")
 
 @dataclass(frozen=True)
 class _Pattern:
-    """A regular expression that finds words; the text between two of them is a word as well.
+    """A regular expression that finds words; the text between two matches is a word too.
 
-    `for_ascii` is an equivalent one for Python's `re`, which is twice as fast; None if there is none.
+    `for_ascii` is an equivalent pattern for Python's `re`, which is twice as fast; None if there is none.
     """
 
     pattern: regex.Pattern[str]
@@ -280,8 +280,8 @@ class _Pattern:
 class WordCache:
     """Tokenizes texts as `backend.encode(text, add_special_tokens=False)` does, three times as fast.
 
-    A tokenizer spends most of its time on finding words and on the offsets of tokens. Words repeat: here one regular
-    expression finds them, and they are looked up. A tokenizer with another structure is called directly.
+    A tokenizer spends most of its time splitting words and computing offsets. Words repeat, so this class splits them
+    with one regular expression and looks up their tokens. A tokenizer with another structure is called directly.
     """
 
     backend: Tokenizer  # without truncation and padding
@@ -345,7 +345,7 @@ class WordCache:
         return words
 
     def _add_words(self, words: set[str]) -> None:
-        """Cache the tokens of words, except long words and words that the tokenizer splits."""
+        """Cache the tokens of words, except long words and words that the tokenizer splits further."""
         if len(self._words) + len(self._uncacheable) > _MAX_WORDS:
             self._words.clear()
             self._uncacheable.clear()
@@ -360,7 +360,7 @@ class WordCache:
 
 
 def _patterns(settings: dict[str, Any] | None) -> tuple[_Pattern, ...] | None:
-    """Return the regular expressions of a pre-tokenizer; None if there is another part in it."""
+    """Return the regular expressions of a pre-tokenizer; None if it has a part that is not supported here."""
     steps = settings["pretokenizers"] if settings and settings["type"] == "Sequence" else [settings]
     patterns = []
     for step in steps:

@@ -18,17 +18,17 @@ from typing import cast
 from ftkit.errors import PrerequisiteError
 
 UNUSED = ("librosa", "scipy", "sklearn", "soundfile", "torchaudio")
-"""Packages that transformers imports wherever they are installed, for models and a way of generation that ftkit does
-not use."""
+"""Packages that transformers imports if they are installed, for models and a generation mode that ftkit does not
+use."""
 
 
 @cache
 def import_transformers() -> ModuleType:
     """Import transformers as if `UNUSED` packages were not installed, nor torchvision if it is broken.
 
-    Versions that were built for another torch or NumPy fail. vLLM needs torchvision, where it works. Warnings of
-    torchao and bitsandbytes, which transformers and peft import if installed, are about kernels for other devices:
-    they are dropped.
+    Versions built for another torch or NumPy fail to import. vLLM needs torchvision, so a working one stays visible.
+    Warnings of torchao and bitsandbytes, which transformers and peft import if installed, are suppressed: they are
+    about kernels for other devices.
     """
     if sys.flags.optimize > 1:
         raise PrerequisiteError(
@@ -50,15 +50,15 @@ def import_transformers() -> ModuleType:
 def keep_bytecode() -> Path | None:
     """Have this process and its children keep bytecode in `FTKIT_CACHE_DIR`, if it is set and torch has none.
 
-    uv installs packages so. Where they are read-only, or gone after the job, as in an image, each process compiles all
-    that it imports: 7 of a rank's 24 s until the end of step 1 on an H200. Returns the folder, if one is used.
+    uv installs packages without bytecode. If they are read-only, or gone after the job, as in an image, each process
+    compiles all its imports: 7 of a rank's 24 s until the end of step 1 on an H200. Returns the folder, if one is used.
     """
     cache, spec = os.environ.get("FTKIT_CACHE_DIR"), find_spec("torch")
     if not cache or spec is None or spec.origin is None or sys.pycache_prefix is not None:
         return None
     if Path(cache_from_source(spec.origin)).exists():
         return None
-    # Python compares times and sizes of sources, which images with other versions at the same path may share.
+    # Python compares only time and size of a source; other versions at the same path in another image may share both.
     versions = sorted(path.name for path in Path(spec.origin).parents[1].glob("*.dist-info"))
     folder = Path(cache) / "bytecode" / hashlib.sha256("\n".join(versions).encode()).hexdigest()[:16]
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(folder)

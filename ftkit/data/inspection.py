@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _REPORT_SECONDS = 10.0
 _SIDES = (("", ""), ("desirable", "undesirable"), ("chosen", "rejected"))
-"""What both sides are called, by the completions of a sample."""
+"""Names of the two sides, indexed by the number of completions per sample."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class ShownPicture:
 class Sample:
     """A document as it will be trained: rendering `number` of the row at `where`.
 
-    `fate` is the effect of `data.too_long` on it; empty if it fits. `trained` says of each token in `ids` whether it is
-    in the loss. `side` is that of a pair: chosen, or rejected after the same prompt. `pictures` are the row's.
+    `fate` is the effect of `data.too_long` on it; empty if it fits. `trained` tells for each token in `ids` whether it
+    counts in the loss. `side` is one of `_SIDES`; empty without preferences. `pictures` are those of the row.
     """
 
     where: str
@@ -84,7 +84,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Piece:
-    """The text of a token, or of several that encode one character or repeat one marker, as those of pictures do."""
+    """The text of a token, or of several tokens that encode one character or repeat one marker, such as a picture's."""
 
     text: str
     ids: tuple[int, ...]
@@ -92,7 +92,7 @@ class Piece:
 
 
 def pieces_by_turn(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[Piece]]]:
-    """Yield the role and the pieces of each turn; a token that is in two turns is in the first."""
+    """Yield the role and the pieces of each turn; a token that spans two turns belongs to the first."""
     pieces = deque(_pieces(sample, tokenizer))
     begin = end = 0
     for _, turn in groupby(sample.segments, key=lambda segment: segment.turn):
@@ -113,7 +113,7 @@ def _without_repeats(pieces: Sequence[Piece]) -> Iterator[Piece]:
 
 
 def _pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
-    """Yield the text of each token, decoded after the token before: SentencePiece drops the first space of a text."""
+    """Yield the text of each token, decoded with its predecessor: SentencePiece drops the first space of a text."""
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
@@ -122,13 +122,13 @@ def _pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piec
     for end in range(1, len(sample.ids) + 1):
         before = sample.ids[max(0, begin - 1) : begin]
         text = decode(sample.ids[max(0, begin - 1) : end])[len(decode(before)) :]
-        if not text.endswith("\ufffd") or end == len(sample.ids):  # else the next token has the rest of a character
+        if not text.endswith("\ufffd") or end == len(sample.ids):  # otherwise the character continues in the next token
             yield Piece(text, sample.ids[begin:end], all(sample.trained[begin:end]))
             begin = end
 
 
 def samples_of_packs(data: PreparedData, packs: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[Sample]:
-    """Yield the documents of packs that were prepared to be trained on, in their order."""
+    """Yield the documents of training packs in their order."""
     store = data.read_train()
     for pack in packs:
         if not 0 <= pack < len(store):
@@ -165,8 +165,8 @@ class LengthBin:
 class DataStats:
     """Token statistics of a recipe's training data.
 
-    Renderings are documents before any is dropped, truncated or split, and more than rows if the template rewrites
-    turns; the other documents are counted after that. `longest` is that of the renderings.
+    Renderings are documents before any is dropped, truncated or split. A row has several if the template rewrites
+    turns. The other documents are counted after that. `longest` is the longest rendering.
     """
 
     formats: tuple[str, ...]
@@ -175,7 +175,7 @@ class DataStats:
     num_renderings: int
     num_documents: int
     num_validation: int
-    num_in_both: int  # documents or pairs of validation that are also trained on
+    num_in_both: int  # documents or pairs in both the validation and the training split
     num_tokens: int
     num_trained: int
     num_too_long: int
@@ -200,7 +200,7 @@ class DataInspector:
     report: Callable[[str], None]  # called every ten seconds with the number of rows read
 
     def samples(self, num_rows: int) -> Iterator[Sample]:
-        """Yield the documents of the first rows that can be used."""
+        """Yield the documents of the first `num_rows` rows that can be used."""
         rows = (row for row in read_rows(self.recipe.data) if row.split != "validation")
         num_bad = 0
         while num_rows and (batch := list(islice(rows, num_rows))):
@@ -226,7 +226,7 @@ class DataInspector:
                     )  # fmt: skip
 
     def lengths(self, most_encoded: int, most_counted: int) -> tuple[list[int], int, int]:
-        """Return the lengths of the first rows' documents, in tokens, and two numbers of rows: encoded, and counted.
+        """Return the token lengths of the first rows' documents, and the numbers of encoded and of counted rows.
 
         Bad rows are skipped; DataError if all are.
         """
@@ -300,11 +300,11 @@ class DataInspector:
     def _turns(
         self, encoder: RowEncoder, row: Row, text: str, place: int, pictures: Sequence[ShownPicture]
     ) -> list[tuple[int, str]]:
-        """Return the end of each turn in a document's text with the turn's role; the last turn ends with the text."""
+        """Return the end of each turn in a document's text, and its role; the last turn ends at the end of the text."""
         sides = conversations_of(read_example(row.columns, self.recipe.data, encoder.format))
         if not sides or encoder.renderer is None:
             return [(len(text), "text")]
-        example = sides[place % len(sides)]  # of a pair, its side; else all documents are of one conversation
+        example = sides[place % len(sides)]  # the side of a pair; otherwise all documents render one conversation
         turns: list[tuple[int, str]] = []
         position = 0
         messages = example.messages
@@ -339,7 +339,7 @@ class DataInspector:
         length = self.recipe.training.sequence_length
         totals = Totals(self.encoder)
         lengths: Counter[int] = Counter()
-        digests = {"train": array("Q"), "validation": array("Q")}  # 8 bytes each: the only memory that grows
+        digests = {"train": array("Q"), "validation": array("Q")}  # 8 bytes each: only this memory grows
         per_sample = self.recipe.training.documents_per_sample
         packer, trained = Packer(length, documents_per_sample=per_sample), np.zeros(2)
         num_validation = num_packs = 0

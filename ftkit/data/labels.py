@@ -1,9 +1,9 @@
-"""Show which part of a rendered text is an assistant turn: with words that occur nowhere else in place of its strings.
+"""Find the assistant turn in a rendered text by rendering the conversation with unique words in place of its strings.
 
-A turn's completion consists of texts of the template and the turn's strings, in turns: a `CompletionFrame`. It is found
-by rendering the conversation with another unique word in place of each string, so that nothing has to be searched for
-by its content. A real turn must then consist of a frame of its shape and its own strings, from the end of the prompt of
-inference to the token that ends it: no other turn's text has a place there.
+A completion alternates between literals of the template and strings of the turn: a `CompletionFrame`. Rendering the
+conversation with a unique word in place of each string reveals the frame, so no string is searched for by its content.
+A real turn must match a frame of its shape with its own strings, from the end of the inference prompt to the
+end-of-turn token. Text of another turn can't match.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ _EMPTY_THINKING = re.compile(
     r"(<think>\s*</think>|<\|channel>thought\s*<channel\|>|\[THINK]\s*\[/THINK]|<\|START_THINKING\|><\|END_THINKING\|>"
     r"|<\|begin\|>assistant<\|think\|><\|end\|>)\s*\Z"
 )
-"""A closed thought at the end of a generation prompt; some templates omit it when they render the turn itself."""
+"""An empty thought at the end of a generation prompt; some templates omit it when they render the turn itself."""
 _FIRST_TAG = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+]|<[^<>\s]+")
 _LAST_TAG = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+])\s*\Z")
 _TAGS = re.compile(r"</?\w+>|<\|?[\w/:▁]+\|?>|\[/?[A-Z_]+]|/no_?think\b|/think\b")
-"""Markers in the text of a template that it may look for in contents."""
+"""Markers that a template may look for in contents."""
 _LOOK_BACK = 80
-_MAX_FRAMES = 32  # frames of one shape: a template's text may depend on the place of the turn
+_MAX_FRAMES = 32  # frames per shape: a template's text may depend on the position of the turn
 
 REPEATED_MARKER: Final = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\1{2,}")
-"""A special token at least three times in a row: what stands for a picture."""
+"""A special token at least three times in a row, which represents a picture."""
 WORD: Final = re.compile(r"Qz\d{7}|71\d{7}")
-"""The words: nine letters and digits, as some templates require of ids; nine digits in place of numbers."""
+"""Unique words: nine letters and digits, which some templates require of ids; nine digits in place of numbers."""
 
 
 @dataclass(slots=True)
 class _Strings:
     """The strings of a turn as text, and words in place of them if there are `numbers`.
 
-    `tags` of the template stay in contents. A template may omit `optional` words: ids of tool calls. `shape` is what
-    it may see of the turn besides its strings.
+    Matches of `tags` stay in contents. A template may omit `optional` words, which are ids of tool calls. `shape`
+    describes the turn apart from its strings.
     """
 
     numbers: Iterator[int] | None = None
@@ -56,7 +56,7 @@ class _Strings:
     shape: list[object] = field(default_factory=list)
 
     def of_turn(self, message: Message) -> Message:
-        """Add the strings of a turn; return it with words in their place."""
+        """Add the strings of a turn; return the turn with words in their place."""
         reasoning = None if message.reasoning is None else self.take(message.reasoning)
         content = self._take_parts(message.content)
         calls = []
@@ -72,7 +72,7 @@ class _Strings:
         return replace(message, reasoning=reasoning, content=content, tool_calls=tuple(calls))
 
     def take(self, value: str) -> str:
-        """Add a string, and return its word; blank strings stay, and belong to the shape."""
+        """Add a string and return its word; a blank string stays as it is and becomes part of the shape."""
         if not value.strip():
             self.shape.append(value)
             return value
@@ -140,17 +140,17 @@ def _with_words(conversation: Conversation, tags: re.Pattern[str] | None) -> tup
 class CompletionFrame:
     """The texts of a template around the strings of an assistant turn.
 
-    `opening` is the text before the completion as the template renders the turn; it is compared if that differs from
-    the prompt of inference, whose end is then `prompt_end`.
+    If the template renders the text before the completion unlike the inference prompt, `opening` is that text and
+    `prompt_end` the end of the prompt, and both are compared.
     """
 
     literals: tuple[str, ...]  # the template's texts, one more than there are slots
-    slots: tuple[int, ...]  # for each place between them, which of the turn's strings is there
+    slots: tuple[int, ...]  # for each slot between literals, the index of the turn's string
     opening: str
     prompt_end: str
 
     def start_in(self, text: str, prompt: str, strings: Sequence[str]) -> int | None:
-        """Return where the completion starts in a text that ends with it; None if the text has another form."""
+        """Return the start of the completion at the end of a text; None if the text does not match the frame."""
         start = self._start_of_exact(text, strings)
         if start is None:
             start = self._start(text, len(text), len(self.slots), strings)
@@ -160,7 +160,7 @@ class CompletionFrame:
         return start if is_shown else None
 
     def _start_of_exact(self, text: str, strings: Sequence[str]) -> int | None:
-        """Match all strings as they are, backward and without recursion: most templates write them so."""
+        """Match all strings unchanged, backward and without recursion: most templates write them unchanged."""
         end = len(text)
         for number in range(len(self.slots), 0, -1):
             literal, value = self.literals[number], strings[self.slots[number - 1]]
@@ -183,7 +183,7 @@ class CompletionFrame:
 
 
 def _starts_of(text: str, end: int, value: str) -> Iterator[int]:
-    """Yield where a string starts that ends at `end`: as it is, without spaces at its ends, or as JSON or Python."""
+    """Yield the possible starts of a string that ends at `end`: unchanged, stripped, or written as JSON or Python."""
     if text.endswith(value, 0, end):
         yield end - len(value)
     core = value.strip()
@@ -211,12 +211,12 @@ class Rendering:
     spans: tuple[tuple[int, int], ...]  # start and end of trained turns, in order, with the end-of-turn token
     cuts: tuple[int, ...] = ()  # inside special tokens that the data contains as text; no token may cross them
     pictures: tuple[tuple[int, object], ...] = ()  # positions of the tokens of pictures, each with the source
-    untrained: tuple[tuple[int, int], ...] = ()  # start and end of what pictures are expanded to
+    untrained: tuple[tuple[int, int], ...] = ()  # start and end of expanded pictures
     record: bytes = b""  # the arrays of the pictures, for `Document.pictures`
 
 
 class Completions:
-    """Finds the completions of assistant turns, up to `stops`, and remembers the frames of their shapes."""
+    """Finds the completions of assistant turns, which end at one of `stops`, and caches the frames of their shapes."""
 
     def __init__(self, template: ChatRenderer, stops: frozenset[str]) -> None:
         self._template, self._stops = template, stops
@@ -228,7 +228,7 @@ class Completions:
         """Return where the completion of the last chosen turn starts in `text`, which ends with it.
 
         `text` renders the chosen turns; `prompt` all but the last with a generation prompt, as inference sends it.
-        Raises DataError: it can't be shown that the completion is this turn and nothing else.
+        Raises DataError: the completion can't be shown to be exactly this turn.
         """
         turns = replace(conversation, messages=tuple(conversation.messages[each] for each in chosen))
         reason: DataError | None = None
@@ -295,7 +295,7 @@ class Completions:
         return CompletionFrame(literals, tuple(own[match[0]] for match in inside), opening, prompt_end)
 
     def _check_end(self, conversation: Conversation, literals: Sequence[str]) -> None:
-        """Check that the last token, and none before it, is one at which generation stops."""
+        """Check that generation stops at the last token and at none before it."""
         ends = [match for literal in literals for match in any_of(self._stops).finditer(literal)]
         is_last = bool(ends) and literals[-1].endswith(ends[-1][0])
         if is_last and len(ends) == 1:
@@ -309,7 +309,7 @@ class Completions:
 
 @lru_cache(maxsize=8)
 def any_of(texts: frozenset[str]) -> re.Pattern[str]:
-    """Return a pattern that finds any of the texts, the longest one at its place."""
+    """Return a pattern that matches any of the texts, the longest first."""
     longest_first = sorted(texts, key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
@@ -330,8 +330,8 @@ def _check_start(conversation: Conversation, prompt: str, text: str, start: int)
 def _length_of_opening(conversation: Conversation, prompt_end: str, rendered: str) -> int:
     """Return how much of the template's text before a turn is in the prompt of inference.
 
-    Gemma 4's generation prompt has an empty thought that the rendered turn omits, DeepSeek V3.2's has one of which
-    the rendered turn repeats the end.
+    Gemma 4's generation prompt has an empty thought that the rendered turn omits. DeepSeek V3.2's has a thought whose
+    end the rendered turn repeats.
     """
     if rendered.startswith(prompt_end):
         return len(prompt_end)

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CPU_SECONDS: Final = 5.0
-"""For inspecting a template, or for all renderings of a row: honest ones take 0.05 s, or one second for 10 MB."""
+"""For inspecting a template, or for all renderings of a row: normal ones take 0.05 s, or one second for 10 MB."""
 MEMORY_BYTES: Final = 512 << 20
-"""Beyond what the process has: a conversation of 10 MB takes 130 MiB."""
+"""In addition to the memory that the process already uses: a conversation of 10 MB takes 130 MiB."""
 MAX_TEXT: Final = 32 << 20
 """Characters of a rendering: several times the longest text that is tokenized."""
 _CALLS_PER_CHECK = 16  # reading the size of the process takes as long as a rendering
@@ -46,14 +46,14 @@ class TemplateLimitError(DataError):
 
 @dataclass(frozen=True)
 class Template:
-    """What errors call a chat template, and its text."""
+    """A chat template: its name in errors, and its text."""
 
     name: str
     source: str
 
 
 class LimitReachedError(BaseException):
-    """A template reached a limit. It is no `Exception`, which Jinja or a probe of the template may handle."""
+    """A template reached a limit. Not an `Exception`, because Jinja or a probe of the template may catch those."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class _Process:
 
 _process = _Process()
 _refused: dict[str, TemplateLimitError] = {}
-"""The templates that reached a limit, by their text, so that no caller waits for them again."""
+"""Errors of templates that reached a limit, by the template's text, so that no caller waits for them again."""
 
 
 def run_limited(template: Template, function: Callable[..., T], *args: object) -> T:
@@ -103,9 +103,9 @@ def run_limited(template: Template, function: Callable[..., T], *args: object) -
 
 
 def run_in_fork(template: Template, function: Callable[..., T], *args: object) -> T:
-    """Call a function in a forked process, where each of many `run_limited` takes no further fork.
+    """Call a function in a forked process, in which calls of `run_limited` don't fork again.
 
-    What the function returns or raises is pickled. Raises as `run_limited` does, or MemoryExhaustedError.
+    The result or the error is pickled. Raises as `run_limited` does, or MemoryExhaustedError.
     """
     if _process.is_limited:
         return function(*args)
@@ -126,7 +126,7 @@ def _call_in_fork(name: str, function: Callable[..., T], args: tuple[object, ...
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(os.getpid(), sender, name, function, args), daemon=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the fork runs Jinja, which takes no locks
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads: the fork runs Jinja, which takes no locks
         process.start()
     sender.close()
     try:
@@ -144,7 +144,7 @@ def _call_in_fork(name: str, function: Callable[..., T], args: tuple[object, ...
 
 
 def try_rows(function: Callable[[Row], T], rows: Sequence[Row]) -> list[T | DataError]:
-    """Return the function's result for each row, or its error with the row's place. A template's limit ends all."""
+    """Return the function's result for each row, or its DataError with the row's place; raise TemplateLimitError."""
     results: list[T | DataError] = []
     for row in rows:
         try:
@@ -158,10 +158,10 @@ def try_rows(function: Callable[[Row], T], rows: Sequence[Row]) -> list[T | Data
 
 
 def begin_fork(parent: int) -> None:
-    """Let this process, a fork of `parent`, run templates; it ends with the parent, and leaves Ctrl-C to it.
+    """Let this process, a fork of `parent`, run templates. It dies with the parent and ignores Ctrl-C.
 
-    Garbage of the parent is never collected here: destructors such as those of torch's process groups would wait for
-    threads that a fork does not have.
+    The parent's objects are never collected here: some destructors, such as those of torch's process groups, would
+    wait for threads that a fork does not have.
     """
     gc.freeze()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -176,7 +176,7 @@ def begin_fork(parent: int) -> None:
 
 
 def explain_death(name: str, *exit_codes: int | None) -> TemplateLimitError | MemoryExhaustedError:
-    """Return why processes ended that render with a template: a limit, or usually the machine's memory."""
+    """Return why processes that render with a template ended: a limit, or usually the machine's memory."""
     if -signal.SIGXCPU in exit_codes:
         return _refusal(name, _TOO_SLOW)
     if -signal.SIGSEGV in exit_codes:
@@ -234,6 +234,6 @@ def _end_call(*_: object) -> None:
 
 
 def _limit(kind: int, limit: int) -> None:
-    """Set a soft limit, up to the hard one."""
+    """Set a soft limit, capped by the hard limit."""
     hard = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))

@@ -1,4 +1,4 @@
-"""Tokenized documents; packs of whole documents, one window of documents at a time; the order of training."""
+"""Tokenized documents, their assignment to packs in windows, and the order of packs in training."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Document:
 
     `tokens` and `labels` have the same length; `labels[i]` is the token that the model should predict
     after `tokens[i]`, or `IGNORED`. The last token has no label, since the next token belongs to another document.
-    With a `start`, this is the rest of a document that begins with as many tokens of the document before it.
-    `pictures` is the record of the arrays of its pictures; empty if it has none.
+    With `start` > 0, the document begins with the first `start` tokens of the preceding document, which are not
+    repeated here. `pictures` is the record of the arrays of its pictures; empty if it has none.
     """
 
     tokens: NDArray[np.int32]
@@ -46,9 +46,9 @@ class Document:
 def shorten(document: Document, length: int, too_long: str, end_of_turn: int | None) -> list[Document]:
     """Apply `data.too_long` to a document; one that fits is returned unchanged.
 
-    `drop` and `error` return none. `truncate` cuts after the last trained turn that fits (none if the first does not,
-    or if the document has pictures), or a text anywhere; `split` is for text only. Turns of documents that are trained
-    on all tokens end with `end_of_turn`.
+    `drop` and `error` return no document. `truncate` cuts after the last trained turn that fits; it returns none if no
+    turn fits or if the document has pictures. Plain text is cut anywhere, and only plain text can be `split`.
+    `end_of_turn` marks the ends of turns in documents that are trained on all tokens.
     """
     if len(document.tokens) <= length:
         return [document]
@@ -70,9 +70,9 @@ def _part(document: Document, start: int, end: int) -> Document:
 
 
 def share_prompts(documents: Sequence[Document]) -> list[Document]:
-    """Return both sides of pairs in turn; rejected ones without the beginning that they share.
+    """Return both sides of pairs in turn, without the shared beginning in the rejected side.
 
-    The last token of a prompt is not shared: each side's first trained token is predicted from a copy of its own.
+    The last token of the prompt is not shared: each side predicts its first trained token from its own copy.
     """
     return [_rest_of(each, documents[place - 1]) if each.is_rejected else each for place, each in enumerate(documents)]
 
@@ -93,10 +93,10 @@ class DocumentBatch:
     tokens: NDArray[np.uint32]  # of all documents; with the bit `TRAINED` on tokens in the loss
     lengths: NDArray[np.int64]
     sources: NDArray[np.uint16]
-    """Of each document, its index in `data.source`; with the bit `REJECTED` on the second document of each pair."""
+    """Index of each document's source in `data.source`; with the bit `REJECTED` on the second document of each pair."""
     starts: NDArray[np.int64]  # tokens that each document shares with the one before it, `Document.start`
     records: NDArray[np.int64]
-    """[documents, 2]: where the record of each document's pictures begins and ends; equal without one."""
+    """[documents, 2]: begin and end of the record of each document's pictures; equal if it has none."""
     pictures: bytes = field(default=b"", kw_only=True)
     """The records; empty once `PackWriter.keep_pictures` has written them to a file."""
 
@@ -148,7 +148,7 @@ class DocumentBatch:
         return DocumentBatch(tokens, lengths, sources, starts, records, pictures=self.pictures)
 
     def digests(self) -> Iterator[bytes]:
-        """Yield the SHA-256 of each document: of its tokens, some of them marked as trained, and of its pictures."""
+        """Yield the SHA-256 of each document, over its tokens with the bit `TRAINED` and its pictures."""
         tokens, pictures = self.tokens.astype("<u4", copy=False), memoryview(self.pictures)
         ends = np.cumsum(self.lengths)
         for begin, end, (first, last) in zip(ends - self.lengths, ends, self.records, strict=True):
@@ -159,9 +159,9 @@ class DocumentBatch:
 
 WINDOW_TOKENS = 8 << 20  # tokens of a window: 32 MiB, with enough documents to fill the packs
 _MIN_PACKS_OF_WINDOW = 128
-_FULL = 0.995  # minimum fill ratio; the documents of an emptier pack wait for the next window
+_FULL = 0.995  # minimum fill ratio; documents of packs below it wait for the next window
 _MAX_WAITING = 0.5
-"""Fraction of a window that may wait. With 0.25, and documents as long as packs, padding takes 0.3% of tokens."""
+"""Maximum fraction of a window that waits. With 0.25 and documents as long as packs, 0.3% of tokens are padding."""
 
 MIN_WIDTH = 128
 """Minimum width of padded rows. Flex attention has no training kernel for fewer tokens."""
@@ -208,10 +208,10 @@ def build_pack(documents: Sequence[Document], length: int) -> NDArray[np.int32]:
 
 @dataclass
 class Packer:
-    """Packs a stream of documents in the memory of one window; the result depends on the documents alone.
+    """Packs a stream of documents, one window in memory at a time; the result depends on the documents alone.
 
-    Documents of packs that are not full wait for the next window, so windows waste no tokens. Samples of several
-    consecutive documents stay together.
+    Documents of packs that are not full wait for the next window, so window boundaries add no padding. The documents
+    of a sample stay in one pack.
     """
 
     capacity: int
@@ -224,7 +224,7 @@ class Packer:
         self.window_tokens = self.window_tokens or max(WINDOW_TOKENS, _MIN_PACKS_OF_WINDOW * self.capacity)
 
     def add(self, documents: DocumentBatch) -> Iterator[tuple[DocumentBatch, list[int]]]:
-        """Add documents; yield those of full packs, in order, and the number in each pack."""
+        """Add documents; yield the documents of full packs in order, and the number of documents in each pack."""
         self._waiting.append(documents)
         self._num_tokens += len(documents.tokens)
         if self._num_tokens >= self.window_tokens:
@@ -262,7 +262,7 @@ def _documents_of(samples: Iterable[int], num: int) -> list[int]:
 
 
 def row_width(length: int, longest: int) -> int:
-    """Return the width of a document's padded row, for packs of `longest` tokens: few widths, so few compilations."""
+    """Return the width of a document's padded row, at most `longest`. There are few widths, to limit recompilation."""
     width = longest
     while (half := -(-width // 2)) >= max(length, MIN_WIDTH):
         width = half
@@ -270,22 +270,22 @@ def row_width(length: int, longest: int) -> int:
 
 
 def count_row_tokens(lengths: NDArray[np.int64], longest: int) -> int:
-    """Return the tokens of all rows, padding included, if each document had its own row."""
+    """Return the total tokens, padding included, of one row per document."""
     distinct, counts = np.unique(lengths, return_counts=True)
     return sum(row_width(int(length), longest) * int(count) for length, count in zip(distinct, counts, strict=True))
 
 
 def document_begins(positions: NDArray[np.signedinteger]) -> NDArray[np.bool_]:
-    """Return where documents begin in packs, by positions that don't follow the one before: [..., T] -> [..., T]."""
+    """Return a mask of the first tokens of documents, where positions restart: [..., T] -> [..., T]."""
     begins: NDArray[np.bool_] = np.diff(positions, prepend=-2) != 1
     return begins
 
 
 def visible_until(positions: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the place of the first later token that can't attend to each token of packs: [P, T] -> [P, T].
+    """Return for each token of packs the index of the first later token that can't attend to it: [P, T] -> [P, T].
 
-    That is the end of its document, or of the next document if that shares the prompt. One number per token thus
-    encodes a tree mask (FlashMask: Wang et al. 2024).
+    This is the end of its document, or of the next document if that document shares the prompt. One number per token
+    thus encodes a tree mask (FlashMask: Wang et al. 2024).
     """
     until = np.empty_like(positions)
     for row, own in zip(until, positions, strict=True):
@@ -312,9 +312,9 @@ def find_padding(packs: NDArray[np.int32]) -> NDArray[np.bool_]:
 def mismatch_completions(packs: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return packs with each prompt followed by the completion of another prompt of its pack: int32 [P, 4, L].
 
-    The order of documents and the length of packs stay. Each prompt gets the completion of the next document, as in KTO
-    (Ethayarajh et al. 2024). Where prompts repeat, documents are sorted by prompt, and the distance is the count of the
-    most frequent prompt. `REJECTED` marks documents that still have a completion of their own prompt.
+    The order of documents and the length of packs stay the same. Each prompt gets the completion of the next document,
+    as in KTO (Ethayarajh et al. 2024). If prompts repeat, documents are sorted by prompt and shifted by the count of
+    the most frequent prompt. `REJECTED` marks documents that still have a completion of their own prompt.
     """
     mismatched = packs.copy()
     for pack, (tokens, labels, positions, sources) in zip(mismatched, packs, strict=True):

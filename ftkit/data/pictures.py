@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 Arrays = dict[str, NDArray[Any]]
 """Inputs of a model by their names, such as `pixel_values` (uint8) and `image_grid_thw`."""
 MAX_PIXELS: Final = 100_000_000
-"""Of a picture: 300 MB in memory. Cameras have fewer."""
+"""Maximum pixels of a picture: 300 MB in memory, and more than cameras have."""
 MAX_BYTES: Final = 256 << 20  # of a picture's file
-_MAX_SCANS: Final = 100  # of a progressive JPEG, each of which passes over the picture: encoders write about ten
+_MAX_SCANS: Final = 100  # of a progressive JPEG: each decodes the whole picture, and encoders write about ten
 _FORMATS: Final = frozenset(("JPEG", "MPO", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000"))
-"""Formats of pictures. Pillow's others include programs (EPS) and files of other kinds."""
+"""Accepted picture formats. Pillow also opens programs (EPS) and files that are not pictures."""
 _THUMBNAIL: Final = (96, 96)  # maximum width and height
 _ALIGNMENT: Final = 8  # bytes: of all arrays in a record, and of records in a file
 
@@ -58,19 +58,19 @@ class PictureInputs:
     """How the pictures of documents become a model's inputs."""
 
     joined_at: dict[str, int]
-    """The axis of each input at which those of documents are concatenated; other axes are padded with 0."""
-    scale: tuple[float, ...]  # of `pixels = uint8 * scale + offset`, for each channel along `channel_axis`
+    """Axis along which each input is concatenated over documents; other axes are padded with 0."""
+    scale: tuple[float, ...]  # in `pixels = uint8 * scale + offset`, for each channel along `channel_axis`
     offset: tuple[float, ...]
     channel_axis: int
-    token_ids: tuple[int, ...]  # tokens at which the model puts features of pictures
+    token_ids: tuple[int, ...]  # tokens that the model replaces with picture features
     sample: str  # base64 of the record of one small black picture, compressed by zlib
     processor: str  # its class
     digest: str  # SHA-256 of its configuration, and of the versions of the libraries that resize
 
     def verify(self, pixels: NDArray[np.uint8], expected: NDArray[np.float32]) -> None:
-        """Check that stored pixels are the processor's own, except for those that it added after normalizing.
+        """Check that stored pixels equal the processor's, except for padding that it added after normalizing.
 
-        Raises DataError: they differ by more than 1e-5, or by more than rounding where it gives bfloat16.
+        Raises DataError: they differ by more than 1e-5, or, for bfloat16 pixels, by more than rounding.
         """
         shape = (-1, *[1] * (-1 - self.channel_axis))
         scale, offset = (np.array(each, np.float32).reshape(shape) for each in (self.scale, self.offset))
@@ -88,7 +88,7 @@ class PictureInputs:
 
 
 def to_record(arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    """Return arrays as one record, which describes itself: each array's name, type and shape, and its values."""
+    """Serialize arrays as one self-describing record: the name, type, shape and values of each array."""
     values = {name: np.asarray(array, array.dtype.newbyteorder("<"), order="C") for name, array in arrays.items()}
     header = json.dumps([[name, array.dtype.str, array.shape] for name, array in values.items()]).encode()
     parts = [len(header).to_bytes(_ALIGNMENT, "little"), header, *(array.tobytes() for array in values.values())]
@@ -96,7 +96,7 @@ def to_record(arrays: Mapping[str, NDArray[Any]]) -> bytes:
 
 
 def from_record(record: bytes | memoryview) -> Arrays:
-    """Return the arrays of a record: read-only views of it."""
+    """Return the arrays of a record as read-only views."""
     view = memoryview(record)
     end = _ALIGNMENT + int.from_bytes(view[:_ALIGNMENT], "little")
     arrays: Arrays = {}
@@ -109,11 +109,11 @@ def from_record(record: bytes | memoryview) -> Arrays:
 
 
 def open_picture(source: object, folder: str) -> Image.Image:
-    """Decode a picture as RGB: upright, on white if it is transparent, of an animation the first frame.
+    """Decode a picture as RGB: upright, transparency on white, only the first frame of an animation.
 
     `source` is bytes, a `data:` URI, or a path relative to `folder`.
 
-    Raises DataError: it can't be read, is no picture, or larger than `MAX_BYTES` or `MAX_PIXELS`; PrerequisiteError:
+    Raises DataError: it can't be read, is not a picture, or exceeds `MAX_BYTES` or `MAX_PIXELS`; PrerequisiteError:
     Pillow is missing.
     """
     if not _HAS_PILLOW:
@@ -142,7 +142,7 @@ def open_picture(source: object, folder: str) -> Image.Image:
 
 
 def _read(source: object, folder: str) -> tuple[bytes, str]:
-    """Return the bytes of a picture, and what errors call it."""
+    """Return the bytes of a picture, and its name in errors."""
     if isinstance(source, bytes):
         return source, f"of {plural(len(source), 'byte')}"
     if not isinstance(source, str) or not source:
@@ -169,7 +169,7 @@ def _bad(name: str, reason: str, fix: str = "correct or remove this example") ->
 
 
 def _to_rgb(image: Image.Image, name: str) -> Image.Image:
-    if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow clips to 8, or has as 32
+    if image.mode.startswith("I"):  # 16 bits per pixel, which Pillow clips to 8 or loads as 32
         values = np.asarray(image)
         image = Image.fromarray((values >> 8 if values.max(initial=0) > 255 else values).astype(np.uint8))  # noqa: PLR2004
     if image.mode == "F":
@@ -199,16 +199,16 @@ class PictureProcessor:
     """A model's own processor, which resizes pictures and writes the tokens of each."""
 
     processor: Any
-    token: str  # what chat templates write for a picture
+    token: str  # written for a picture by chat templates
     inputs: PictureInputs
-    core: re.Pattern[str]  # finds the special tokens in what it writes for a picture
+    core: re.Pattern[str]  # finds the special tokens in the expansion of a picture
     _is_proven: bool = False
 
     @classmethod
     def of(cls, model: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> PictureProcessor:
-        """Load the processor of a model, and find by small pictures what its arrays are.
+        """Load the processor of a model, and probe its arrays with small pictures.
 
-        Raises DataError: the model has none, it needs another package, or it works in a way that is not known here;
+        Raises DataError: the model has none, it needs another package, or it works in an unsupported way;
         PrerequisiteError: Pillow is missing.
         """
         if not _HAS_PILLOW:
@@ -248,9 +248,9 @@ class PictureProcessor:
         return cls(processor, token, inputs, core)
 
     def process(self, pictures: Sequence[Image.Image]) -> tuple[list[str], Arrays]:
-        """Return what stands for each picture in the text, and the arrays of all of them.
+        """Return the text that replaces each picture's token, and the arrays of all pictures.
 
-        Raises DataError: the processor refuses the pictures, or, for the first ones, its own result is another.
+        Raises DataError: the processor refuses the pictures; on the first call, also if its own pixels differ.
         """
         try:
             expansions, arrays = _call(self.processor, self.token, [pictures], is_raw=True)
@@ -270,10 +270,10 @@ class PictureProcessor:
         return expansions, arrays
 
     def expand_row(self, row: Row, renderings: list[Rendering] | DataError) -> list[Rendering] | DataError:
-        """Return a row's renderings with its pictures, or the error of one."""
+        """Return a row's renderings with its pictures expanded, or the row's error."""
         if isinstance(renderings, DataError):
             return renderings
-        sources = max((each.pictures for each in renderings), key=len)  # those of the others are the first of these
+        sources = max((each.pictures for each in renderings), key=len)  # the other renderings have the first of these
         try:
             with errors_at(row):
                 opened = [open_picture(source, row.folder) for _, source in sources]
@@ -282,9 +282,9 @@ class PictureProcessor:
             return error
 
     def _expand(self, rendering: Rendering, pictures: Sequence[Image.Image]) -> Rendering:
-        """Return a rendering with what the processor writes for each picture in place of its token.
+        """Replace each picture's token in a rendering with the text that the processor writes for the picture.
 
-        Its first and last special tokens for a picture bound what is not trained: tokenizers split there anyway.
+        The text from its first to its last special token is not trained; tokenizers split there anyway.
         """
         if not pictures:
             return rendering
@@ -313,7 +313,7 @@ class PictureProcessor:
 
 _TOKEN_IDS: Final = ("image_token_id", "image_token_index")
 _TEXT_INPUTS: Final = ("text_replacement_offsets", "token_type_ids", "mm_token_type_ids")
-_PROBE_SIZE: Final = (64, 64)  # width and height of the pictures that show what a processor does
+_PROBE_SIZE: Final = (64, 64)  # width and height of the pictures that probe a processor
 _TOLERANCE: Final = 1e-5
 _ROUNDING: Final = 2**-7  # of bfloat16 between 1 and 4, with that of scale and offset
 
@@ -321,7 +321,7 @@ _ROUNDING: Final = 2**-7  # of bfloat16 between 1 and 4, with that of scale and 
 def _call(
     processor: Any, token: str, samples: Sequence[Sequence[Image.Image]], *, is_raw: bool = False
 ) -> tuple[list[str], Arrays]:
-    """Return what stands for each picture of the first sample, and the arrays; raw pixels are uint8."""
+    """Return the text that replaces each picture of the first sample, and the arrays; raw pixels are uint8."""
     result = processor(
         images=[list(pictures) for pictures in samples],
         text=[token * len(pictures) for pictures in samples],
@@ -342,7 +342,7 @@ def _call(
 
 
 def _probe(processor: Any, token: str, token_ids: tuple[int, ...]) -> tuple[PictureInputs, str]:
-    """Return what a processor's arrays are, and what it writes for a picture, by a black and a white one."""
+    """Probe a processor with a black and a white picture; return its arrays' properties and the text of a picture."""
     black, white = (Image.new("RGB", _PROBE_SIZE, color) for color in ("black", "white"))
     (expansion, *_), one = _call(processor, token, [[black]], is_raw=True)
     together, apart = (_call(processor, token, each, is_raw=True)[1] for each in ([[black] * 2], [[black]] * 2))

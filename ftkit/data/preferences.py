@@ -1,4 +1,4 @@
-"""Read pairs: a chosen and a rejected completion of a prompt, as texts or as turns; place the pictures of examples."""
+"""Read pairs of a chosen and a rejected completion, as texts or as turns; insert the pictures of examples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 PICTURE_COLUMNS = ("images", "image")
 _PICTURE_MARK = re.compile(r"\n<image>\Z|<image>\n?")
-"""LLaVA's and ShareGPT's mark in a text, with the line break that keeps it apart: templates write their own."""
+"""LLaVA's and ShareGPT's placeholder, with the line break next to it, since templates write their own."""
 _SPEAKERS = re.compile(r"(?:\r?\n){2}(Human|Assistant):")
 """Turns in a text, as in HH-RLHF (Bai et al. 2022)."""
 Turns = tuple[Message, ...]
@@ -63,7 +63,7 @@ Example = Conversation | PlainText | Preferences
 
 
 def conversations_of(example: Example) -> tuple[Conversation, ...]:
-    """Return the conversations of an example, both sides of pairs; none of a plain text."""
+    """Return the conversations of an example: both sides of each pair; empty for plain text."""
     match example:
         case Preferences():
             return tuple(example.sides)
@@ -74,9 +74,9 @@ def conversations_of(example: Example) -> tuple[Conversation, ...]:
 
 
 def first_picture(columns: Columns, ignored: Collection[str] = ()) -> object:
-    """Return the source of a row's first picture, in a part of a turn or a column of its own; None without one.
+    """Return the source of a row's first picture, from a turn or the column of pictures; None if there is none.
 
-    Empty if a part has a picture without a source.
+    Empty if a content part has a picture without a source.
     """
     used = {name: value for name, value in columns.items() if name not in ignored}
     turns = [turn for value in used.values() for turn in turns_in(value) if isinstance(turn, dict)]
@@ -91,9 +91,9 @@ def first_picture(columns: Columns, ignored: Collection[str] = ()) -> object:
 
 
 def with_pictures(example: Example, columns: Columns, data: DataSpec) -> Example:
-    """Return an example with the pictures of the row's column `images` or `image` in their places.
+    """Assign the pictures of the row's column `images` or `image` to the turns of an example.
 
-    Raises DataError: it has pictures, and the recipe's model sees none.
+    Raises DataError: the example has pictures, but the recipe's model takes none.
     """
     if not data.pictures:
         numbered = (turn for each in conversations_of(example) for turn in enumerate(each.messages, start=1))
@@ -127,10 +127,10 @@ def with_pictures(example: Example, columns: Columns, data: DataSpec) -> Example
 
 
 def _place_pictures(conversation: Conversation, sources: Sequence[object], column: str) -> Conversation:
-    """Give turns the pictures of a row's column, in their order.
+    """Assign the pictures of a row's column to its turns, in order.
 
-    They belong to parts without a source, or to marks `<image>` in texts; without either, they stand before the text of
-    the first turn of the user.
+    They replace content parts without a source, or the placeholder `<image>` in texts. Without either, they are
+    inserted before the text of the first user turn.
     """
     messages = list(conversation.messages)
     if not any(each.pictures for each in messages):
@@ -165,7 +165,7 @@ def _place_pictures(conversation: Conversation, sources: Sequence[object], colum
 
 
 def portable(columns: Columns, folder: str) -> Columns:
-    """Return a row as JSON can hold it in another folder: paths of pictures are absolute, bytes are `data:` URIs."""
+    """Return a row that JSON in another folder can hold: picture paths are absolute, bytes are `data:` URIs."""
     parsed = {
         name: turns_in(value) if isinstance(value, str) and first_picture({name: value}) is not None else []
         for name, value in columns.items()
@@ -192,7 +192,7 @@ def _portable(value: object, folder: str, *, is_source: bool) -> object:
 
 
 def read_preferences(columns: Columns, form: PreferencesFormat, ignored: Collection[str]) -> Preferences:
-    """Read the pairs of a row; the turns that its completions share at the beginning belong to the prompt."""
+    """Read the pairs of a row. Leading turns that all completions share become part of the prompt."""
     _check_scores(columns, form)
     chosen, rejected = (columns.get(name) for name in (form.chosen, form.rejected))
     several = rejected if isinstance(rejected, list) and rejected and not style_of(rejected) else [rejected]

@@ -129,7 +129,7 @@ class _SplitWriter:
 
 
 def _check_totals(totals: Totals, recipe: RecipePlan, num_packs: int, report: Callable[[str], None]) -> None:
-    """Refuse documents longer than a pack if `data.too_long` says so, and data without a document that fits."""
+    """Refuse documents longer than a pack if `data.too_long` is `error`, and data without a document that fits."""
     length, num_too_long = recipe.training.sequence_length, totals.too_long.total()
     if num_refused := totals.too_long["error"]:
         longest = "" if num_refused < num_too_long else f" (the longest has {totals.longest:,})"
@@ -190,7 +190,7 @@ def open_encoder(recipe: RecipePlan, report: Callable[[str], None]) -> BatchEnco
     encoders = {
         source: RowEncoder.of(tokenizer, data, form, vocab_size, ends, pictures) for source, form in formats.items()
     }
-    renderer = next((encoder.renderer for encoder in encoders.values() if encoder.renderer), None)  # all have the same
+    renderer = next((encoder.renderer for encoder in encoders.values() if encoder.renderer), None)  # the same for all
     if renderer is None:
         return BatchEncoder(recipe, encoders, None)
     if data.train_on != "all" and (unproven := renderer.find_unproven()):

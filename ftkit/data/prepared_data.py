@@ -1,4 +1,4 @@
-"""Prepared data on disk: memory-mapped arrays, written as a stream, then never changed."""
+"""Prepared data on disk: memory-mapped arrays, written as a stream and immutable afterwards."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SourceStats:
 
 @dataclass(frozen=True)
 class DataManifest:
-    """Manifest of a folder of prepared data; it is written last, so it marks the folder as complete."""
+    """Manifest of a folder of prepared data. It is written last and marks the folder as complete."""
 
     fingerprint: str
     sequence_length: int
@@ -57,7 +57,7 @@ class DataManifest:
     num_too_long: int
     max_seqlen: int
     num_shared_tokens: int = 0
-    """Tokens of prompts of training pairs that are not stored again for the rejected side (`data.share_prompts`)."""
+    """Prompt tokens of training pairs that are stored once, not again for the rejected side (`data.share_prompts`)."""
     num_row_tokens: int = 0
     """Tokens of the training documents as padded rows (`data.packing: off`), padding included."""
     num_documents: int = 0  # documents of all splits before any is dropped, truncated, or split
@@ -66,17 +66,17 @@ class DataManifest:
     sources: tuple[SourceStats, ...] = ()
     preparation_version: int = 0  # version of the code that prepared the data
     digests: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of the packs of each split, and of the tokenizer; as `documents`, the sum of that of each training
-    document, which is the same for packs of any length."""
+    """SHA-256 of the packs of each split and of the tokenizer. `documents` is the sum of the digests of all training
+    documents, which does not depend on the length of packs."""
     pictures: PictureInputs | None = None
-    """What the pictures of documents are to the model; None if the data may have none."""
+    """How the model takes the pictures of documents; None if `data.pictures` is off."""
 
     @property
     def identity(self) -> str:
         """Identity of the data in checkpoints.
 
-        A plan keeps its fingerprint when another version of ftkit prepares its data again, into different packs; only
-        this distinguishes them.
+        If another version of ftkit prepares a plan's data again into different packs, the plan's fingerprint stays the
+        same and only the identity changes.
         """
         return f"{self.fingerprint}@{self.preparation_version}"
 
@@ -84,7 +84,7 @@ class DataManifest:
     def mixed_sources(self) -> tuple[str, ...]:
         """Names of the sources in metrics; empty for a single source.
 
-        Files of several folders may have the same name: then their index in `data.source` is appended.
+        If files in several folders have the same name, their index in `data.source` is appended.
         """
         names = [source.name for source in self.sources]
         if len(names) < 2:  # noqa: PLR2004 - two are several
@@ -100,15 +100,15 @@ class DataManifest:
 _TOKENS, _DOCUMENTS, _SOURCES = "tokens.u32", "documents.i64", "sources.u16"
 _PACKS, _TARGETS, _STARTS = "packs.i64", "targets.i64", "starts.i64"
 _RECORDS, _PICTURES = "pictures.i64", "pictures.bin"
-"""Little-endian arrays without a header: tokens; where each document ends in them; the source of each document; where
-each pack ends in the documents; the targets of each pack; the tokens that each document shares with the one before, of
-which there is no file if none does; where the record of each document's pictures begins and ends; the records, in the
-order of the rows. There is no file of the last two if there are no pictures."""
-_TYPES = ("<u4", "<i8", "<u2", "<i8", "<i8", "<i8", "<i8")  # of these arrays, but the last
+"""Little-endian arrays without a header: tokens; the end of each document in tokens; the source of each document; the
+end of each pack in documents; the targets of each pack; the tokens that each document shares with the preceding one
+(no file if none does); begin and end of the record of each document's pictures; and the records, in the order of rows
+(no file of these two without pictures)."""
+_TYPES = ("<u4", "<i8", "<u2", "<i8", "<i8", "<i8", "<i8")  # of these arrays except the last
 
 
 class PackWriter:
-    """Writes the packs of a split one after another; its memory does not grow with their number."""
+    """Writes the packs of a split one after another, in constant memory."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -186,32 +186,32 @@ class PackStore:
         return len(self._document_ends)
 
     def documents(self, packs: Sequence[int]) -> NDArray[np.int64]:
-        """Return the number of each document in packs."""
-        numbers = np.asarray(packs, np.int64)  # there may be none
+        """Return the indices of the documents in packs."""
+        numbers = np.asarray(packs, np.int64)  # the list may be empty
         last, first = self._pack_ends[numbers], np.where(numbers > 0, self._pack_ends[numbers - 1], 0)
         counts = last - first
         documents: NDArray[np.int64] = np.arange(counts.sum()) + np.repeat(last - np.cumsum(counts), counts)
         return documents
 
     def whole_packs(self, num_documents: int) -> tuple[int, int]:
-        """Return how many packs are whole among the first documents, and how many documents these packs have."""
+        """Return the number of whole packs among the first documents, and the number of documents in these packs."""
         num_packs = int(np.searchsorted(self._pack_ends, num_documents, side="right"))
         return num_packs, int(self._pack_ends[num_packs - 1]) if num_packs else 0
 
     def document_lengths(self, packs: Sequence[int]) -> NDArray[np.int64]:
-        """Return the tokens of each document in packs; padding is no document."""
+        """Return the number of tokens of each document in packs, without padding."""
         documents = self.documents(packs)
         begins = np.where(documents > 0, self._document_ends[documents - 1], 0)
         lengths: NDArray[np.int64] = self._document_ends[documents] - begins
         return lengths
 
     def document_starts(self, packs: Sequence[int]) -> NDArray[np.int64]:
-        """Return the tokens that each document in packs shares with the one before."""
+        """Return the number of tokens that each document in packs shares with the preceding one."""
         starts: NDArray[np.int64] = self._starts[self.documents(packs)]
         return starts
 
     def pictures(self, packs: Sequence[int]) -> list[Arrays]:
-        """Return the pictures of the documents that have any, in the order of the documents: read-only, mapped."""
+        """Return the pictures of documents in packs, in order, as read-only views of the mapped file."""
         places = self._records[self.documents(packs)]
         return [from_record(self._pictures[begin:end]) for begin, end in places if begin < end]
 
@@ -219,10 +219,10 @@ class PackStore:
         """Read packs.
 
         Returns:
-            int32 [packs, 4, length]: tokens, labels, positions, sources, some with the bit `REJECTED`. `labels[i]` is
-            the token to predict after `tokens[i]`, or `IGNORED`. Positions restart with each document, at 0 or after
-            the prompt that it shares, which is how the model tells them apart; the padding at the end is a document
-            without labels, which repeats the pack's first token: the embedding of a padding token may be zero, where
+            int32 [packs, 4, length]: tokens, labels, positions, and sources, with the bit `REJECTED` where it applies.
+            `labels[i]` is the token to predict after `tokens[i]`, or `IGNORED`. Positions restart in each document, at
+            0 or after the shared prompt; the model isolates documents by this. The padding at the end is a document
+            without labels that repeats the pack's first token: a padding token's embedding may be zero, at which
             Gemma 3n's layers have infinite gradients (square roots).
         """
         read = np.zeros((len(packs), 4, self.sequence_length), dtype=np.int32)
@@ -299,7 +299,7 @@ class PreparedData:
         write_json(self.manifest_path, manifest)
 
     def compute_digests(self) -> dict[str, str]:
-        """Return the SHA-256 of the packs of each split and of the tokenizer: over the names and contents of files."""
+        """Return the SHA-256 of the packs of each split and of the tokenizer, over names and contents of files."""
         digests = {}
         for folder in (self.train, self.validation, self.tokenizer):
             combined = hashlib.sha256()
@@ -313,9 +313,9 @@ class PreparedData:
     def folder_of(
         self, kind: str, weights: str, facts: Sequence[object], needed: Iterable[str], own_root: Path
     ) -> Path:
-        """Return the folder of what a model computes from the data, by what that depends on: data, weights, and facts.
+        """Return the folder for the outputs of a model on this data, named by a hash of data, weights, and `facts`.
 
-        It is next to the data, unless that is another user's, and lacks one of the files that are needed.
+        It is inside the data's folder. If that is not writable and lacks a `needed` file, it is below `own_root`.
         """
         files = [(path.name, path.stat()) for path in sorted(Path(weights).glob("*.safetensors")) if is_path(weights)]
         stamps = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
@@ -327,7 +327,7 @@ class PreparedData:
         return folder if is_usable else own_root / kind / name
 
     def read_validation_rows(self) -> list[tuple[str, Row]]:
-        """Read the validation rows, each with the name of its source, which is empty if there is only one."""
+        """Read the validation rows, each with the name of its source; the name is empty for a single source."""
         rows, names = read_json_lines(self.validation_rows), self.read_manifest().mixed_sources
         numbers = map(int, self.validation_sources.read_text(encoding="ascii").split())
         return [(names[number] if names else "", row) for number, row in zip(numbers, rows, strict=True)]
@@ -340,7 +340,7 @@ def new_prepared_data(final: Path) -> Iterator[PreparedData]:
     If another process has completed the same folder meanwhile, this copy is discarded.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    limit = time.time() - 24 * 3600  # a folder without a write since then was left by a killed preparation
+    limit = time.time() - 24 * 3600  # older folders were left by a killed preparation
     for folder in final.parent.glob(".*-*"):  # of any data
         with suppress(OSError):  # belongs to another user, or was removed by another job
             if max(path.stat().st_mtime for path in (folder, *folder.rglob("*"))) < limit:

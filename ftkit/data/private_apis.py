@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 def compile_chat_template(template: str) -> jinja2.Template:
     """Return a chat template as a `jinja2.Template` in the environment in which `apply_chat_template` renders it.
 
-    `transformers.utils.chat_template_utils._compile_jinja_template`, transformers 4.57 to 5.23, which keeps the newest
-    templates compiled. The public `render_jinja_template` checks and copies each conversation, for longer than the
-    rendering takes. If it goes: use that.
+    Calls `transformers.utils.chat_template_utils._compile_jinja_template` (transformers 4.57 to 5.23), which caches
+    compiled templates. The public `render_jinja_template` is the fallback if it is removed; it checks and copies each
+    conversation, which takes longer than rendering.
     """
     import_transformers()
     from transformers.utils import chat_template_utils  # noqa: PLC0415 - seconds of imports

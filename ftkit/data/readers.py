@@ -26,21 +26,21 @@ _BATCH_BYTES = 8 << 20  # pictures are large
 _MAX_FIRST_LINE = 64 << 20
 _MAX_CELL = 1 << 30
 MAX_LINE = 128 << 20
-"""Bytes of a line; several times what the longest text that is tokenized takes as JSON."""
+"""Maximum bytes of a line: several times the size of the longest tokenizable text as JSON."""
 _MAX_SKIPPED = 16
-"""Further parts of `MAX_LINE` bytes of one line that are skipped: a file with a longer one has no rows."""
+"""Maximum further chunks of `MAX_LINE` bytes to skip in one line; a file with a longer line has no rows."""
 _WRAPPERS = ("data", "rows", "examples", "instances")
 """Keys of a JSON object that may hold the list of rows."""
 
 
 def suffix_of(name: str) -> str:
-    """Return a file's lowercase suffix, without that of a compression."""
+    """Return a file's lowercase suffix, ignoring that of a compression."""
     path = Path(name.lower())
     return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
 
 
 def cut_error(path: str, error: Exception) -> DataError:
-    """Return the error of a file that ends too early or is damaged."""
+    """Return the error for a truncated or damaged file."""
     return DataError(
         f"{path} can't be read to its end: {one_line(error) or type(error).__name__}",
         meaning="the file is truncated or damaged, or has another format than its name says",
@@ -60,13 +60,13 @@ def read_json_lines(path: Path) -> list[Row]:
 
 
 def read_lines(file: IO[bytes], path: str) -> Iterator[RawRow]:
-    """Read lines that end at line feeds only: U+2028, U+2029 and U+0085 may occur inside a JSON text."""
+    """Split lines at line feeds only: U+2028, U+2029 and U+0085 may occur inside a JSON text."""
     for number, line in enumerate(iter(partial(file.readline, MAX_LINE), b""), start=1):
         if len(line) == MAX_LINE and not line.endswith(b"\n"):
             fix = f"write one object a line: jq -c '.[]' {shlex.quote(path)} > lines.jsonl"
             error = _long_line(path, number, "the file is one JSON value, or damaged", fix)
             yield RawRow(path, ":", number, error)
-            for _ in range(_MAX_SKIPPED):  # read only by callers that skip bad rows
+            for _ in range(_MAX_SKIPPED):  # reached only if the caller skips bad rows
                 more = file.readline(MAX_LINE)
                 if not more or more.endswith(b"\n"):
                     break
@@ -85,7 +85,7 @@ def _long_line(path: str, number: int, cause: str, fix: str) -> DataError:
 
 
 def _read_json(file: IO[bytes], path: str) -> Iterator[RawRow]:
-    """Read a list of objects, an object with such a list, or one object; else JSON Lines under another name."""
+    """Read a list of objects, an object with such a list, or one object; otherwise read the file as JSON Lines."""
     line = file.readline(_MAX_FIRST_LINE)
     while line.isspace():
         line = file.readline(_MAX_FIRST_LINE)
@@ -120,7 +120,7 @@ def _read_text(file: IO[bytes], path: str) -> Iterator[RawRow]:
 
 
 def _is_row(line: bytes) -> bool:
-    """Tell whether a line is a JSON object that holds no list of rows."""
+    """Return whether a line is a JSON object that does not wrap a list of rows."""
     try:
         parsed = json.loads(line)
     except (ValueError, RecursionError):
@@ -149,7 +149,7 @@ class _JsonParser:
         self._decoder = json.JSONDecoder()
 
     def peek(self) -> str:
-        """Return the next character that is not blank; empty at the end."""
+        """Return the next non-blank character; empty at the end."""
         self._text = self._text.lstrip()
         while not self._text and self._fill():
             self._text = self._text.lstrip()
@@ -164,7 +164,7 @@ class _JsonParser:
         self._take("]")
 
     def members(self) -> Iterator[str]:
-        """Yield the elements of the list that an object wraps, or the object itself if it wraps none."""
+        """Yield the elements of the list that an object wraps; without one, the object itself."""
         self._take("{")
         others: Columns = {}
         wrapper = None
@@ -226,7 +226,7 @@ def _not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
 
 
 def _read_csv(file: IO[bytes], path: str) -> Iterator[RawRow]:
-    """Read rows with the line that each begins at: quoted texts may have line breaks."""
+    """Read rows, each with the number of its first line: quoted texts may have line breaks."""
     csv.field_size_limit(MAX_LINE)
     last = 1
     with _as_text(file) as text:
@@ -291,7 +291,7 @@ def _read_table(file: IO[bytes], path: str) -> Iterator[RawRow]:
     try:
         batches: Iterable[RecordBatch]
         if suffix_of(path) == ".parquet":
-            table = pyarrow.parquet.ParquetFile(file, buffer_size=_BATCH_BYTES, pre_buffer=False)  # else all would stay
+            table = pyarrow.parquet.ParquetFile(file, buffer_size=_BATCH_BYTES, pre_buffer=False)  # else all is kept
             size = sum(table.metadata.row_group(each).total_byte_size for each in range(table.num_row_groups))
             num_rows = min(_BATCH_ROWS, 1 + _BATCH_BYTES * table.metadata.num_rows // (1 + size))
             schema, batches = table.schema_arrow, table.iter_batches(num_rows)
@@ -331,9 +331,9 @@ def _rows_of(batch: RecordBatch) -> list[Columns | Exception]:
 
 
 def without_nulls(columns: Columns) -> Columns:
-    """Remove keys with a null from objects inside columns: a table gives all objects of a column the keys of each.
+    """Remove keys with a null from objects inside columns: a table gives every object of a column the union of keys.
 
-    Otherwise a tool call's arguments would have those of other rows' calls, each with a null.
+    Otherwise a tool call's arguments would include those of other rows' calls, each with a null.
     """
     return {name: _without_nulls(value) for name, value in columns.items()}
 
@@ -356,9 +356,9 @@ READERS: Mapping[str, tuple[str, Callable[[IO[bytes], str], Iterator[RawRow]]]] 
     ".txt": ("text", _read_text),
     ".md": ("text", _read_text),
 }
-"""Name and reader of the format that a suffix stands for; files with any other suffix are JSON Lines."""
+"""Format name and reader by suffix; files with any other suffix are JSON Lines."""
 IN_FOLDERS: Final = [suffix for suffix, (name, _) in READERS.items() if name != "text"]
-"""Suffixes of the files that are read from a folder: a text there is often about the data."""
+"""Suffixes of files that are read from a folder, without text files: they often describe the data."""
 
 _KINDS: Final = (
     ("compressed by gzip", rb"\x1f\x8b", ".gz"),
@@ -376,15 +376,15 @@ _KINDS: Final = (
     ("a PDF", rb"%PDF-", ""),
     ("a web page", rb"(?i)(?:\xef\xbb\xbf)?\s*<(?:!doctype\s+html|html|head)\b", ""),
 )
-"""Kinds of files with the pattern at their beginning, and the suffix that selects their reader, if there is one."""
+"""Kinds of files with the pattern at their beginning, and the suffix of their reader, if there is one."""
 START_BYTES: Final = 512  # bytes of a file's beginning from which its kind is recognized
 
 
 def check_kind(start: bytes, file: str, expected: str = "JSON Lines", suffix: str = "") -> None:
     """Refuse a file whose content is of another kind than its name says.
 
-    `start` is decompressed if the name has the suffix of a compression. `suffix` is that of binary files that are
-    expected.
+    `start` is already decompressed if the name has the suffix of a compression. `suffix` is the expected suffix of
+    binary files.
     """
     for kind, pattern, own in _KINDS:
         if re.match(pattern, start, re.DOTALL) and (not own or own != suffix.replace(".feather", ".arrow")):

@@ -49,10 +49,10 @@ class ChatRenderer(Template):
     tool_template: str  # for conversations with tools; the same for most tokenizers
     variables: JsonObject
     special_tokens: frozenset[str]  # they stay text if the data contains them
-    stops: frozenset[str] = frozenset()  # at which generation stops, by tokenizer and generation configuration
+    stops: frozenset[str] = frozenset()  # tokens at which generation stops, from tokenizer and generation configuration
     needs_short_ids: bool = False  # whether it requires tool call ids of nine letters or digits
-    needs_parts: bool = False  # whether it writes only contents that are lists of parts, as some multimodal models'
-    picture_token: str = ""  # what it writes for a picture, which the model's processor expands
+    needs_parts: bool = False  # whether it requires contents as lists of parts, as some multimodal models do
+    picture_token: str = ""  # its text for a picture, which the model's processor expands
     dropped: frozenset[str] = frozenset()  # fields of turns that it silently omits
     answer_end: probes.TurnEnd = field(default_factory=probes.TurnEnd)
     call_end: probes.TurnEnd = field(default_factory=probes.TurnEnd)  # of turns with tool calls
@@ -67,7 +67,7 @@ class ChatRenderer(Template):
     ) -> ChatRenderer:
         """Inspect a tokenizer's template: find which fields of turns it omits, and how it ends turns.
 
-        `end_tokens` are those of the model's configuration, at which generation stops; `mark`, the `picture_token`.
+        `end_tokens` are the model's end tokens, at which generation stops; `mark` is the `picture_token`.
         """
         template, tool_template = tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[{}])
         added = tokenizer.added_tokens_decoder
@@ -82,7 +82,7 @@ class ChatRenderer(Template):
         return run_limited(renderer, renderer.inspected)
 
     def inspected(self) -> ChatRenderer:
-        """Return this renderer with what small conversations show of the template."""
+        """Return this renderer with its fields set from renderings of small conversations."""
         probes.check_syntax(self.name, {self.template, self.tool_template})
         renderer, in_parts = self, replace(self, needs_parts=True)
         if not renderer.writes_contents() and in_parts.writes_contents():
@@ -98,7 +98,7 @@ class ChatRenderer(Template):
 
     @property
     def end_tokens(self) -> list[str]:
-        """The tokens that end a turn, first that of answers."""
+        """The tokens that end a turn, the one of answers first."""
         return list(dict.fromkeys(end.token for end in (self.answer_end, self.call_end) if end.token))
 
     def writes_contents(self) -> bool:
@@ -122,7 +122,7 @@ class ChatRenderer(Template):
         return [for_template(message, in_parts=self.needs_parts) for message in conversation.messages]
 
     def to_end_of_turn(self, text: str, last: Message) -> str:
-        """Return a text without what follows the end of its last turn: line breaks, and the end of the conversation."""
+        """Cut a text after the end of its last turn: drop line breaks and the end of the conversation."""
         if last.role != "assistant":
             return replace(self.answer_end, opening="").cut(text)
         return (self.call_end if last.tool_calls else self.answer_end).cut(text)
@@ -130,10 +130,10 @@ class ChatRenderer(Template):
     def renderings(self, conversation: Conversation, data: DataSpec) -> list[Rendering]:
         """Render a conversation so that each trained turn has the form that inference will see.
 
-        Inference renders the turns before an assistant turn, and the model writes the rest. If a template rewrites
-        earlier turns once later ones follow (Qwen 3 drops their thinking, gpt-oss their analysis and end token), one
-        text can't have all turns in that form. So each text ends with a trained turn, and contains the earlier trained
-        turns that stay the same.
+        At inference, the template renders the turns before an assistant turn, and the model generates the turn. Some
+        templates rewrite earlier turns once later ones follow (Qwen 3 drops their thinking, gpt-oss their analysis and
+        end token), so one text can't have all turns in that form. Each text therefore ends with a trained turn, and
+        contains the earlier trained turns that stay the same.
         """
         return run_limited(self, self._renderings, conversation, data)
 
@@ -155,7 +155,7 @@ class ChatRenderer(Template):
 
     def prompt(self, conversation: Conversation) -> Rendering:
         """Return the text that a model completes. Raises DataError if the template drops some of the conversation."""
-        if lost := self._dropped_of(conversation) - {"reasoning"}:  # of earlier turns: many templates drop it
+        if lost := self._dropped_of(conversation) - {"reasoning"}:  # many templates drop it in earlier turns
             raise DataError(
                 f"the chat template drops {', '.join(sorted(lost))}",
                 meaning="the model would not see them",
@@ -164,16 +164,16 @@ class ChatRenderer(Template):
         return self._with_pictures(Rendering(self.render(conversation, open_turn=True), ()), conversation)
 
     def _with_pictures(self, rendering: Rendering, conversation: Conversation) -> Rendering:
-        """Add the places of the pictures of a conversation, of whose turns the text has the first ones."""
+        """Add the positions of pictures; the text may have only the first turns of the conversation."""
         if not (sources := [source for message in conversation.messages for source in message.pictures]):
             return rendering
         places = (found.start() for found in re.finditer(re.escape(self.picture_token), rendering.text))
         return replace(rendering, pictures=tuple(zip(places, sources, strict=False)))
 
     def find_unproven(self) -> dict[str, DataError]:
-        """Return the shapes of conversations whose labels can't be shown to be right; rows of such a shape are refused.
+        """Return the shapes of conversations whose labels can't be proven right; rows of such a shape are refused.
 
-        Shapes that the template refuses to render are none of them.
+        Shapes that the template refuses to render are left out.
         """
         return run_limited(self, self._find_unproven)
 
@@ -199,7 +199,7 @@ class ChatRenderer(Template):
         return probes.fields_of(conversation) & self.dropped if self.dropped else set()
 
     def _prepared(self, conversation: Conversation) -> tuple[Conversation, bool]:
-        """Check that the template writes all fields, and cut special tokens in texts; return whether there are any."""
+        """Check that the template writes all fields; cut special tokens in texts, and return whether there are any."""
         if lost := self._dropped_of(conversation):
             raise DataError(
                 f"the chat template drops {', '.join(sorted(lost))}",
@@ -260,7 +260,7 @@ class ChatRenderer(Template):
     def _grouped(
         self, conversation: Conversation, turns: list[TemplateTurn], trained: Sequence[int]
     ) -> list[Rendering]:
-        """Return the fewest texts, each ending with a trained turn, in which all trained turns look as in inference."""
+        """Return the fewest texts, each ending with a trained turn, that show all trained turns as at inference."""
         in_windows = self._in_windows(conversation, turns, trained) if len(turns) > _WINDOW else None
         if in_windows is not None:
             return [in_windows]
@@ -278,9 +278,9 @@ class ChatRenderer(Template):
     ) -> Rendering | None:
         """Render a long conversation in time linear in its turns.
 
-        The context of a turn is then the leading system turns and the turns just before it. The concatenation of the
-        pieces must equal the rendering of the whole conversation, and the text before the last trained turn the prompt
-        of inference; returns None otherwise.
+        Each turn is rendered with the leading system turns and the turns just before it. Returns None unless the
+        concatenated pieces equal the rendering of the whole conversation, and the text before the last trained turn
+        equals the inference prompt.
         """
         messages, tools = conversation.messages, conversation.tools
         parts, length, spans, done = list[str](), 0, [], 0
@@ -308,9 +308,9 @@ class ChatRenderer(Template):
     def _through(
         self, conversation: Conversation, turns: Sequence[TemplateTurn], chosen: Sequence[int]
     ) -> tuple[str, int]:
-        """Return the text of chosen turns up to the end of the last, and the start of the last in it.
+        """Return the text of chosen turns up to the end of the last one, and the start of the last one in the text.
 
-        The text before an assistant turn is the prompt of inference.
+        The text before an assistant turn is the inference prompt.
         """
         rendered, tools = [turns[each] for each in chosen], conversation.tools
         last = conversation.messages[chosen[-1]]
@@ -338,12 +338,12 @@ class ChatRenderer(Template):
 
 
 def name_of_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return what errors call a tokenizer's chat template."""
+    """Return the name of a tokenizer's chat template in errors."""
     return f"the chat template of '{source}'" if (source := tokenizer.name_or_path) else "the chat template"
 
 
 def _context(turns: list[TemplateTurn], end: int) -> list[int]:
-    """Return the turns before `end`: all, or the leading system turns and the last turns from a user turn on."""
+    """Return the turns before `end`: all, or the leading system turns and the last turns, starting at a user turn."""
     if end <= _WINDOW:
         return list(range(end))
     system = takewhile(lambda each: turns[each]["role"] == "system", range(_WINDOW))

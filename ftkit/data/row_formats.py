@@ -55,11 +55,11 @@ METADATA = frozenset(
      "language", "lang", "license", "timestamp", "created_at", "date", "category", "tags", "parallel_tool_calls",
      "__index_level_0__", "", "Unnamed: 0")
 )  # fmt: skip
-"""Metadata columns: they are skipped, and a message lists them. The last three are the index that pandas writes."""
+"""Metadata columns, which are skipped and listed in a message. The last three are names of an index from pandas."""
 _PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("input", "output"))
 _TURN_COLUMNS = frozenset(("messages", "conversations", "conversation"))
 _REDUNDANT = {AlpacaFormat: ("text",), MessagesFormat: ("system", "functions")}
-"""Redundant columns of a format: Alpaca's `text` is its other columns rendered."""
+"""Redundant columns of a format. Alpaca's `text` is a rendering of its other columns."""
 
 
 def resolve_format(form: Format, rows: Sequence[Row], ignored: Collection[str] = ()) -> Format:
@@ -68,7 +68,7 @@ def resolve_format(form: Format, rows: Sequence[Row], ignored: Collection[str] =
     if not rows:
         raise DataError("there are no rows to detect the format from", fix="check data.source")
     shapes = Counter(frozenset(row.columns) for row in rows)
-    ((commonest, _),) = shapes.most_common(1)  # if rows differ, rows of another shape are bad rows
+    ((commonest, _),) = shapes.most_common(1)  # rows of another shape are bad rows
     for alike in (rows, [row for row in rows if row.columns.keys() == commonest]):
         columns = set.intersection(*(set(row.columns) for row in alike))
         if {"chosen", "rejected"} <= columns:
@@ -103,7 +103,7 @@ def _unknown_format(rows: Sequence[Row], names: frozenset[str]) -> DataError:
 
 
 def check_format(data: DataSpec, form: Format, objective: Objective) -> None:
-    """Check that rows of this format can be trained on with the objective, and that long documents can be split."""
+    """Check that the objective can train on rows of this format, and that `too_long: split` applies to it."""
     is_pairs, label = isinstance(form, PreferencesFormat), label_of(form)
     if (is_pairs or label) and objective not in OPTIONS:
         raise DataError(
@@ -176,7 +176,7 @@ def _detect_turns(columns: set[str], rows: Sequence[Row]) -> Format | None:
 
 
 def describe_roles(rows: Sequence[Row], form: Format) -> str:
-    """Say which roles the first rows have by other names; empty if none."""
+    """Describe which role names of the first rows are aliases of roles; empty if none."""
     if not isinstance(form, MessagesFormat):
         return ""
     key = "role" if form.style == "openai" else "from"
@@ -309,7 +309,7 @@ def _read_pair(columns: Columns, form: PromptCompletionFormat, ignored: Collecti
 
 
 def _turns_of(columns: Columns, text: str, ignored: Collection[str]) -> tuple[Message, ...] | None:
-    """Return the turns of a format string that is one column with a list of them."""
+    """Return the turns of a format string that consists of one column with a list of turns, else None."""
     pieces = parse_format_string(text)
     column = pieces[0][1] if len(pieces) == 1 and pieces[0][0] == "" else None
     value = columns.get(column) if column else None
@@ -359,7 +359,7 @@ def _required(columns: Columns, name: str) -> str:
 
 
 def _text(value: object, column: str) -> str:
-    """Return the text of a column: a null's is empty, as in Alpaca's `input`."""
+    """Return the text of a column; null becomes empty text, as in Alpaca's `input`."""
     if value is None:
         return ""
     is_finite = isinstance(value, float) and math.isfinite(value)

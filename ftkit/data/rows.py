@@ -23,7 +23,7 @@ _ENCODINGS = (
     (codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF32_BE, "UTF-32"), (codecs.BOM_UTF16_LE, "UTF-16"),
     (codecs.BOM_UTF16_BE, "UTF-16"),
 )  # fmt: skip
-"""Byte-order marks; that of UTF-32 begins with that of UTF-16."""
+"""Byte-order marks, UTF-32's first: it begins with that of UTF-16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """A row as it was read: JSON text that is not parsed yet, columns, or its error; at `FILE{separator}{number}`."""
+    """A row as read: unparsed JSON text, columns, or an error; its place is `FILE{separator}{number}`."""
 
     file: str
     separator: str
@@ -46,7 +46,7 @@ class RawRow:
 
     @property
     def size(self) -> int:
-        """Bytes of the content, about."""
+        """Approximate bytes of the content."""
         return size_of(self.content)
 
     def parse(self) -> Row | None:
@@ -119,7 +119,7 @@ def errors_at(row: Row) -> Iterator[None]:
 
 
 def size_of(value: object) -> int:
-    """Return the bytes of a value's texts, pictures and numbers, about."""
+    """Return the approximate bytes of a value's texts, pictures and numbers."""
     if isinstance(value, bytes | str):
         return len(value)
     if isinstance(value, dict | list):

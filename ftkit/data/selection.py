@@ -30,7 +30,7 @@ Split = Literal["train", "validation"]
 
 FIRST_BYTES = 1 << 20
 FIRST_ROWS = 200
-"""Maximum bytes and rows of a file that are checked before a job is submitted."""
+"""Maximum bytes and rows per file that are checked before a job is submitted."""
 _DETECTION_BYTES = 64 << 20  # maximum bytes of the rows from which a format is detected
 
 
@@ -66,7 +66,7 @@ def read_rows(data: DataSpec) -> Iterator[SelectedRow]:
 
 
 def first_rows(data: DataSpec, source: int, num_rows: int) -> list[Row]:
-    """Read the first rows of a source, without those that can't be parsed as long as one can.
+    """Read the first rows of a source. Rows that can't be parsed are skipped, unless none can be parsed.
 
     Raises as `read_rows` does.
     """
@@ -79,7 +79,7 @@ def first_rows(data: DataSpec, source: int, num_rows: int) -> list[Row]:
 
 
 def peek_rows(data: DataSpec) -> list[Row]:
-    """Read data that is available immediately: first rows of files; nothing from the hub or of a generator."""
+    """Read data that is available immediately: the first rows of files, but no rows of the hub or a generator."""
     if isinstance(data.source, GeneratedSource):
         return []  # preparation runs the task
     _check_overlap(data)
@@ -104,7 +104,7 @@ def _limited(rows: Iterable[RawRow], num_rows: int, num_bytes: int) -> Iterator[
 
 
 def _parsed(raw: Iterable[RawRow], max_bad: int) -> list[Row]:
-    """Parse rows; skip bad rows, but raise the first one's error if there are more than `max_bad`."""
+    """Parse rows. Skip up to `max_bad` bad rows; if there are more, raise the error of the first."""
     rows, bad = [], []
     for each in raw:
         try:
@@ -144,7 +144,7 @@ def load_from_hub(source: HubSource) -> Dataset:
 
 
 def _keep_encoded(feature: Any) -> None:
-    """Have pictures and sounds stay as they are stored: bytes or a path. Decoding is limited elsewhere."""
+    """Disable decoding of pictures and sounds, which stay bytes or a path. ftkit decodes pictures within limits."""
     if hasattr(feature, "decode"):
         feature.decode = False
     inner = feature if isinstance(feature, dict | list) else getattr(feature, "feature", None) or ()
@@ -164,7 +164,7 @@ def _read_files(place: str, key: str) -> Iterator[RawRow]:
 
 @dataclass(frozen=True)
 class _OpenSource:
-    """A source, and the number of rows to take from it; all that are not for validation if `num_train` is None."""
+    """A source, and the number of training rows to take from it; if `num_train` is None, all rows not in validation."""
 
     number: int
     key: str
@@ -222,7 +222,7 @@ def _open_sources(data: DataSpec, *, count: bool = True) -> list[_OpenSource]:
         weights += [source.weight] if source.weight else []
     if not weights or not count:
         return sources
-    # As many rows from each source as its weight and the scarcest source allow.
+    # The source with the fewest rows for its weight limits the total.
     available = [each.num_rows - each.source.num_heldout for each in sources]
     scale = min(num / weight for num, weight in zip(available, weights, strict=True))
     chosen = [min(num, round(scale * weight)) for num, weight in zip(available, weights, strict=True)]

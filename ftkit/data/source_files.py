@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from ftkit.data.rows import RawRow
 
 MAX_FILES: Final = 100_000
-"""Maximum entries of a dataset's folder; walking through that many takes seconds."""
+"""Maximum entries of a dataset's folder; walking that many takes seconds."""
 _BUFFER = 1 << 20
 OTHER_SPLIT = re.compile(r"(?:test|val|valid|validation|eval|dev|heldout|holdout)(?:[-_./]|$)", re.IGNORECASE)
-"""Prefixes of files and folders that are not for training, as in datasets of the hub."""
+"""Name prefixes of files and folders of other splits, as in datasets of the hub."""
 _GIT_LFS: Final = b"version https://git-lfs"
-"""Beginning of the file that a repository has in place of a large one."""
+"""Beginning of a Git LFS pointer, which a repository has in place of a large file."""
 _WRITTEN = ({"manifest.json", "plan.json"}, {"manifest.json", "tokenizer", "train", "validation"})
-"""What ftkit writes into the folder of a run, and into a folder of prepared data: neither is anyone's data set."""
+"""Files that ftkit writes into the folder of a run and into a folder of prepared data, which are not datasets."""
 _METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Metadata files that `datasets` writes."""
 
@@ -77,9 +77,9 @@ def _find_local(place: str, key: str) -> list[str]:
 
 
 def walk(folder: Path, key: str) -> list[Path]:
-    """Return all files of a dataset's folder, also of linked folders; a folder that is linked twice is read once.
+    """Return all files of a dataset's folder. Links to folders are followed; a folder linked twice is read once.
 
-    Folders below it that ftkit wrote are left out: a workspace may be in the dataset's folder.
+    Folders that ftkit wrote are skipped: a workspace may be in the dataset's folder.
     """
     files: list[Path] = []
     seen = {folder.resolve()}
@@ -149,7 +149,7 @@ def _find_remote(place: str, key: str) -> list[str]:
             found = [place] if system.exists(place) else []
     if not found:
         fix = "check the address, and your permissions"
-        if scheme == "hf":  # which answers so for private datasets, too
+        if scheme == "hf":  # which also answers this for private datasets
             fix = f"check the address; if the dataset is private or gated: {ADVICE['hf']}"
         raise NotFoundError(f"{key}: there is nothing at {place}", fix=fix)
     return sorted(file if is_address(file) else f"{scheme}://{file}" for file in found)
@@ -194,7 +194,7 @@ def read_file(path: str, key: str = "data.source") -> Iterator[RawRow]:
         if is_address(path):
             with _remote_errors(path, key):
                 raise
-        if not error.errno:  # a decompressor's
+        if not error.errno:  # raised by a decompressor
             raise cut_error(path, error) from error
         reason = error.strerror or one_line(error)
         raise DataError(f"can't read {path}: {reason}", fix=f"{neighbor_of(Path(path))}check {key}") from error
@@ -217,7 +217,7 @@ def count_rows(path: str, key: str = "data.source") -> int:
 def _open(path: str, key: str) -> Iterator[io.BufferedReader]:
     if is_address(path):
         with _remote_errors(path, key):
-            # A driver's own file reads lines slowly, and without a limit.
+            # The file object of a driver reads lines slowly and without a limit.
             opened = io.BufferedReader(_file_system(path, key).open(path, "rb"), _BUFFER)
     else:
         mode = Path(path).stat().st_mode
