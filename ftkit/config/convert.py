@@ -91,8 +91,8 @@ def _find_named_datasets(it: Conversion, lists: Mapping[str, Settings]) -> None:
                     value = str(folder / part[key]) if key.endswith(".file_name") else part[key]
                     it.sort(Row(file, key, value, index=index), f"info{key.removeprefix(name)}")
     for file, part in lists.items():
-        others = len({key.partition(".")[0] for key in part} - {row.key.partition(".")[0] for row in it.rows})
-        it.rows.append(Row(file, "(others)", others, note="datasets that this configuration does not use"))
+        if others := len({key.partition(".")[0] for key in part} - {row.key.partition(".")[0] for row in it.rows}):
+            it.rows.append(Row(file, "(others)", others, note="datasets that this configuration does not use"))
 
 
 def _set_method(it: Conversion) -> None:

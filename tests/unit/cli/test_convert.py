@@ -106,3 +106,4 @@ def test_the_list_of_llama_factorys_data_is_found(
     found = ftkit("convert", "lora.yaml", "--json")
     assert json.loads(found.out)["recipe"]["data"]["source"] == source
     assert "dataset_info.json" in found.err
+    assert "(others)" not in found.out
