@@ -1,6 +1,6 @@
 """`python -m ftkit.evaluate PLAN SETTINGS`: a job beside training that evaluates a run's checkpoints.
 
-SETTINGS are `MeasureSettings` as JSON. The job ends when the run does.
+SETTINGS are `MeasureSettings` as JSON. The job ends when the run ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main(plan_path: Path, settings: str) -> int:
         from ftkit.evaluate.checkpoint_scores import evaluate_checkpoints  # noqa: PLC0415
 
         evaluate_checkpoints(RunLayout(plan_path.parent), settings, is_over, report)
-    except Exception as error:  # noqa: BLE001 - any error is the reason why the job ends
+    except Exception as error:  # noqa: BLE001 - any error ends the job and is reported
         text = str(error) if isinstance(error, FtkitError) else traceback.format_exc()
         sys.stderr.write(f"evaluate: error: {redact(text, os.environ)}\n")
         return error.exit_code if isinstance(error, FtkitError) else 1

@@ -1,7 +1,7 @@
-"""Certify that an engine's server computes what was trained: prompts, log-probabilities, and ends of turns.
+"""Certify that an engine's server matches the trained model in prompts, log-probabilities, and ends of turns.
 
 The reference is the export in transformers in fp32, which `verify_export` has compared with the trained model. Bounds
-are multiples of the difference between that model in bf16 and in fp32, on the same tokens.
+are multiples of the difference between bf16 and fp32 in transformers, on the same tokens.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _NUM_ROWS = 4
 _NUM_COMPLETIONS = 8
 _COMPLETION_TOKENS = 12
 _CALL_TOKENS = 128
-_END_TOKENS = 4  # tokens that an engine may generate where the first one must end a turn
+_END_TOKENS = 4  # maximum generated tokens in a request whose first token must end the turn
 _LONG_TOKENS = 448
 _MAX_WINDOW = 8192  # longest sliding window that a prompt exceeds
-_EXPLAINED = 0.3  # largest part of an error that its explanation leaves
+_EXPLAINED = 0.3  # largest fraction of an error that may remain after its explanation
 _TEXTS = (
     "", " ", "Grüße, 世界! नमस्ते 🙂👩‍👩‍👧", "שלום عليكم", "a\tb\n\n\n  c\r\nd", "{{ messages }} {% raw %} <|x|> [INST]",
     "1234567890 3.14159 -42 1e-9", "def f(x):\n\treturn [x**2 for _ in range(3)]  # ok", "ﬁ é é Å Ⅷ ½",
@@ -64,7 +64,7 @@ _NAME_PART = re.compile(r"[^.]+(?:\.\d+)?")  # a part of a module's name, with i
 
 @dataclass(frozen=True)
 class _Sample:
-    """A text with the log-probabilities that an engine gives to its last tokens."""
+    """A text with an engine's log-probabilities of its last tokens."""
 
     name: str
     tokens: list[int]
@@ -83,7 +83,7 @@ def held_out(plan: RunPlan) -> dict[str, Conversation]:
 
 
 def chosen_engines(names: Sequence[str], folder: Path) -> list[str]:
-    """Return the engines that serve an export: `auto` is vLLM on GPUs where it is installed; transformers is none."""
+    """Return the engines that serve an export: `auto` is vLLM if it is installed, on GPUs; transformers has none."""
     if "auto" in names and takes_vllm(ModelFolder(folder, str(folder)), "auto"):
         return ["vllm"]
     return [name for name in names if name in ENGINES]
@@ -93,7 +93,7 @@ def certify(  # noqa: PLR0913, PLR0917 - what the user gives
     name: str, folder: Path, record: ExportRecord, report: Callable[[str], None], options: tuple[str, ...], python: str,
     llama_cpp: Path | None, url: str, rows: Mapping[str, Conversation],
 ) -> EngineResult:  # fmt: skip
-    """Serve an export by an engine, and compare it with the trained model, also on `rows`; else as `Setup`."""
+    """Serve an export with an engine, and compare it with the trained model, also on `rows`. See `Setup`."""
     base = folder if record.kind == "model" else base_of(record)
     with tempfile.TemporaryDirectory(prefix="ftkit-") as scratch:
         setup = Setup(folder, base, record.precision, options, python, llama_cpp, Path(scratch), url=url)
@@ -121,9 +121,9 @@ def certify(  # noqa: PLR0913, PLR0917 - what the user gives
 
 
 class _Prompts:
-    """Conversations that end before an assistant turn, and their tokens in training: those that the template takes.
+    """Conversations that the chat template accepts and that end before an assistant turn, with their training tokens.
 
-    Those with pictures are only counted.
+    Conversations with pictures are only counted.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, base: Path, rows: Mapping[str, Conversation]) -> None:
@@ -151,7 +151,7 @@ class _Prompts:
         return [None if text is None else encode_text(self.tokenizer, text) for text in texts]
 
     def why(self, name: str, found: list[int]) -> str:
-        """Return what explains other tokens of a prompt than in training."""
+        """Return the explanation for a prompt's tokens that differ from training."""
         conversation, expected = self.conversations[name], self.expected[name]
         bos = self.tokenizer.bos_token_id
         system = tuple(turn for turn in conversation.messages if turn.role == "system")
@@ -178,7 +178,7 @@ def _asked(text: str) -> Conversation:
 
 
 def _conversations(special_token: str) -> dict[str, Conversation]:
-    """Return conversations of many shapes and contents, which end before an assistant turn."""
+    """Return conversations of many shapes and contents that end before an assistant turn."""
     found = {f"text {number}": _asked(text) for number, text in enumerate(_TEXTS)}
     for shape, conversation in shapes(special_token).items():
         turns = conversation.messages
@@ -190,7 +190,7 @@ def _conversations(special_token: str) -> dict[str, Conversation]:
 
 
 def _compare_prompts(engine: Engine, prompts: _Prompts, samples: list[_Sample]) -> Check:
-    """Compare the tokens of prompts with training's; add completions to `samples`."""
+    """Compare the tokens of prompts with those of training; add completions to `samples`."""
     same, refused, wrong = 0, [], ""
     for name, expected in prompts.expected.items():
         is_completed = len(samples) < _NUM_COMPLETIONS
@@ -218,7 +218,7 @@ def _compare_prompts(engine: Engine, prompts: _Prompts, samples: list[_Sample]) 
 
 
 def _compare_ends(engine: Engine, record: ExportRecord, prompts: _Prompts) -> Check:
-    """Have the engine generate only an end token: the first one must end the turn."""
+    """Force the engine to generate only an end token; the first one must end the turn."""
     if not prompts.expected:
         return Check("end of turn", "not compared: there is no chat template", passed=True)
     asked = prompts.conversations[min(prompts.expected, key=lambda name: len(prompts.expected[name]))]
@@ -232,7 +232,7 @@ def _compare_ends(engine: Engine, record: ExportRecord, prompts: _Prompts) -> Ch
 
 
 def _compare_calls(engine: Engine, prompts: _Prompts, rows: Sequence[str]) -> list[Check]:
-    """Compare the tool calls that the chat endpoint returns with those in the text that it generated."""
+    """Compare the tool calls that the chat endpoint returns with those in its generated text."""
     asked = [name for name in rows if name in prompts.expected] if engine.parses_calls else []
     num_calls, wrong = 0, []
     for name in asked:
@@ -252,7 +252,7 @@ def _compare_calls(engine: Engine, prompts: _Prompts, rows: Sequence[str]) -> li
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Log-probabilities of an engine beside those of the same model in transformers, in fp32 and bf16."""
+    """Log-probabilities of an engine, compared with the same model in transformers in fp32 and bf16."""
 
     setup: Setup
     record: ExportRecord
@@ -284,7 +284,7 @@ class _Comparison:
 
     @torch.no_grad()
     def _scores(self, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return each token's log-probability, that of the best token there, and the log-sum-exp of the logits."""
+        """Return each token's log-probability, the largest one at its position, and the log-sum-exp of the logits."""
         rows = []
         for sample in self.samples:
             tokens, num_scores = torch.tensor([sample.tokens]), len(sample.logprobs)
@@ -304,7 +304,7 @@ class _Comparison:
         return f"token {place + 1} of {sample.name}, {self.tokenizer.decode(sample.tokens[place])!r}"
 
     def _why(self, found: torch.Tensor, given: torch.Tensor, base: torch.Tensor, lse: torch.Tensor) -> str:
-        """Return what explains most of the error: a change of the model that gives the engine's numbers."""
+        """Return the explanation for most of the error: a change of the model that reproduces the engine's values."""
         error, effect, most = found - given, base - given, _EXPLAINED * _rms(found - given)
         if _rms(found - base) <= most:
             return "the adapters are not applied"
@@ -312,7 +312,7 @@ class _Comparison:
             return f"the adapters of {lost} are not loaded"
         if float(error @ effect) > _EXPLAINED * float(error.norm() * effect.norm()) > 0:
             return "the adapters are applied only in part"
-        padding = (-error).expm1() * lse.exp()  # the number of tokens with logit 0 that would explain each error
+        padding = (-error).expm1() * lse.exp()  # number of tokens with logit 0 that would explain each error
         num_padded = float(padding.median())
         if num_padded > 1 and float(padding.std()) <= _EXPLAINED * num_padded:
             return f"the vocabulary is padded by {num_padded:.0f} tokens, whose logits are 0"
@@ -323,11 +323,11 @@ class _Comparison:
         return "other weights, a lower precision, or an operation that the engine computes differently"
 
     def _lost_adapters(self, found: torch.Tensor, most: float) -> str:
-        """Return the layer or modules without whose adapters the model gives an engine's numbers; empty if none."""
+        """Return the layer or modules whose missing adapters reproduce the engine's values; empty if there are none."""
         with loaded(self.setup.folder, self.record, self.report) as (model, _):
             layers: dict[str, Any] = {name: each for name, each in model.named_modules() if hasattr(each, "lora_A")}
             parts = dict.fromkeys(part for name in layers for part in _NAME_PART.findall(name))
-            # Of parts of the same names, the innermost remains.
+            # Among parts with the same name, keep the innermost.
             named = {tuple(name for name in layers if part in _NAME_PART.findall(name)): part for part in parts}
             for names, part in named.items():
                 lost = [layers[name] for name in names]
@@ -346,7 +346,7 @@ def _rms(values: torch.Tensor) -> float:
 
 
 def _changed_configs(base: Path) -> Iterator[tuple[str, Any]]:
-    """Yield configurations without a property that the model has, and what an engine without it gets wrong."""
+    """Yield configurations that each lack a property of the model, with the mistake of an engine that ignores it."""
     for key, why in _PROPERTIES.items():
         config = AutoConfig.from_pretrained(base)
         text = config.get_text_config(decoder=True)

@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
 
 _MAX_COMPARED_ROWS = 50
-_MAX_COMPARED_TOKENS = 2048  # tokens of a batch, with padding, whose logits are in memory in fp32
+_MAX_COMPARED_TOKENS = 2048  # tokens of a batch, padding included: its fp32 logits are in memory
 
 
 @dataclass(frozen=True)
 class ExportRequest:
-    step: str  # one with a checkpoint; `last`; or `best`, the one with the lowest validation loss
-    merges: bool  # adapters into the base model
-    precision: Precision | None  # of the weights; that of training if None
-    folder: Path | None  # a folder in the run's folder if None
+    step: str  # a step with a checkpoint; `last`; or `best`, the step with the lowest validation loss
+    merges: bool  # whether adapters are merged into the base model
+    precision: Precision | None  # of the weights; None for that of training
+    folder: Path | None  # None for a folder in the run's folder
 
 
 def export_run(
@@ -51,8 +51,8 @@ def export_run(
 ) -> Path:
     """Export a checkpoint; return the folder, which is renamed into place after `verify` returns.
 
-    `verify` checks a written folder, and raises if it differs from the trained model; without it, no reference values
-    are recorded either, and the model is never run. `report` gets one line at the start of each stage.
+    `verify` checks a written folder, and raises if it differs from the trained model. Without it, no reference values
+    are recorded, and the model is never run. `report` gets a line at the start of each stage.
 
     Raises:
         NotFoundError: there is no such checkpoint, or the base model can't be found.
@@ -78,7 +78,7 @@ def export_run(
         parts = ExportedParts(plan.recipe, config, tokenizer, Generation.of(tokenizer, base), base)
         model = build_export_model(parts)
         if verify is not None:
-            # Of this process, or of the other one, which loads the export.
+            # The maximum over this process and the one that loads the export.
             largest = max(parameter.numel() for parameter in model.parameters())
             check_memory(max(streamed_bytes(model), peak_bytes(largest)), available_bytes())
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -110,7 +110,7 @@ def export_run(
 def _compare_bases(
     exporter: Exporter, plan: RunPlan, parts: ExportedParts, report: Callable[[str], None]
 ) -> tuple[float, float, int] | None:
-    """Return the losses with the 4-bit base of training and with the unquantized one, and the number of documents."""
+    """Return the losses with training's 4-bit base and with the unquantized base, and the number of documents."""
     config = parts.config.text
     try:
         rows = MeasureSettings(("loss",), limit=_MAX_COMPARED_ROWS)
@@ -136,7 +136,7 @@ def _compare_bases(
 
 
 def _check_replaceable(folder: Path, run: str) -> None:
-    """Refuse to replace anything but an export of the same run, and to compute one that this user can't write."""
+    """Check that the folder is writable, and that it is absent or has an export of the same run."""
     existing = next(each for each in folder.parents if each.exists())
     if not os.access(existing, os.W_OK | os.X_OK, effective_ids=True):
         raise PrerequisiteError(

@@ -32,14 +32,14 @@ def evaluate_checkpoints(
 ) -> None:
     """Evaluate checkpoints, newest first, until the run has ended and none is left; then update the trackers.
 
-    `is_over` tells whether no further checkpoint will be written. Collective: all ranks call it.
+    `is_over` tells whether the run will write no further checkpoint. Collective.
     """
     plan, parsed = read_plan(layout), parse_json(settings, MeasureSettings)
     done = {record.step for record in read_records(layout.evaluations) if isinstance(record, EvaluationRecord)}
     data: tuple[EvaluationSet, list[Metric]] | None = None
     with joined_ranks() as ranks:
         while True:
-            # In this order: the last checkpoint may be completed in between.
+            # The order matters: the last checkpoint may be completed in between.
             was_over = is_over()
             newest = max((step for step, _ in layout.list_checkpoints() if step not in done), default=None)
             was_over, step = ranks.exchange((was_over, newest))[0]
@@ -65,7 +65,7 @@ def evaluate_checkpoints(
 
 
 def _load(source: TrainedStep, ranks: Ranks, report: Callable[[str], None]) -> LoadedModel | None:
-    """Load a checkpoint on all ranks; None if one of them can't, since it is deleted or damaged."""
+    """Load a checkpoint on all ranks; return None if a rank can't, because it is deleted or damaged."""
     model, reason = None, ""
     try:
         model = load_model(source, *available_devices())
@@ -78,11 +78,11 @@ def _load(source: TrainedStep, ranks: Ranks, report: Callable[[str], None]) -> L
 
 
 def send_to_trackers(plan: RunPlan, late: list[EvaluationRecord]) -> None:
-    """Send the trackers evaluations that the trainer did not copy before it ended."""
+    """Send evaluations to the trackers that the trainer did not copy before it ended."""
     history = read_summary(plan.layout)
     start, end = history.start, history.end
     if late and start is not None:
-        # Like a run that is resumed after the last step, so that trackers keep earlier records.
+        # Act as a run that is resumed after the last step, so that trackers keep earlier records.
         last = max(end.step if end else 0, *(record.step for record in late))
         with open_trackers(plan) as send:
             send(replace(start, resumed_from=last))

@@ -1,7 +1,7 @@
 """`PYTHON compress.py EXPORT FORMAT CALIBRATION FOLDER`: quantize an export with llm-compressor.
 
-It runs as a program by itself, in the environment of llm-compressor, which need not have ftkit. CALIBRATION is a JSON
-list of documents, as tokens.
+This is a standalone program for the environment of llm-compressor, which need not have ftkit. CALIBRATION is a JSON
+list of tokenized documents.
 """
 
 import json
@@ -15,14 +15,14 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from transformers import AutoModelForCausalLM
 
 _KEPT = ["lm_head", r"re:.*(router|gate)$"]
-"""The output projection, and routers of experts: few weights, on which much depends."""
+"""The output projection and routers of experts: they have few weights, but much depends on them."""
 
 
 def main(export: str, form: str, calibration: str, folder: str) -> None:
     """Quantize the linear layers.
 
-    `fp8`: weights by channel, activations by token as they come, which takes no calibration. `w4a16`: weights of 4 bits
-    in groups of 128 by GPTQ (Frantar et al. 2022).
+    `fp8`: weights per channel, activations dynamically per token, without calibration. `w4a16`: 4-bit weights in groups
+    of 128 with GPTQ (Frantar et al. 2022).
     """
     model = AutoModelForCausalLM.from_pretrained(export, dtype="auto")
     documents = json.loads(Path(calibration).read_text(encoding="utf-8"))
@@ -38,5 +38,5 @@ def main(export: str, form: str, calibration: str, folder: str) -> None:
 if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
-    except Exception as error:  # noqa: BLE001 - one line is the reason; a stack would only hide it
+    except Exception as error:  # noqa: BLE001 - print the reason in one line instead of a stack
         sys.exit(f"ERROR: {' '.join(str(error).split())}")

@@ -1,4 +1,4 @@
-"""An engine's own HTTP server for an export: vLLM's, SGLang's, or llama.cpp's; started here, or already running."""
+"""The HTTP servers of vLLM, SGLang and llama.cpp for an export, started here or already running."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _HOST = "127.0.0.1"
 _START_SECONDS = 1800.0
 _ANSWER_SECONDS = 600.0
 _SHOWN_LINES = 8
-_MAX_PROMPTS = 256  # prompts of a request: as many as vLLM computes at once by default
+_MAX_PROMPTS = 256  # prompts per request: vLLM's default number of concurrent sequences
 LARGEST_BIAS = 100  # largest bias of a logit in OpenAI's API
 _NUM_PROBABILITIES = 2000
-"""Tokens whose probabilities llama.cpp returns; all of them if the wanted one is not among these."""
+"""Number of tokens whose probabilities llama.cpp returns; all tokens if the wanted one is not among them."""
 _MODEL = "trained"
-_KEY = "VLLM_API_KEY"  # variable with the key of a server that requires one, as vLLM reads it
+_KEY = "VLLM_API_KEY"  # environment variable with the API key of a server, as in vLLM
 
 
 class EngineError(TrainingError):
-    """A server ended, does not answer, or refuses a request that it must accept; `last_line` is that of its log."""
+    """A server ended, does not answer, or refuses a valid request; `last_line` is the last line of its log."""
 
     last_line = ""
 
@@ -60,9 +60,9 @@ class RefusedError(RequestError):
 
 @dataclass(frozen=True)
 class Reply:
-    """A completion: the tokens of its prompt as the server rendered it, its own, and whether an end token ended it.
+    """A completion: its prompt's tokens as the server rendered them, its own, and whether an end token ended it.
 
-    `calls` are the tool calls that the server read in it.
+    `calls` are the tool calls that the server parsed from it.
     """
 
     prompt: list[int]
@@ -78,12 +78,12 @@ class Setup:
 
     Attributes:
         base: folder of the full weights: the export itself, or the base model of its adapters.
-        options: arguments of the user for the server.
-        python: of the environment with vLLM or SGLang.
+        options: the user's arguments for the server.
+        python: the Python of the environment with vLLM or SGLang.
         llama_cpp: checkout of llama.cpp; None to look for its programs as `find_program` does.
         scratch: folder for files that only the server needs.
-        gguf: file for llama.cpp; that of the export if None.
-        url: address of a server that has the export and `options`; empty to start one.
+        gguf: file for llama.cpp; None for the export's.
+        url: address of a server that serves the export with `options`; empty to start one.
     """
 
     folder: Path
@@ -116,7 +116,7 @@ class Engine(ABC):
 
     @abstractmethod
     def command(self, length: int) -> list[str]:
-        """Return the command line that serves texts of up to `length` tokens (0: of the model), without the port."""
+        """Return the command line to serve texts of up to `length` tokens (0: the model's limit), without the port."""
 
     @abstractmethod
     def version(self) -> str: ...
@@ -127,7 +127,7 @@ class Engine(ABC):
 
     @property
     def dtype(self) -> str:
-        """What the server was asked to compute in."""
+        """The dtype that the server was asked to compute in."""
         options = self.setup.options
         return options[options.index("--dtype") + 1] if "--dtype" in options[:-1] else f"auto ({self.setup.precision})"
 
@@ -165,7 +165,7 @@ class Engine(ABC):
         return tokens
 
     def call(self, path: str, body: object = None, num_tokens: int = 0) -> Any:
-        """Return the server's JSON answer, to a POST request if there is a body; a token may take a second."""
+        """Return the server's JSON response; a request with a body is a POST. The timeout allows a second per token."""
         connection = http.client.HTTPConnection(self.address, timeout=_ANSWER_SECONDS + num_tokens)
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(_KEY):
@@ -186,7 +186,7 @@ class Engine(ABC):
 
 @contextmanager
 def serve(engine: Engine, length: int, report: Callable[[str], None]) -> Iterator[None]:
-    """Serve an export in the block, for texts as `command` has them; a log is removed only if the block succeeds.
+    """Serve an export in the block, for texts of up to `length` tokens; remove the log only if the block succeeds.
 
     Raises `EngineError`, with the log's last lines, if the server ends or stops answering.
     """
@@ -244,18 +244,18 @@ class Vllm(Engine):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        if "--enable-auto-tool-choice" not in setup.options:  # vLLM then takes tools only if it need not parse calls
+        if "--enable-auto-tool-choice" not in setup.options:  # vLLM then accepts tools only without parsing calls
             self.tool_settings, self.parses_calls = {"tool_choice": "none"}, False
 
     def command(self, length: int) -> list[str]:
         setup, num_heads = self.setup, int(text_part(read_model_config(self.setup.base)).get("num_attention_heads", 1))
-        # The most GPUs of this machine that divide the attention heads, as vLLM requires; 1 without GPUs.
+        # The largest number of GPUs here that divides the attention heads, as vLLM requires; 1 without GPUs.
         num_gpus = next(num for num in range(max(1, torch.cuda.device_count()), 0, -1) if num_heads % num == 0)
         words = [
             setup.python, "-m", "vllm.entrypoints.cli.main", "serve", str(setup.base), "--tokenizer", str(setup.folder),
             "--generation-config", str(setup.folder), *(("--max-model-len", str(length)) if length else ()),
             "--tensor-parallel-size", str(num_gpus),
-            *(() if torch.cuda.is_available() else ("--enforce-eager",)),  # compiling takes a CPU minutes
+            *(() if torch.cuda.is_available() else ("--enforce-eager",)),  # compiling on a CPU takes minutes
         ]  # fmt: skip
         if not setup.rank:
             return [*words, "--served-model-name", _MODEL]
@@ -270,12 +270,12 @@ class Vllm(Engine):
         return [each[token] for each, token in zip(found, tokens[1:], strict=True)]
 
     def distributions(self, tokens: Sequence[int], places: Sequence[int], number: int) -> list[dict[int, float]]:
-        """Return log-probabilities after `tokens[: place + 1]`: of the next token, and `number` of the likeliest."""
+        """Return log-probabilities after `tokens[: place + 1]`: of the next token, and of the top `number`."""
         answer = self._choices(tokens, 1, prompt_logprobs=number)[0]["prompt_logprobs"]
         return [{int(token): each["logprob"] for token, each in answer[place + 1].items()} for place in places]
 
     def complete(self, prompts: Sequence[Sequence[int]], max_tokens: int, **settings: object) -> list[list[int]]:
-        """Return the completion of each prompt, greedy unless `settings` of a request change that."""
+        """Return the completion of each prompt; greedy unless the request's `settings` change it."""
         settings = {"repetition_penalty": 1.0, "return_token_ids": True} | settings
         parts = [prompts[first : first + _MAX_PROMPTS] for first in range(0, len(prompts), _MAX_PROMPTS)]
         choices = [choice for part in parts for choice in self._choices(part, max_tokens, **settings)]
@@ -326,7 +326,7 @@ class LlamaCpp(Engine):
 
     @cached_property
     def _file(self) -> Path | None:
-        """The given file, or that of the export: the unquantized one if there are several."""
+        """The given file, or the export's; the unquantized one if there are several."""
         files = sorted(self.setup.folder.glob("*.gguf"))
         if len(files) > 1:
             files = [path for path in files if path.stem.endswith(f"-{self.setup.precision}")]
@@ -365,7 +365,7 @@ class LlamaCpp(Engine):
 
     @cached_property
     def _letter(self) -> int:
-        """A token that is a whole character: for a partial one, the server returns no probabilities."""
+        """A token that is a whole character: the server returns no probabilities for partial ones."""
         tokens: list[int] = self.call("/tokenize", {"content": "a"})["tokens"]
         return tokens[-1]
 
@@ -374,7 +374,7 @@ class LlamaCpp(Engine):
 
     def _distribution(self, prompt: Sequence[int], token: int, number: int) -> dict[int, float]:
         for num_listed in (max(number, _NUM_PROBABILITIES), 2**30):
-            # The probabilities are those before the bias.
+            # The returned probabilities do not include the bias.
             answer = self._completion(prompt, 1, n_probs=num_listed, logit_bias=[[self._letter, LARGEST_BIAS]])
             listed = answer["completion_probabilities"][0]["top_logprobs"]
             found = {each["id"]: float(each["logprob"]) for each in listed}

@@ -1,4 +1,4 @@
-"""Other formats of an export: GGUF by llama.cpp, compressed models by llm-compressor, adapters for vLLM's loader."""
+"""Other formats of an export: GGUF (llama.cpp), compressed models (llm-compressor), adapters for vLLM's loader."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def check_format(
     form: Format, plan: RunPlan, types: Sequence[str] = (), pythons: tuple[str, str | None] = (sys.executable, None), *,
     merges: bool,
 ) -> None:  # fmt: skip
-    """Refuse a format that this run can't be exported in, before anything is read.
+    """Reject a format that does not support this run, before reading anything.
 
-    `types` are those of quantized GGUF files, `pythons` those of the environments with llm-compressor and vLLM.
+    `types` are the types of quantized GGUF files, `pythons` the Pythons of llm-compressor's and vLLM's environments.
     """
     lora = plan.recipe.training.adapters
     if form not in ("hf", "vllm-lora") and lora is not None and not merges:
@@ -97,9 +97,9 @@ def _check_vllm_lora(plan: RunPlan, *, merges: bool) -> None:
 
 
 def check_gguf_model(shape: ArchitectureSpec, config: Mapping[str, object]) -> None:
-    """Refuse a model that llama.cpp would not load from a GGUF file, or would compute differently.
+    """Reject a model that llama.cpp would not load from a GGUF file, or would compute differently.
 
-    `config` is the raw configuration of its pretrained weights; empty if training started from random ones.
+    `config` is the raw configuration of the pretrained weights; empty if training started from random weights.
     Source: `olmo2.cpp`, `olmoe.cpp`, `gemma2.cpp` and `gemma3.cpp` in llama.cpp's `src/models`.
     """
     if shape.family in _LOADS_OUTPUT and shape.tie_word_embeddings:
@@ -139,7 +139,7 @@ def _check_compressor(python: str, server: str | None) -> None:
 
 
 def find_converter(llama_cpp: Path | None = None) -> Path:
-    """Return llama.cpp's converter: of a checkout, from the variable FTKIT_GGUF_CONVERTER, or on PATH."""
+    """Return llama.cpp's converter from a checkout, from FTKIT_GGUF_CONVERTER, or from PATH."""
     configured = str(llama_cpp / _SCRIPT) if llama_cpp else os.environ.get(CONVERTER)
     found = configured or shutil.which(_SCRIPT)
     if found is None or not Path(found).is_file():
@@ -157,7 +157,7 @@ def find_converter(llama_cpp: Path | None = None) -> Path:
 
 
 def find_program(name: str, llama_cpp: Path | None = None) -> str | None:
-    """Return a program of llama.cpp: built in the checkout of `find_converter`, or on PATH."""
+    """Return a program of llama.cpp that is built in the checkout of `find_converter`, or is on PATH."""
     configured = os.environ.get(CONVERTER)
     folder = llama_cpp or (Path(configured).parent if configured else None)
     places = [str(folder / each) for each in ("build/bin", "bin", ".")] if folder else []
@@ -199,7 +199,7 @@ def write_gguf(
         run_converter("llama.cpp's converter", [*words, *name, "--outfile"], temporary, file)
         fields = _read_fields(temporary)
         if ends and ends[0] not in _end_tokens(fields):
-            # The converter uses the tokenizer's `eos_token`, which for Gemma is not the token that ends a turn.
+            # The converter uses the tokenizer's `eos_token`, which does not end a turn for Gemma.
             words = [sys.executable, "-m", "gguf.scripts.gguf_new_metadata", "--special-token-by-id", "eot"]
             with atomic_file(temporary) as changed:
                 run_converter("gguf's gguf_new_metadata", [*words, str(ends[0]), str(temporary)], changed, file)
@@ -208,7 +208,7 @@ def write_gguf(
     config = text_part(read_model_config(export))
     window, kinds = config.get("sliding_window"), config.get("layer_types") or ["sliding_attention"]
     is_used = config.get("use_sliding_window", True) and "sliding_attention" in kinds
-    # The converter drops the window of Mistral, whose file says `llama`, and of Qwen2.
+    # The converter drops the sliding window of Mistral, whose file says `llama`, and of Qwen2.
     if not window or not is_used or any(name.endswith(".attention.sliding_window") for name in fields):
         return []
     text = f"the GGUF file has no sliding window, and this model has one of {window:,} tokens"
@@ -220,9 +220,9 @@ def gguf_type(precision: str) -> str:
 
 
 def run_converter(program: str, words: list[str], output: Path, file: Path, *last: str, fix: str = "") -> str:
-    """Run a command line that ends with the file to write, as `output`, and `last`; errors name it `file`.
+    """Run a command line that ends with `output`, the file to write, and `last`; errors call the file `file`.
 
-    Returns what it printed to stderr.
+    Returns the command's stderr.
     """
     done = process.run_stoppable([*words, str(output), *last], timeout_seconds=24 * 3600.0)
     if done.returncode:

@@ -34,7 +34,7 @@ class Decoding:
     seed: int = 0
 
     def config(self, model: GeneratingModel) -> GenerationConfig:
-        """Return transformers' settings for a model, with its end tokens; seed torch if tokens are drawn."""
+        """Return transformers' settings for a model, with its end tokens; seed torch if tokens are sampled."""
         config = model.generation.greedy(model.tokenizer, self.max_new_tokens)
         if self.temperature:
             torch.manual_seed(self.seed)
@@ -76,10 +76,10 @@ def generate_rows(
     decoding: Decoding,
     batch_size: int,
 ) -> Iterator[list[dict[str, object]]]:
-    """Yield the rows with their completions, a batch at a time, in their order.
+    """Yield the rows with their completions, in order, a batch at a time.
 
-    Each has the columns of the row, and `completion`, `finish_reason` (`stop` at an end token, `length` without one)
-    and `model`.
+    Each has the row's columns, and `completion`, `finish_reason` (`stop` at an end token, `length` without one) and
+    `model`.
     """
     prompts = []
     pictures = model.input.processor(is_needed=have_pictures(rows))
@@ -101,7 +101,7 @@ def generate_rows(
 
 def count_done(output: Path, rows: Sequence[Row], label: str) -> int:
     """Return the number of completed rows in an interrupted output, 0 for a pipe; remove a partial last line."""
-    if not output.is_file():  # reading a pipe would wait for what is to be written
+    if not output.is_file():  # reading a pipe would block
         return 0
     content = output.read_bytes()
     complete_lines = content[: content.rfind(b"\n") + 1]
@@ -126,9 +126,9 @@ def count_done(output: Path, rows: Sequence[Row], label: str) -> int:
 
 
 def write_data(path: Path, completions: Path, rows: Sequence[Row], form: Format | None, card: JsonObject) -> int:
-    """Write completions as a chat data set, and a card beside it; return how many rows are in it.
+    """Write completions as a chat data set with a card next to it; return the number of rows.
 
-    Completions without an end are left out: who learns from them would learn to stop there.
+    Drop completions without an end token: a model trained on them would learn to stop there.
     """
     conversations = []
     for row, done in zip(rows, read_json_lines(completions), strict=True):
@@ -182,7 +182,7 @@ class ChatSession:
 
 
 class _Streamer(TextStreamer):  # type: ignore[misc] # transformers has no types
-    """Passes on the text of the completion, without end tokens, and with other special tokens only on request."""
+    """Stream the text of a completion without end tokens, and with other special tokens only if `is_raw`."""
 
     def __init__(self, model: GeneratingModel, on_text: Callable[[str], None], *, is_raw: bool) -> None:
         super().__init__(model.tokenizer, skip_prompt=True, skip_special_tokens=not is_raw)

@@ -133,7 +133,7 @@ class LoadedModel(GeneratingModel):
         return sums
 
     def label_logits(self, documents: Sequence[Document]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield, of each document, the logits where there are labels, fp32 [N, vocabulary], and the labels [N]."""
+        """Yield the logits at the labels, fp32 [N, vocabulary], and the labels, [N], of each document."""
         if len(documents) > 1 and any(document.pictures for document in documents):
             yield from chain.from_iterable(self.label_logits([document]) for document in documents)
             return
@@ -154,7 +154,7 @@ class LoadedModel(GeneratingModel):
 
 
 def load_model(source: ModelSource, *devices: torch.device) -> LoadedModel:
-    """Load a model onto the first device, or spread over all of them if it is larger.
+    """Load a model onto the first device, or split it over all devices if it is larger.
 
     Raises:
         NotFoundError: files are missing.
@@ -168,7 +168,7 @@ def load_model(source: ModelSource, *devices: torch.device) -> LoadedModel:
         model = load_pretrained(base.folder)
         if source.is_adapter:
             with warnings.catch_warnings():
-                # peft applies the ranks and scales of experts, and yet warns that it ignored them.
+                # peft applies the ranks and scales of experts, but warns that it ignored them.
                 warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
                 model = import_peft().PeftModel.from_pretrained(model, source.folder).get_base_model()
     except Exception as error:  # transformers, peft and safetensors raise various errors on damaged files
@@ -221,7 +221,7 @@ def _load_step(source: TrainedStep, devices: Sequence[torch.device]) -> LoadedMo
     recipe, training = source.plan.recipe, source.plan.recipe.training
     tokenizer = tokenizer_of(source)
     folder, config = config_of(source.plan, tokenizer)
-    # A large model is built on the CPU, and then spread over GPUs; random weights are drawn where training drew them.
+    # Build a large model on the CPU, then split it over GPUs. Draw random weights on the same device as in training.
     device = devices[0] if len(devices) == 1 or folder is None else torch.device("cpu")
     model = build_empty(config.text, "eager")
     if training.adapters is not None:
@@ -280,7 +280,7 @@ def _load_trained(model: torch.nn.Module, source: TrainedStep) -> None:
         saved = {name: torch.empty(sizes[name], dtype=each.dtype) for name, each in trained.items()}
         try:
             read_state({"model": saved}, folder)
-        except CheckpointException as error:  # such as a file that training has removed since
+        except CheckpointException as error:  # for example, training has removed a file in the meantime
             problem = reason_of(error)
     if problem:
         raise TrainingError(
@@ -296,7 +296,7 @@ def _load_trained(model: torch.nn.Module, source: TrainedStep) -> None:
 
 
 _MAX_WEIGHTS_FRACTION = 0.8
-"""Maximum fraction of a GPU's free memory for weights; the rest is for activations, and for the KV cache."""
+"""Maximum fraction of a GPU's free memory for weights; the rest is for activations and the KV cache."""
 
 
 def available_devices() -> tuple[torch.device, ...]:
@@ -309,10 +309,10 @@ def available_devices() -> tuple[torch.device, ...]:
 
 
 def place(model: PreTrainedModel, devices: Sequence[torch.device]) -> None:
-    """Move a model to the first device; if it does not fit there, spread its layers over all of them.
+    """Move a model to the first device; if it does not fit there, split its layers over all devices.
 
-    The layers run one after another, each on the device that has it, so more GPUs add memory but no speed. Any model of
-    transformers can be split this way, even with adapters or in 4 bits.
+    The layers run sequentially, each on its device, so more GPUs add memory but no speed. Any model of transformers can
+    be split this way, even with adapters or in 4 bits.
     """
     free = {} if devices[0].type == "cpu" else {each.index: torch.cuda.mem_get_info(each)[0] for each in devices}
     memory = {index: int(_MAX_WEIGHTS_FRACTION * num_bytes) for index, num_bytes in free.items()}
@@ -336,15 +336,15 @@ def weight_bytes(model: torch.nn.Module) -> int:
 
 
 def split_layers(model: PreTrainedModel, memory: Mapping[int, int]) -> dict[str, int] | None:
-    """Return the GPU of each module, balanced, with no decoder layer divided; None if the model does not fit.
+    """Return a balanced assignment of modules to GPUs, with whole decoder layers; None if the model does not fit.
 
-    `model` may be on any device, even the meta device; `memory` has the bytes for weights, by the GPU's index.
+    `model` may be on any device, even the meta device; `memory` has the bytes for weights by GPU index.
     """
     layer_classes = sorted({type(layer).__name__ for layer in find_decoder_layers(model)})
     model.tie_weights()  # accelerate keeps tied parameters on one device, and warns if they are not tied
     balanced = accelerate.utils.get_balanced_memory(model, dict(memory), no_split_module_classes=layer_classes)
     for limits in (balanced, dict(memory)):
         split: dict[str, int] = accelerate.infer_auto_device_map(model, limits, no_split_module_classes=layer_classes)
-        if set(split.values()) <= memory.keys():  # else parts of it are left to the CPU or the disk
+        if set(split.values()) <= memory.keys():  # otherwise parts are assigned to the CPU or the disk
             return split
     return None

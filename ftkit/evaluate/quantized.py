@@ -1,6 +1,6 @@
-"""Quantize an export with llama.cpp or llm-compressor, and measure what that changes on the validation split.
+"""Quantize an export with llama.cpp or llm-compressor, and measure the change on the validation split.
 
-llama.cpp's server measures GGUF files. vLLM's measures compressed models, or transformers where there is no vLLM.
+llama.cpp's server measures GGUF files. vLLM's server measures compressed models; without vLLM, transformers does.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ if TYPE_CHECKING:
 
 _MAX_ROWS = 100
 _MAX_TARGETS = 4000
-"""Tokens whose loss is measured, in whole documents: llama.cpp's server computes one for each request."""
-_NUM_COMPARED = 200  # most probable tokens that are kept for the divergence, in kilobytes for each target
+"""Tokens whose loss is measured, in whole documents: llama.cpp's server computes one token per request."""
+_NUM_COMPARED = 200  # most probable tokens kept for the divergence; they take kilobytes per target
 _TIMED_TOKENS = 64
 _CALIBRATION_DOCUMENTS = 512
 _CALIBRATION_TOKENS = 2**20
 _INCREASE = "increase"
 _FALLBACK = re.compile(r"(\d+ of \d+) tensor\(s\) required fallback")
 _Measured = tuple[Measured, Distributions]  # losses and scores of rows, and the distributions at each label
-_SMALLEST = 1e-12  # smallest probability of all tokens together that are not among the most probable ones
+_SMALLEST = 1e-12  # lower bound of the total probability of all tokens outside the most probable ones
 
 
 class Quantizer(ABC):
-    """Writes quantized files of an export, and runs them."""
+    """Write quantized files of an export, and run them."""
 
     measured_with: str
 
@@ -80,7 +80,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def open(self, path: Path, length: int, targets: Distributions) -> AbstractContextManager[GeneratingModel]:
-        """Run what is in `path`, for texts of up to `length` tokens; losses append the distribution at each label."""
+        """Run the model in `path` for texts of up to `length` tokens; losses append the distribution at each label."""
 
     @contextmanager
     def served(self, engine: Vllm | LlamaCpp, length: int, targets: Distributions) -> Iterator[GeneratingModel]:
@@ -119,7 +119,7 @@ class Compressed(Quantizer):
     def __init__(
         self, export: Path, plan: RunPlan, report: Callable[[str], None], compressor: str, server: str | None
     ) -> None:
-        """`compressor` is the Python of llm-compressor's environment, `server` that of vLLM's; None: transformers."""
+        """`compressor` is the Python of llm-compressor's environment, `server` of vLLM's; None for transformers."""
         super().__init__(export, export, plan, report)
         self._compressor, self._server = compressor, server
         self.measured_with = Vllm.name if server else "transformers"
@@ -134,7 +134,7 @@ class Compressed(Quantizer):
         words = [self._compressor, script, str(self.export), name, str(calibration)]
         fix = f"give w4a16 layers whose inputs are multiples of 128; or update it: {self._compressor} -m pip install …"
         run_converter("llm-compressor", words, path, self.export / name, fix=fix)
-        # Another version of transformers may write anything but weights differently.
+        # Another version of transformers may write everything except the weights differently.
         found, config = (read_json(each / CONFIG_FILE, dict[str, object]) or {} for each in (path, self.export))
         left = {*self.record.files, *UNCERTIFIED, WEIGHTS_INDEX}
         for each in self.export.iterdir():
@@ -159,9 +159,9 @@ class Compressed(Quantizer):
 def write_quantized(
     quantizer: Quantizer, types: Sequence[str], show: Callable[[list[str], list[list[str]]], None]
 ) -> None:
-    """Quantize an export, measure all files, and show the table; add it and the files to the export.
+    """Quantize an export, measure all files, show the table, and add it and the files to the export.
 
-    Files whose loss is above the recipe's bound are not kept: TrainingError, after the others are written.
+    Raises TrainingError after writing all other files if a file's loss is above the recipe's bound; it is not kept.
     """
     folder, plan, report = quantizer.export, quantizer.plan, quantizer.report
     settings = MeasureSettings(_metrics(plan), limit=_MAX_ROWS)
@@ -225,7 +225,7 @@ def format_table(files: Sequence[QuantizedFiles]) -> tuple[list[str], list[list[
 
 @dataclass(frozen=True)
 class _Loaded(LoadedModel):
-    """A model of transformers; `targets` are as those of `ServedModel`."""
+    """A model of transformers; `targets` are as in `ServedModel`."""
 
     targets: Distributions = field(default_factory=list)
 
@@ -244,7 +244,7 @@ def _metrics(plan: RunPlan) -> tuple[str, ...]:
 
 
 def _calibration(plan: RunPlan) -> list[list[int]]:
-    """Return the tokens of whole training documents, of packs that are spread evenly over the training split."""
+    """Return the tokens of whole training documents, from packs spread evenly over the training split."""
     store = PreparedData(plan.data.root).read_train()
     wanted = math.ceil(_CALIBRATION_DOCUMENTS * len(store) / store.num_documents)
     num_packs = max(1, min(len(store), wanted, _CALIBRATION_TOKENS // store.sequence_length))
@@ -284,10 +284,10 @@ def _compare(data: EvaluationSet, metrics: Sequence[Metric], own: _Measured, pla
 
 
 def divergence(true: Mapping[int, float], other: Mapping[int, float]) -> float:
-    """Return the KL divergence of two distributions, by log-probabilities of their most probable tokens, in nats.
+    """Return the KL divergence of two distributions in nats, from log-probabilities of their most probable tokens.
 
-    All tokens that are not listed in both count as one: by the log-sum inequality, the result is at most that of the
-    whole distributions.
+    Tokens that are not listed in both count as one. By the log-sum inequality, the result is at most the divergence of
+    the whole distributions.
     """
     listed = [(each, other[token]) for token, each in true.items() if token in other]
     both = np.array(listed, np.float64).reshape(-1, 2)

@@ -181,9 +181,8 @@ def paired_interval(
 ) -> Interval:
     """Return the 95% interval of a function of ratios over the same rows, by percentiles.
 
-    The rows of a resample are the same for all ratios, so the difficulty of a row cancels in the difference of two
-    models (Efron and Tibshirani 1993, chapter 13). `combine` takes an array for each ratio, of its value in each
-    resample.
+    A resample has the same rows for all ratios, so the difficulty of a row cancels in the difference of two models
+    (Efron and Tibshirani 1993, chapter 13). `combine` takes one array per ratio, with its value in each resample.
     """
     rng, num_rows = np.random.default_rng(seed), len(ratios[0].numerators)
     found = []
@@ -242,9 +241,9 @@ class Harness:
 
 
 def compare_harness(after: dict[str, Any], before: dict[str, Any] | None) -> list[Result]:
-    """Return all scores of the harness with intervals from its standard errors.
+    """Return all scores of the harness, with intervals from its standard errors.
 
-    Scores before and after are treated as independent, which makes intervals of changes too wide.
+    Scores before and after are treated as independent, so intervals of changes are too wide.
     """
     results = []
     for task, scores in after["results"].items():

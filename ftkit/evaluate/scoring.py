@@ -1,4 +1,4 @@
-"""Measure a model: losses and scores of completions, by one process or several with a copy of the model each."""
+"""Measure losses and completion scores of a model, in one process or in several with a copy of the model each."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def joined_ranks() -> Iterator[Ranks]:
 
 
 def run_ranks(size: int, words: Sequence[str]) -> int:
-    """Run a command line of ftkit in several processes, of which the first one prints; return its exit code.
+    """Run a command line of ftkit in several processes; return the exit code. Only the first process prints.
 
     With GPUs, each process has one.
     """
@@ -106,7 +106,7 @@ _TOKENS_PER_FORWARD = 8192  # maximum tokens of a forward pass, whose logits are
 
 @dataclass(frozen=True)
 class Measured:
-    """A model's measurements; `loss` is [rows, 3]: summed loss, labels, and those that are the most probable token."""
+    """A model's measurements; `loss` is [rows, 3]: summed loss, labels, and labels that are the most probable token."""
 
     loss: NDArray[np.float64]
     completions: list[Completion]  # of each case
@@ -167,7 +167,7 @@ def measure(
 ) -> Measured:
     """Compute losses, and generate and score completions if there are metrics for them. Collective.
 
-    Batches are the same for any number of ranks, and so are the results.
+    Batches and results are the same for any number of ranks.
     """
     loss = np.zeros((len(data.rows), 3))
     batches = [data.documents] if model.schedules else list(_batches(data.documents))

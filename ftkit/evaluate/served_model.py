@@ -126,7 +126,7 @@ class ServedModel(GeneratingModel):
 
 @contextmanager
 def served_by_vllm(source: ModelSource, report: Callable[[str], None], num_models: int = 1) -> Iterator[ServedModel]:
-    """Serve what `takes_vllm` accepts in the block, sharded over this machine's GPUs, which `num_models` models share.
+    """Serve a model that `takes_vllm` accepts in the block, sharded over the GPUs, which `num_models` models share.
 
     Raises as `serve` does.
     """

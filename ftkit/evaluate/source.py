@@ -56,7 +56,7 @@ ModelSource = ModelFolder | TrainedStep
 
 
 def weights_digests(source: ModelSource) -> dict[str, str]:
-    """Return the SHA-256 of each file with weights, as the hub has them; of a checkpoint, that of its marker."""
+    """Return the SHA-256 of each weight file, as on the hub; for a checkpoint, the SHA-256 of its marker."""
     folder = source.folder if isinstance(source, ModelFolder) else source.layout.checkpoint(source.step)
     files = sorted(path for path in folder.glob("*") if path.suffix == ".safetensors" or path.name == MARKER)
     return {path.name: SavedFile.of(path.resolve()).sha256 for path in files}
@@ -90,8 +90,8 @@ class MeasureSettings:
 def find_target(reference: str, workspace: Workspace) -> Target:
     """Resolve `RUN`, `RUN@STEP`, `RUN@best`, a folder or a hub id to a model.
 
-    A run selects its best step by `evaluation.best`, else the newest step with an export or a checkpoint. The export of
-    a step takes precedence over its checkpoint: it loads faster, and users share it.
+    A run selects its best step by `evaluation.best`, else the newest step with an export or a checkpoint. A step's
+    export takes precedence over its checkpoint: it loads faster, and users share it.
     """
     name, _, step = reference.rpartition("@")
     if not name or Path(reference).is_dir() or not (step.isdecimal() or step in ("best", "last")):

@@ -42,7 +42,7 @@ CLOSER_THAN_BASE = 0.5
 _MAX_ERROR_OF_PROBABILITY = 0.01  # largest difference of the end token's probability after a reply
 _NUM_TOKENS_BEFORE_END = 3
 _DTYPES = {"bf16": "BF16", "fp32": "F32"}  # names of dtypes in safetensors
-_MEMORY_BESIDES_WEIGHTS = 2**30  # bytes of activations, logits, and what loading allocates for a moment
+_MEMORY_BESIDES_WEIGHTS = 2**30  # bytes of activations, logits, and temporary allocations of loading
 
 
 def verify_export(folder: Path, report: Callable[[str], None]) -> list[Check]:
@@ -135,7 +135,7 @@ def loaded(
     dtype: torch.dtype = torch.float32,
     **options: object,
 ) -> Iterator[tuple[PreTrainedModel, bool]]:
-    """Load an export with options of `from_pretrained`; tell whether its weights stay in files, for want of memory."""
+    """Load an export with options of `from_pretrained`; return whether its weights stay in files to save memory."""
     base, adapters = folder, None
     if record.kind == "adapters":
         base, adapters = base_of(record), folder
@@ -164,7 +164,7 @@ def loaded(
 
 
 def base_of(record: ExportRecord) -> Path:
-    """Return the folder of the full model that an export's adapters are for."""
+    """Return the folder of the base model of an export's adapters."""
     try:
         return fetch_model(str(record.base), record.revision).folder
     except NotFoundError as error:
@@ -176,7 +176,7 @@ def base_of(record: ExportRecord) -> Path:
 
 
 def _check_processor(folder: Path, expected: tuple[int, ...]) -> tuple[Check, dict[str, torch.Tensor] | None]:
-    """Make a picture's inputs with the exported processor; their pixels are compared by the logits."""
+    """Process a picture with the exported processor, and compare the tokens; the logits compare the pixels."""
     name = "processor of pictures"
     try:
         inputs = picture_inputs(folder)
@@ -190,7 +190,7 @@ def _check_processor(folder: Path, expected: tuple[int, ...]) -> tuple[Check, di
 def _check_logits(model: PreTrainedModel, record: ExportRecord, picture: dict[str, torch.Tensor] | None) -> list[Check]:
     logits, trained = sample_logits(model, record, picture), record.trained or []
     error = distance(logits, expected := record.exported or trained)
-    if picture is not None:  # its error would vanish among those of all texts
+    if picture is not None:  # its error would vanish among the errors of all texts
         error = max(error, distance(logits[-1:], expected[-1:]))
     tolerance = TOLERANCE
     checks, effect = [], None
@@ -216,7 +216,7 @@ def _check_logits(model: PreTrainedModel, record: ExportRecord, picture: dict[st
 
 
 def distance(one: Logits, other: Logits, scale: Logits | None = None) -> float:
-    """Return the root-mean-square difference, relative to the standard deviation of the last argument."""
+    """Return the root-mean-square difference relative to the standard deviation of the last argument."""
     if [len(row) for row in one] != [len(row) for row in other]:
         return float("inf")
     first, second, third = (
@@ -246,8 +246,8 @@ def _check_reply_end(logits: Logits, record: ExportRecord) -> list[Check]:
 def _check_end(folder: Path, model: PreTrainedModel, record: ExportRecord, *, is_streamed: bool) -> Check:
     """Generate with the exported settings; a completion must end at each end token.
 
-    All tokens are forced, so logits don't matter; for a streamed model, which reads its weights for each token, a small
-    one generates.
+    All tokens are forced, so logits don't matter. A streamed model would read its weights for each token, so a small
+    model generates instead.
     """
     if not record.end_tokens:
         return Check("end of turn", "no token ends a completion, as in training", passed=True)
@@ -284,7 +284,7 @@ def _check_end(folder: Path, model: PreTrainedModel, record: ExportRecord, *, is
 # --- Models larger than memory -------------------------------------------------------------------
 
 
-_BYTES_PER_VALUE = 6  # a tensor while it is loaded: in bf16 as in the file, and in fp32
+_BYTES_PER_VALUE = 6  # of a tensor while loading: in bf16, as in the file, and in fp32
 _PROCESS_BYTES = 2**29  # memory of a process that has imported torch and transformers, and of activations
 
 
@@ -309,16 +309,16 @@ def check_memory(needed: int, free: int) -> None:
 def _streamed_model(folder: Path, adapters: Path | None, **options: Any) -> Iterator[PreTrainedModel]:
     """Load a model with transformers, and adapters with peft; the model's weights stay in the files.
 
-    accelerate loads those of one module at a time. Tensors that transformers converts, such as stacked experts, are
-    written to the disk first. The adapters, a folder in peft's layout, stay in memory.
+    accelerate loads the weights of one module at a time. Tensors that transformers converts, such as stacked experts,
+    are first written to the disk. The adapters, a folder in peft's layout, stay in memory.
     """
     place = (adapters or folder).parent
     with tempfile.TemporaryDirectory(prefix=".ftkit-", dir=place if os.access(place, os.W_OK) else None) as scratch:
         logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it warns that weights are on the disk
         model = load_pretrained(folder, device_map={"": "disk"}, offload_folder=scratch, **options)
         if adapters is not None:
-            # Zeros, of which memory has a single value, until accelerate loads the weights: peft moves adapters to the
-            # meta device if their layer is there, and then computes nonsense.
+            # Expanded zeros, which take the memory of one value, until accelerate loads the weights: peft moves
+            # adapters of a layer on the meta device there, and then computes nonsense.
             for module in model.modules():
                 for name, parameter in module.named_parameters(recurse=False):
                     zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)

@@ -1,7 +1,7 @@
 """`python -m ftkit.health`: check this node, together with the other nodes of its job. Needs torch, but not Slurm.
 
-First every node checks itself. Then they rendezvous at the first node that responds and exchange their findings, and
-the healthy ones measure collectives: all together, and in pairs, which shows whose network is slow. The others wait at
+First, every node checks itself. Then the nodes rendezvous at the first one that responds, and exchange their findings.
+The healthy nodes measure collectives, all together, and then in pairs to find nodes with a slow network. They wait at
 most `--wait-seconds` for a missing or unhealthy node.
 """
 
@@ -41,7 +41,7 @@ from ftkit.planning.training_setup import GPUS
 
 _GROUP_SECONDS: Final = 40.0
 _PAIR_ROUNDS: Final = 3
-"""Rounds of pairs: a slow node is slow with all of its partners, while they are slow only with it."""
+"""Rounds of pairs. A slow node is slow with all of its partners; the partners are slow only with it."""
 _FAST_NETWORK_GBPS: Final = 100
 _POLL_SECONDS: Final = 0.1
 REPORT_PREFIX = "ftkit-report "
@@ -51,7 +51,7 @@ WARNING_PREFIX = "ftkit-warning "
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Results of one node: rates of collectives `within` it, `between` all nodes, and of `pairs` in GB/s by partner."""
+    """Results of one node: rates of collectives `within` it, `between` all nodes, and in `pairs` (GB/s by partner)."""
 
     host: str
     findings: tuple[Finding, ...] = ()
@@ -63,7 +63,7 @@ class NodeReport:
 
 
 class NodeCheck:
-    """The checks of one node, as the options of the command line select them."""
+    """The checks of one node, selected by command-line options."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.host: str = options.host or socket.gethostname()
@@ -97,11 +97,11 @@ class NodeCheck:
 
     @property
     def _below_peak(self) -> Status:
-        """Before training, a warning: a site may limit power, or a profile may overstate the network."""
+        """A warning before training, because a site may limit power, or a profile may overstate the network."""
         return "warning" if self.is_short else "failed"
 
     def _check_alone(self, environment: Mapping[str, str]) -> NodeReport:
-        """GPUs are checked after the matmuls, while they are warm."""
+        """Check this node; check its GPUs after the matmuls, while they are warm."""
         mib = (64 if self.is_short else 256) // (1 if self.on_gpu else 4)
         findings = [check_disk("local disk", self.local_dir, mib), *check_interfaces(environment)]
         if self.shared_file is not None:
@@ -162,7 +162,7 @@ class NodeCheck:
         rendezvous = _Rendezvous(self)
         good = rendezvous.share("alone", not failures(alone.findings), self.hosts)
         now = time.time()
-        # The list of the store's host counts: nodes may have different ones. It may wait longer for a missing node.
+        # Use the list of the store's host, because lists may differ. It may wait longer for a missing node.
         members: list[str] = [host for host in self.hosts if good.get(host)]
         [members] = rendezvous.share("members", members, [rendezvous.host], patience=2).values() or [members]
         findings = list(alone.findings)
@@ -179,7 +179,7 @@ class NodeCheck:
         numbers: NodeNumbers = {"matmul": matmul, "pair": max(pairs.values(), default=None), "time": now}
         shared = rendezvous.share("numbers", numbers, list(good))
         findings += compare_with_others(self.host, self.device, shared)
-        # Until then, the others read its store.
+        # The others read its store until then.
         rendezvous.share("end", value=True, hosts=list(shared) if rendezvous.host == self.host else [])
         return replace(alone, findings=tuple(findings), between=between, pairs=pairs)
 
@@ -199,7 +199,7 @@ class NodeCheck:
         return rates, findings
 
     def _measure_pairs(self, members: Sequence[str]) -> dict[str, float]:
-        """The bus bandwidth with each partner is in GB/s; 0 if the measurement failed."""
+        """Return the bus bandwidth with each partner in GB/s; 0 if the measurement failed."""
         rates: dict[str, float] = {}
         num_bytes = 2**28 if self.on_gpu else 2**18
         for number, partners in enumerate(pair_rounds(members)[:_PAIR_ROUNDS]):
@@ -218,7 +218,7 @@ class NodeCheck:
 
 
 class _Rendezvous:
-    """The rendezvous of a job's nodes, which exchange findings through a torch store on the first responding node."""
+    """The rendezvous of a job's nodes, which exchange findings through a TCPStore on the first responding node."""
 
     def __init__(self, node: NodeCheck) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - exported by name only
@@ -237,7 +237,7 @@ class _Rendezvous:
                 break
 
     def share(self, topic: str, value: Any, hosts: Sequence[str], patience: float = 1) -> dict[str, Any]:
-        """Exchange a value with the other nodes; hosts without a value in time are missing from the result."""
+        """Exchange a value with the other nodes; the result lacks hosts that did not send one in time."""
         if self._store is None:
             return {self._node.host: value}
         self._store.set(f"{topic}/{self._node.host}", json.dumps(value))

@@ -1,4 +1,4 @@
-"""Findings of checks, and checks that run concurrently."""
+"""Findings of checks, and a runner of concurrent checks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ftkit.process import in_thread
 
 ResultT = TypeVar("ResultT")
 Status = Literal["ok", "warning", "failed", "unknown"]
-"""`failed` keeps a run from working, or from being as fast as it should; `unknown` could not be checked."""
+"""`failed`: a run would not work, or not at full speed. `unknown`: the check was not possible."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check: its subject, the observed value, what to do next if anything, and the GPU's index."""
+    """The result of one check: its subject, the observed value, the fix if one is needed, and the GPU's index."""
 
     check: str
     status: Status
@@ -34,7 +34,7 @@ def failures(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def run_all(functions: Sequence[Callable[[], ResultT]], seconds: float) -> list[ResultT | None]:
-    """Run functions at the same time, any of which may hang; None for one that does not end in time."""
+    """Run functions concurrently; return None for one that does not end in time. Functions may hang."""
     futures = [in_thread(function) for function in functions]
     wait(futures, seconds)
     return [future.result() if future.done() else None for future in futures]

@@ -1,4 +1,4 @@
-"""Checks on the machine from which runs are submitted: they take a few seconds, and write only one small file."""
+"""Checks on the machine that submits runs. They take a few seconds, and write only one small file."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from ftkit.planning.layout import Workspace
 
 _TIMEOUT_SECONDS: Final = 2.0
 CHECK_SECONDS: Final = 3.0
-"""Time for all checks together; a name server or a file system may respond much later, or never."""
+"""Time for all checks together: a name server or a file system may respond much later, or never."""
 _FEW_GIB: Final = 100  # free space for checkpoints, prepared data and an export; less is a warning
 _CLOCK_SECONDS: Final = 5.0
-"""Largest difference of clocks: a larger one makes leases, file times and certificates unreliable."""
+"""Largest clock difference. A larger one makes leases, file times and certificates unreliable."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _check_hub(node: LoginNode) -> list[Finding]:
 
 
 def _ask(check: str, url: str, shown: str, fix: str, environment: Mapping[str, str]) -> Finding:
-    """Check that a server responds, if only with a refusal."""
+    """Check that a server responds; a refusal counts too."""
     proxies = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
     proxy = next((environment[name] for name in proxies if environment.get(name)), None)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({"https": proxy} if proxy else {}))
@@ -228,4 +228,4 @@ _CHECKS: Final[dict[tuple[str, str], Callable[[LoginNode], list[Finding]]]] = {
     ("registry", _NO_NETWORK): _check_registry,
     ("hub", _NO_NETWORK): _check_hub,
 }
-"""The checks, by subject and advice if a check does not end in time."""
+"""The checks, by subject, with the advice if a check times out."""

@@ -1,6 +1,6 @@
-"""Checks of one node without torch: its disks, its driver, its GPUs through NVML (nvidia-ml-py), its kernel's log.
+"""Check one node without torch: disks, driver, GPUs through NVML (nvidia-ml-py), and the kernel log.
 
-No other module uses NVML. Its constants are from NVIDIA's NVML API reference.
+Only this module uses NVML. The constants are from NVIDIA's NVML API reference.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GIB: Final = 2**30
 _MIB: Final = 2**20
 _LEAST_FREE_GIB: Final = 2  # free space on the local disk for compiled kernels and temporary files of one run
 _SLOW_MB: Final = {"local disk": 200, "shared disk": 50}
-"""Minimum MB/s of one writer: at less, loading weights and writing checkpoints take hours."""
+"""Minimum MB/s of one writer. Below it, loading weights and writing checkpoints takes hours."""
 _THROTTLE_REASONS: Final = {
     0x04: "power cap",
     0x08: "hardware slowdown",
@@ -36,15 +36,15 @@ _THROTTLE_REASONS: Final = {
     0x40: "hardware thermal",
     0x80: "power brake",
 }
-"""nvmlClocksEventReason*: why clocks are below the requested ones. Idle and fixed clocks are not throttling."""
+"""nvmlClocksEventReason*: reasons for clocks below the requested ones. Idle and fixed clocks are not throttling."""
 _FAULTY_REASONS: Final = ("hardware slowdown", "hardware thermal", "power brake")
-"""Reasons that no load explains on a healthy node; a power cap and software thermal limits occur under full load."""
+"""Reasons that do not occur on a healthy node. Power caps and software thermal limits do, under full load."""
 _NVLINK_BYTES: Final = (138, 139)  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX and _RX, in KiB since the driver was loaded
 _ALL_LINKS: Final = 2**32 - 1  # scope of a field value: the sum over all links
 
 
 class Nvml:
-    """The GPUs that this process may use. Values that a GPU or driver does not support are None."""
+    """The GPUs that this process may use. Values are None if the GPU or driver does not support them."""
 
     def __init__(self, library: ModuleType, indices: list[int]) -> None:
         self._library = library
@@ -96,7 +96,7 @@ class Nvml:
                 yield Finding("NVLink", "failed", f"{sum(known)} of {len(known)} links are active", fix, gpu)
 
     def samples(self) -> Iterator[GpuSample]:
-        """Yield the load of each GPU, which takes a few hundred microseconds."""
+        """Yield the load of each GPU. This takes a few hundred microseconds."""
         ask, library = self._ask, self._library
         for index, handle in self._handles.items():
             memory = ask("nvmlDeviceGetMemoryInfo", handle)
@@ -138,7 +138,7 @@ class Nvml:
         return None if answer is None else float(answer.metrics[0].value)
 
     def _throttle(self, handle: object) -> tuple[str, ...]:
-        # The name before driver 535. A future driver may have only the newer one (EventReasons); nvidia-ml-py has both.
+        # The name before driver 535. Future drivers may have only the new one (EventReasons); nvidia-ml-py has both.
         bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
         return tuple(name for bit, name in _THROTTLE_REASONS.items() if bits & bit)
 
@@ -222,7 +222,7 @@ def check_shared_disk(marker: Path, mib: int) -> Finding:
 
 
 def check_interfaces(environment: Mapping[str, str], names: Sequence[str] | None = None) -> Iterator[Finding]:
-    """Yield the variables that select interfaces which this node does not have; `names` are those that it has.
+    """Yield the variables that select interfaces missing on this node; `names` are the existing ones.
 
     NCCL's are prefixes, exact after `=`, and excluded after `^` (NCCL's user guide); gloo's are exact.
     """
@@ -238,7 +238,7 @@ def check_interfaces(environment: Mapping[str, str], names: Sequence[str] | None
 
 
 def check_gpus(nvml: Nvml, num_gpus: int, device_name: str, environment: Mapping[str, str]) -> list[Finding]:
-    """Compare the driver's major CUDA version with the image's, and the GPUs with `device_name` unless it is empty."""
+    """Compare the driver's major CUDA version with the image's, and the GPUs with `device_name` if it is not empty."""
     value = nvml.driver + (f", CUDA {nvml.cuda[0]}.{nvml.cuda[1]}" if nvml.cuda else "")
     driver = Finding("driver", "ok", value)
     needed = re.match(r"(\d+)\.(\d+)", environment.get("CUDA_VERSION", "") or _cuda_of_torch())
@@ -266,7 +266,7 @@ def _cuda_of_torch() -> str:
     return cuda or ""
 
 
-# --- Faults of hardware and kernel, which explain why a rank failed ---------------------------------
+# --- Faults of hardware and kernel that explain a rank's failure ------------------------------------
 
 _XIDS: Final = {
     13: "a kernel accessed memory out of range, or the GPU is faulty",
@@ -282,7 +282,7 @@ _XIDS: Final = {
     119: "the GPU's firmware does not respond",
     120: "the GPU's firmware failed",
 }
-"""NVIDIA's Xid Errors (docs.nvidia.com/deploy/xid-errors). 43 and 45 follow from how a process ended."""
+"""NVIDIA's Xid Errors (docs.nvidia.com/deploy/xid-errors), without 43 and 45, which follow from how a process ended."""
 _WORDS: Final = {
     r"NVRM: Xid \(PCI:(?P<gpu>[^)]*)\): (?P<xid>\d+)": "Xid {xid} of GPU {gpu}: {meaning}",
     r"out of memory: Killed process (?P<pid>\d+)": "the kernel's OOM killer ended process {pid}",
@@ -292,7 +292,7 @@ _WORDS: Final = {
     r"nfs: server (?P<server>\S+) not responding": "file server {server} does not respond",
     r"I/O error|EXT4-fs error|XFS .*[Cc]orruption|LustreError": "a storage error",
 }
-"""What the kernel writes, in lines of its log, and what it means."""
+"""Patterns of lines in the kernel log, with their meaning."""
 
 
 def find_fault(since: float) -> str:

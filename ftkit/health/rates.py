@@ -1,4 +1,4 @@
-"""Rates of devices: processes that measure one device each, what healthy devices reach, and comparison of nodes.
+"""Measure device rates in one process per device, compare nodes, and give the rates of healthy devices.
 
 A process that hangs in a collective, as NCCL does on a broken network, is killed, and restarted for the next request.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 ResultT = TypeVar("ResultT")
 MeasuredDevice = Literal["cpu", "cuda"]
-_START_SECONDS: Final = 90.0  # time for importing torch and creating a CUDA context on a busy node, in eight processes
+_START_SECONDS: Final = 90.0  # time for eight processes to import torch and create CUDA contexts on a busy node
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class CollectiveRates:
-    """Bus bandwidths in bf16 (on a CPU: fp32), in GB/s by nccl-tests' formulas; the transport if NCCL logged one."""
+    """Bus bandwidths in bf16 (on a CPU: fp32) in GB/s, as in nccl-tests, and the transport if NCCL logged one."""
 
     all_reduce: float
     all_gather: float
@@ -63,27 +63,27 @@ class Group:
 
 
 class MeasureError(Exception):
-    """A measurement failed or did not end; the message is one line."""
+    """A measurement failed or timed out; the message is one line."""
 
 
 class DeviceProcesses:
-    """One process for each device of this node."""
+    """One process per device of this node."""
 
     def __init__(self, device: MeasuredDevice, count: int) -> None:
         self.device = device
         self.count = count
         self._running: list[tuple[SpawnProcess, Connection]] = []
         self._logs = tempfile.TemporaryDirectory(prefix="ftkit-nccl-")
-        # The processes inherit these. A level that the site or the user has set stays.
+        # The processes inherit these. Keep a level that the site or the user has set.
         os.environ.setdefault("NCCL_DEBUG", "INFO")
         os.environ.setdefault("NCCL_DEBUG_FILE", f"{self._logs.name}/%h.%p")
 
     def rates(self, *, is_short: bool) -> list[DeviceRates]:
-        """Measure all devices at the same time, because they share power and cooling, as in training."""
+        """Measure all devices at the same time, because they share power and cooling in training."""
         return self._ask(_rates, [(is_short,)] * self.count, _START_SECONDS)
 
     def collectives(self, group: Group) -> CollectiveRates:
-        """Measure collectives of a group; the result is that of the slowest process."""
+        """Measure collectives of a group; return the slowest process's result."""
         questions = [(group, group.first_rank + local) for local in range(self.count)]
         answers = self._ask(_collectives, questions, group.timeout + (0 if self._running else _START_SECONDS))
         log = "".join(path.read_text(errors="replace") for path in Path(self._logs.name).iterdir())
@@ -104,10 +104,10 @@ class DeviceProcesses:
     def _ask(
         self, measure: Callable[..., ResultT], questions: Sequence[tuple[object, ...]], timeout: float
     ) -> list[ResultT]:
-        """Measure in each process. If one fails, dies or does not respond in time, all are ended (MeasureError).
+        """Measure in each process. If one fails, dies or times out, end all, and raise MeasureError.
 
-        Not with a pool of the standard library: `Pool` replaces a dead process without an error, and the processes of
-        `ProcessPoolExecutor` can't be killed, and stay if this process is.
+        The standard library's pools don't fit: `Pool` replaces a dead process without an error. The processes of
+        `ProcessPoolExecutor` can't be killed, and survive if this process is killed.
         """
         if not self._running:
             context = multiprocessing.get_context("spawn")
@@ -148,7 +148,7 @@ class DeviceProcesses:
 
 
 def _serve(connection: Connection, device: MeasuredDevice, index: int) -> None:
-    """Answer requests until the other side closes; any exception of torch, CUDA or NCCL is a finding."""
+    """Answer requests until the other side closes; return any exception of torch, CUDA or NCCL as a result."""
     opened = None
     while True:
         try:
@@ -200,7 +200,7 @@ def _rates(device: _Device, is_short: bool) -> DeviceRates:  # noqa: FBT001 - ca
     width = 8192 if on_gpu else 512
     left, right = (torch.randn(width, width, device=device.name, dtype=device.dtype) for _ in range(2))
     out = torch.empty_like(left)
-    # A few seconds, so that clocks settle at the limits of power and cooling.
+    # Run for a few seconds, so that clocks settle at the power and cooling limits.
     repeats = (100 if is_short else 1000) if on_gpu else 5
     matmul = 2 * width**3 / device.seconds(lambda: torch.mm(left, right, out=out), repeats) / 1e12
     source = torch.empty(2**30 if on_gpu else 2**24, device=device.name, dtype=torch.uint8)
@@ -231,7 +231,7 @@ def _collectives(device: _Device, group: Group, rank: int) -> CollectiveRates:
 
 
 def bus_bandwidth(num_bytes: int, num_ranks: int, seconds: float) -> float:
-    """Return the GB/s of an all-gather by nccl-tests' doc/PERFORMANCE.md; that of an all-reduce is twice as much."""
+    """Return the GB/s of an all-gather (nccl-tests' doc/PERFORMANCE.md); an all-reduce has twice as much."""
     return num_bytes / seconds * (num_ranks - 1) / num_ranks / 1e9
 
 
@@ -247,7 +247,7 @@ def find_transport(log: str) -> str:
 
 _MATMUL_SHARES: Final[dict[GpuModel, float]] = {"l4": 0.3}
 _OUTLIER: Final = {"cuda": 0.85, "cpu": 0.1}
-"""Fraction of the median of all devices below which a device is an outlier. CPUs are shared with other processes."""
+"""A device below this fraction of the median of all devices is an outlier. CPUs are shared with other processes."""
 _CLOCK_SECONDS: Final = 5.0
 SLOW_GPU: Final = "check its clocks, power limit and cooling"
 
@@ -258,7 +258,7 @@ def least_matmul(gpu: GpuModel) -> float:
 
 
 class NodeNumbers(TypedDict):
-    """What nodes compare: TFLOP/s of each device, GB/s with the best partner, and the time of their clocks."""
+    """Values that nodes compare: TFLOP/s per device, GB/s with the best partner, and clock time."""
 
     matmul: list[float]
     pair: float | None
@@ -266,7 +266,7 @@ class NodeNumbers(TypedDict):
 
 
 def compare_with_others(host: str, device: MeasuredDevice, numbers: Mapping[str, NodeNumbers]) -> list[Finding]:
-    """Compare a node with all nodes: one that differs from most is faulty, even without reference values."""
+    """Compare a node with all nodes. A node that differs from most is faulty, even without reference values."""
     findings = []
     own = numbers[host]
     every = [rate for each in numbers.values() for rate in each["matmul"]]

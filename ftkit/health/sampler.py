@@ -45,7 +45,7 @@ THROTTLE_METRIC: Final = "ftkit_gpu_throttled"
 
 @contextmanager
 def sampling(layout: RunLayout) -> Iterator[None]:
-    """Sample this node's GPUs in another process during the block; training does not depend on it."""
+    """Sample this node's GPUs in another process during the block. Errors don't affect training."""
     port = os.environ.get("FTKIT_METRICS_PORT", "")
     words = [sys.executable, "-m", "ftkit.health.sampler", str(layout.gpu_samples / f"{socket.gethostname()}.jsonl")]
     sampler = subprocess.Popen([*words, "--run", layout.root.name, *(["--metrics-port", port] if port else [])])
@@ -86,7 +86,7 @@ def main(words: list[str]) -> int:
 
 
 def network_bytes(root: Path) -> float:
-    """Return the bytes sent and received by InfiniBand or RoCE adapters, or else network devices; `root` has /sys."""
+    """Return the bytes sent and received by InfiniBand or RoCE adapters, else by network devices; `root` has /sys."""
     # The kernel counts port_*_data in units of 4 bytes (Documentation/ABI/stable/sysfs-class-infiniband).
     data = [4 * _number(path) for path in root.glob("sys/class/infiniband/*/ports/*/counters/port_*_data")]
     devices = root.glob("sys/class/net/*/device")  # virtual ones have none
@@ -120,7 +120,7 @@ def metrics_text(sample: NodeSample, run: str) -> str:
 
 
 def serve_metrics(newest: Sequence[NodeSample], run: str, port: int) -> None:
-    """Serve the newest sample to Prometheus in another thread; if the port is taken, continue without."""
+    """Serve the newest sample to Prometheus in another thread; if the port is taken, log it and continue."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

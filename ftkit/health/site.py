@@ -1,7 +1,7 @@
-"""Detect the site - Slurm and its partitions, container programs, file systems - and derive a profile from it.
+"""Detect the site (Slurm and its partitions, container programs, file systems), and derive a profile from it.
 
-All information comes from programs and files that any user may read. It stays unknown if a program is missing or does
-not respond within two seconds. Programs run concurrently, so that `ftkit init` takes seconds.
+All information comes from programs that any user may run, and files that any user may read. It stays unknown if a
+program is missing, or does not respond within two seconds. Programs run concurrently: `ftkit init` takes seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ftkit.health.findings import run_all
 from ftkit.spec import as_name
 
 _LIST_PARTITIONS: Final = ("sinfo", "--local", "--noheader", "--format=%P|%a|%D|%c|%G|%l|%m")
-"""Without the partitions of other clusters in a federation, where this cluster's jobs can't name them."""
+"""This excludes partitions of other clusters in a federation, which this cluster's jobs can't use."""
 _TIMEOUT_SECONDS: Final = 2.0
 _SITE_SECONDS: Final = 2.5
 _SHARED_TYPES: Final = re.compile(
@@ -35,7 +35,7 @@ _LOCAL_CANDIDATES: Final = ("/mnt/localssd", "/mnt/scratch", "/local_scratch", "
 
 @dataclass(frozen=True)
 class Partition:
-    """Nodes of one kind in a Slurm partition, which has several of these if it has several kinds of nodes."""
+    """Nodes of one kind in a Slurm partition. A partition with several kinds of nodes has several entries."""
 
     name: str
     is_default: bool
@@ -51,7 +51,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Site:
-    """The detected site. Empty text or 0 means absent; of programs, the text is the version."""
+    """The detected site. Empty text or 0 means absent; a program's text is its version."""
 
     slurm_version: str
     cluster_name: str
@@ -65,7 +65,7 @@ class Site:
     local_folder: str  # probably on each node's own disk
     num_gpus: int
     unknown: tuple[str, ...]  # undetected properties, with the reason
-    is_slurm_silent: bool = False  # it is installed, and its controller does not respond
+    is_slurm_silent: bool = False  # Slurm is installed, but its controller does not respond
 
     @property
     def has_slurm(self) -> bool:
@@ -89,7 +89,7 @@ def detect_site(environment: Mapping[str, str], root: Path) -> Site:
         "docker": ("docker", "version", "--format", "{{.Server.Version}}"),
     }
     answers = run_all([partial(_ask, words, environment) for words in commands.values()], _SITE_SECONDS)
-    found = dict(zip(commands, answers, strict=True))  # a program on a dead file system can't even be killed
+    found = dict(zip(commands, answers, strict=True))  # a program on a dead file system can't be killed
     outputs = {name: output or "" for name, output in found.items()}
     partitions = parse_partitions(outputs["sinfo"], outputs["limits"])
     settings = dict(re.findall(r"(?m)^(\w+)\s*= (.*)$", outputs["config"]))
@@ -102,7 +102,7 @@ def detect_site(environment: Mapping[str, str], root: Path) -> Site:
         "the GPUs of the nodes: Slurm lists none as generic resources (GRES)":
             partitions and not any(each.gpus_per_node for each in partitions),
     }  # fmt: skip
-    # A folder that is probably on each node's own disk: one of the usual names, else Slurm's TmpFS.
+    # A folder that is probably on each node's own disk: one of the common names, else Slurm's TmpFS.
     local = next((path for path in _LOCAL_CANDIDATES if (root / path.lstrip("/")).is_dir()), "")
     slurm_tmp = settings.get("TmpFS", "")
     try:
@@ -133,7 +133,7 @@ def list_partitions(environment: Mapping[str, str]) -> tuple[Partition, ...] | N
 
 
 def _ask(words: Sequence[str], environment: Mapping[str, str]) -> str | None:
-    """Return the output of a program; empty if it is missing or fails, None if it or its server does not respond."""
+    """Return a program's output; empty if it is missing or fails, None if it or its server does not respond."""
     program = shutil.which(words[0], path=environment.get("PATH", os.defpath))
     if program is None:
         return ""
@@ -151,7 +151,7 @@ def _ask(words: Sequence[str], environment: Mapping[str, str]) -> str | None:
 
 
 def parse_partitions(text: str, limits: str = "") -> tuple[Partition, ...]:
-    """Parse what sinfo (`_LIST_PARTITIONS`) and `scontrol show partitions --oneliner` print; skip what is not up."""
+    """Parse the output of sinfo (`_LIST_PARTITIONS`) and `scontrol show partitions --oneliner`; keep what is up."""
     partitions = []
     allowed = {
         match[1]: (_names_in(line, "AllowAccounts"), _names_in(line, "AllowQos"))
@@ -219,7 +219,7 @@ Value = str | int | float
 
 @dataclass(frozen=True)
 class ProposedCluster:
-    """A known profile, or `values` of a new one that `extends` it; `unknown` are those that the user must set."""
+    """A known profile, or the `values` of a new one that `extends` it; the user must set the `unknown` ones."""
 
     name: str
     extends: str
@@ -229,7 +229,7 @@ class ProposedCluster:
 
 
 def propose_cluster(site: Site, profiles: Iterable[ClusterProfile], root: Path = Path("/")) -> ProposedCluster:
-    """Choose the profile that recognizes the site, or values that extend one; profiles' paths are below `root`."""
+    """Choose the profile that matches the site, or values that extend one; profiles' paths are below `root`."""
     known = {profile.name: profile for profile in profiles}
     if not site.has_slurm:
         gpus = plural(site.num_gpus, "GPU") if site.num_gpus else "no GPU"
@@ -264,7 +264,7 @@ def _recognize(site: Site, known: dict[str, ClusterProfile], root: Path) -> tupl
 
 
 def _choose_partition(site: Site, base: ClusterProfile) -> Partition:
-    """Choose the partition of the profile, else the one with the most GPUs, preferring the default one."""
+    """Choose the profile's partition, else the one with the most GPUs, preferring Slurm's default."""
     open_to_user = [each for each in site.partitions if _accounts_for(site, each)] or site.partitions
     named = [each for each in open_to_user if each.name in (base.partition, *base.recognized_by.partitions)]
     num_gpus: Counter[str] = Counter()

@@ -46,7 +46,7 @@ NUM_AHEAD = 2  # batches that are ready or being built; a second one covers a sl
 
 @dataclass(frozen=True)
 class StepBatch:
-    """A step: this process's micro-batches, and what the step trains on over all processes."""
+    """A step: this process's micro-batches, and totals of the step over all processes."""
 
     micro_batches: list[MicroBatch]
     num_targets: int  # tokens in the loss
@@ -61,7 +61,7 @@ class StepBatch:
 
     @property
     def num_samples(self) -> int:
-        """What the loss is a mean over: pairs, completions with a label, or tokens."""
+        """Number of samples that the loss averages: pairs, completions with a label, or tokens."""
         return self.num_rated or self.num_targets
 
     def each(self, change: Callable[[MicroBatch], MicroBatch]) -> StepBatch:
@@ -73,7 +73,7 @@ class StepBatch:
 class BatchSchedule:
     """Assign packs to steps, processes and micro-batches.
 
-    The i-th pack of a run depends on seed and i alone. A resumed run begins with the pack after those of its
+    The i-th pack of a run depends only on the seed and i. A resumed run begins with the pack after those of its
     checkpoint, whose last step may have had fewer. After `num_packs_in_run`, packs are empty and have no targets, so
     that every process takes part in every collective.
     """
@@ -82,7 +82,7 @@ class BatchSchedule:
     plan: BatchPlan
     seed: int
     num_packs_in_run: int | None
-    rank: int  # this process's part of a batch, of `size` parts
+    rank: int  # index of this process's part of a batch, out of `size`
     size: int
     is_packed: bool = True
     is_mixed: bool = False
@@ -97,7 +97,7 @@ class BatchSchedule:
 
     @classmethod
     def outside(cls, training: TrainingPlan, store: PackStore, world: World, **settings: Any) -> Self:
-        """Return one for `in_turn`, outside of training."""
+        """Return a schedule for `in_turn`, outside of training."""
         micro, size = training.micro_batch_size, world.data_size
         return cls(
             store=store, plan=BatchPlan(micro, 1, micro * size), seed=0, num_packs_in_run=None, rank=world.data_rank,
@@ -105,7 +105,7 @@ class BatchSchedule:
         )  # fmt: skip
 
     def in_turn(self, packs: range) -> Iterator[MicroBatch]:
-        """Yield this process's part of packs; beyond the last one, empty packs. As many on each process."""
+        """Yield this process's part of packs, padded with empty packs to the same number on each process."""
         for first in range(packs.start, packs.stop, self.plan.global_batch_size):
             yield from self.micro_batches(range(first, min(first + self.plan.global_batch_size, packs.stop)), 0)
 
@@ -191,8 +191,8 @@ def to_micro_batch(
 ) -> MicroBatch:
     """Convert packs, as `PackStore.read` returns them, int32 [packs, 4, length], to a micro-batch on a device.
 
-    `first_tokens` has the number of each one's first token in the data, int64 [packs]. `marks_padding` finds the
-    padding, for the routers of a mixture of experts. This process takes the part of each pack that `context` decides.
+    `first_tokens`, int64 [packs], has the number of each pack's first token in the data. `marks_padding` finds the
+    padding, for the routers of a mixture of experts. `context` selects this process's part of each pack.
     """
     num_packs, _, length = packs.shape
     positions, local, gathered = packs[:, 2], packs[:, :, context.part(length)], context.gathered_part(length)
@@ -223,8 +223,8 @@ def with_completions(
 ) -> MicroBatch:
     """Return the micro-batch of whole packs, int32 [packs, 4, length], with the labels of each document.
 
-    `num` are the completions of a sample; with 0, nothing changes. Of several sources, it has that of each sample; and
-    the reference's log-probability of each completion, [C].
+    `num` is the number of completions per sample; 0 returns the micro-batch unchanged. With several sources,
+    `label_sources` become those of the samples. `reference`, [C], has the reference's log-probabilities of completions.
     """
     if not num:
         return batch
@@ -250,7 +250,7 @@ def to_padded_micro_batch(
     rows: PaddedRows, device: torch.device, first_token: int = 0, *, is_mixed: bool = False
 ) -> MicroBatch:
     batch = to_micro_batch(rows.values, HOST, first_token + rows.offsets, is_mixed=is_mixed, marks_padding=False)
-    # A row without a document has one token too: attention needs at least one.
+    # Attention needs at least one token, also in a row without a document.
     place, lengths = np.arange(rows.values.shape[2]), rows.lengths[:, None]
     mask = torch.from_numpy((place < np.maximum(1, lengths)).astype(np.int64))
     return replace(batch, attention_mask=mask, is_token=torch.from_numpy(place < lengths)).on(device)
@@ -265,9 +265,9 @@ def _empty_packs(num: int, length: int, token: int, num_rows: int = 4) -> NDArra
 
 # --- Padded rows ---------------------------------------------------------------------------------
 #
-# For models that can't isolate packed documents. A step takes the same packs either way, and its loss is a sum over the
-# same tokens: order, resuming and world size don't depend on it. Each document becomes one row, padded on the right to
-# the width of its micro-batch. Documents are sorted by length within the step, so that rows have similar lengths.
+# For models that can't isolate packed documents. A step has the same packs either way, and its loss is a sum over the
+# same tokens, so order, resuming and world size don't depend on padding. Each document becomes one row, padded on the
+# right to the width of its micro-batch. Within a step, documents are sorted by length, so rows have similar lengths.
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ class PaddedRows:
 
     values: NDArray[np.int32]  # [B, R, T], the rows of packs: tokens, labels, positions, ...
     lengths: NDArray[np.int64]  # [B], tokens of each row's document; 0 for a row without one
-    offsets: NDArray[np.int64]  # [B], of each row's first token among those of the packs, one after the other
+    offsets: NDArray[np.int64]  # [B], offset of each row's first token in the concatenated packs
 
 
 def pad_documents(packs: NDArray[np.int32], tokens_per_micro_batch: int, num_ranks: int) -> list[PaddedRows]:
@@ -291,7 +291,7 @@ def pad_documents(packs: NDArray[np.int32], tokens_per_micro_batch: int, num_ran
     for pack, positions in enumerate(packs[:, 2]):
         starts = [*np.flatnonzero(positions == 0).tolist(), longest]
         documents += [(pack, begin, end) for begin, end in pairwise(starts) if not is_padding[pack, begin]]
-    documents.sort(key=lambda each: (each[1] - each[2], each))  # the longest first
+    documents.sort(key=lambda each: (each[1] - each[2], each))  # longest first
     groups: list[PaddedRows] = []
     while documents or not groups or len(groups) % num_ranks:
         length = documents[0][2] - documents[0][1] if documents else 1
@@ -315,9 +315,9 @@ def pad_documents(packs: NDArray[np.int32], tokens_per_micro_batch: int, num_ran
 def prefetched(
     build: Callable[[int], StepBatch], steps: Iterable[int], device: torch.device
 ) -> Iterator[Iterator[StepBatch]]:
-    """Yield an iterator over the batches of `steps`, on `device`, which a thread builds in host memory by `build`.
+    """Yield an iterator over the batches of `steps` on `device`; a thread calls `build` to build them in host memory.
 
-    An exception in `build` is raised where its batch is requested. The thread ends with the block.
+    An exception in `build` is raised when its batch is requested. The thread ends with the block.
     """
     is_cuda = device.type == "cuda"
 
@@ -329,7 +329,7 @@ def prefetched(
 
     builder = ThreadPoolExecutor(1, "batches")
     try:
-        # `on` only queues the copies, since the batch is pinned; on the compute stream, they need no events.
+        # `on` only queues the copies, because the batch is pinned. On the compute stream, they need no events.
         built = computed_ahead(builder, build_on_host, steps, NUM_AHEAD)
         yield (batch.each(lambda micro: micro.on(device)) for batch in built)
     finally:
@@ -339,7 +339,7 @@ def prefetched(
 def computed_ahead(
     executor: Executor, compute: Callable[[ItemT], ResultT], items: Iterable[ItemT], num_ahead: int
 ) -> Iterator[ResultT]:
-    """Yield the results of items in their order; those of the next `num_ahead` are computed meanwhile."""
+    """Yield the results of items in order, and compute the next `num_ahead` ones in advance."""
     left = iter(items)
     ahead = deque(executor.submit(compute, item) for item in islice(left, num_ahead))
     while ahead:

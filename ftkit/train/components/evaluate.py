@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 When = Literal["before", "during", "after"]
 GENERATION_BATCH_SIZE = 50
 NUM_SAMPLES = 6  # samples in a record: enough to show right and wrong ones
-_MAX_PROMPT_CHARACTERS = 2_000  # characters of a sample's prompt: its end is kept, which has the question
+_MAX_PROMPT_CHARACTERS = 2_000  # last characters of a sample's prompt that are kept: they have the question
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Evaluator:
         with engine.inference() as model:
             loss, sources, metrics = self._loss(model)
             scores, samples = self._score(model, when)
-        # On preferences, that of the chosen completions; exp(loss) overflows above 709.
+        # For preferences, the perplexity of the chosen completions; exp(loss) overflows above 709.
         side = "chosen" if "length_chosen" in metrics else "rejected"
         token_loss = metrics.get("next_token_loss", loss)
         if f"log_prob_{side}" in metrics:
@@ -74,7 +74,7 @@ class Evaluator:
         return make_evaluation_set(model, rows, recipe.data, log.warning)
 
     def _loss(self, model: CausalLM) -> tuple[float, dict[str, SourceLoss], dict[str, float]]:
-        """Return the mean loss over the targets or samples, that of each source, and the metrics of preferences."""
+        """Return the mean loss over targets or samples, the losses per source, and the metrics of preferences."""
         names = self.data.read_manifest().mixed_sources
         store, training, device = self.data.read_validation(), self.plan.recipe.training, self.world.device
         packs = range(min(len(store), self.plan.recipe.evaluation.max_packs))
@@ -128,7 +128,7 @@ class Evaluator:
 
     def _complete(self, model: CausalLM, cases: Sequence[Case], max_new_tokens: int) -> list[Completion]:
         found: dict[int, list[int]] = {}
-        for has_pictures in (False, True):  # apart, since all ranks must compute the same modules at a time
+        for has_pictures in (False, True):  # separately, because all ranks must call the same modules together
             places = [place for place, case in enumerate(cases) if bool(case.prompt.pictures) == has_pictures]
             prompts = [cases[place].prompt for place in places]
             size = 1 if has_pictures else GENERATION_BATCH_SIZE
@@ -145,7 +145,7 @@ class Evaluator:
         completions: list[list[int]] = []
         for number in range(-(-len(prompts) // (self.world.size * size))):
             batch = own[number * size : (number + 1) * size]
-            # A rank without prompts completes one that is dropped: generation all-gathers the shards on all ranks.
+            # A rank without prompts completes one and drops it: generation all-gathers the shards on all ranks.
             shown = batch or prompts[:1]
             inputs = feed.prompt_inputs(model.hf_model, shown[0], self.world.device) if feed else {}
             with generation_attention(model.hf_model):
@@ -166,7 +166,7 @@ class Evaluator:
 
 
 def mean_metrics(names: tuple[str, ...], sums: list[float], num_samples: int) -> dict[str, float]:
-    """Return the means of the metrics of preferences, from their sums over all ranks; none of a side without one."""
+    """Return the mean metrics of preferences from sums over all ranks; drop those of a side without completions."""
     found, num = dict(zip(names, sums, strict=True)), max(1, num_samples)
     num_chosen = found.get("desirable", num)
     num_rejected = num - num_chosen if "desirable" in found else num

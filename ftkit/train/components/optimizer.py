@@ -32,9 +32,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")  # names of a parameter's states in torch's
 
 
 def parameter_groups(model: PreTrainedModel, training: TrainingPlan) -> list[Group]:
-    """Return the trained parameters, by mesh as fused updates require; only matrices get weight decay.
+    """Return the trained parameters, grouped by mesh as fused updates require; only matrices have weight decay.
 
-    The learning rate of a group is that of the schedule times its `factor`.
+    A group's learning rate is the schedule's times its `factor`.
     """
     groups: dict[tuple[float, float, DeviceMesh | None], list[nn.Parameter]] = {}
     trained, _ = trained_vision(model, training.vision)
@@ -51,18 +51,18 @@ def parameter_groups(model: PreTrainedModel, training: TrainingPlan) -> list[Gro
     return [
         {"params": parameters, "weight_decay": decay, "factor": factor}
         for (decay, factor, _), parameters in groups.items()
-    ] or [{"params": [], "factor": 1.0}]  # of a teacher
+    ] or [{"params": [], "factor": 1.0}]  # a teacher has none
 
 
 def make_optimizer(model: PreTrainedModel, training: TrainingPlan) -> FusedAdamW:
-    """Create the optimizer that the recipe names, for engine fsdp2; each step sets the learning rate."""
+    """Create the recipe's optimizer for engine fsdp2. Each step sets the learning rate."""
     kinds: dict[str, type[FusedAdamW]] = {"adamw": FusedAdamW, "adamw8bit": AdamW8bit}
     kind = HostStateAdamW if training.offload == "optimizer" else kinds[training.optimizer]
     return kind(parameter_groups(model, training), 0.0, training.betas)
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """AdamW in one kernel for each large parameter on a GPU, and in torch's fused kernel for the others.
+    """AdamW with one kernel per large parameter on a GPU, and torch's fused kernel for all others.
 
     As with `torch.amp.GradScaler`, a step is skipped unless `found_inf` is 0, and gradients are divided by
     `grad_scale`; both are fp32 scalars on the device.
@@ -100,13 +100,13 @@ class FusedAdamW(torch.optim.AdamW):
             )  # fmt: skip
 
     def _skips(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return whether the step is skipped, and by what gradients are divided: fp32 scalars."""
+        """Return whether the step is skipped, and the divisor of gradients, as fp32 scalars."""
         is_skipped = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
         divisor = torch.ones((), device=device) if self.grad_scale is None else self.grad_scale
         return is_skipped, divisor
 
     def _tensors(self, parameter: torch.Tensor) -> list[torch.Tensor]:
-        """Return this rank's shards of a parameter, of its gradient and of its moments, and its number of steps."""
+        """Return this rank's shards of a parameter, its gradient and its moments, and its number of steps."""
         state = self.state[parameter]
         if not state:  # as torch does in the first step
             state["step"] = torch.zeros((), device=parameter.device)
@@ -118,7 +118,7 @@ class FusedAdamW(torch.optim.AdamW):
 
 
 class HostStateAdamW(FusedAdamW):
-    """AdamW with its moments in host memory: those of a parameter are on the device only during its update."""
+    """AdamW with its moments in host memory; a parameter's moments are on the device only during its update."""
 
     def _update(self, parameters: list[torch.Tensor], group: Group) -> None:
         for parameter in parameters:
@@ -163,7 +163,7 @@ def learning_rate_at(step: int, num_steps: int, training: TrainingPlan) -> float
 BLOCK_SIZE = 256  # number of states that share a scale: the only block size of bitsandbytes' optimizers
 MIN_8BIT_SIZE = 4096  # parameters with fewer elements have fp32 states, as in bitsandbytes (`min_8bit_size`)
 MAX_COLUMN_PARTS = 16
-"""Parts of a row whose scales are stored separately: as many GPUs of a node may divide it (tensor parallelism)."""
+"""Maximum number of parts of a row with separate scales in checkpoints: tensor parallelism may divide a row so often."""
 _BYTES, _ABSMAX = "_8bit", "_absmax"
 
 
@@ -171,10 +171,10 @@ class AdamW8bit(FusedAdamW):
     """AdamW with 8-bit states: one byte each, and a scale for every 256 of them (Dettmers et al. 2021).
 
     One kernel per parameter updates a rank's shard in place: ours, or bitsandbytes' on CPUs. bitsandbytes' optimizers
-    know no shards.
+    don't support shards.
 
-    Each rank's flattened shard has its own blocks. `state_dict` has the bytes, and the scales of runs of each row, the
-    same for any sharding: training continues bit for bit if the block boundaries stay, as they do with the same
+    Each rank's flattened shard has its own blocks. `state_dict` has the bytes, and the scales of runs of each row, in a
+    form that is the same for any sharding. Training continues bit for bit if the block boundaries stay: with the same
     sharding, or if each row on a rank is a multiple of 256. Otherwise, a block with several scales takes the largest,
     and is rounded.
     """
@@ -193,7 +193,7 @@ class AdamW8bit(FusedAdamW):
         add_to_all([state["step"] for state in states], 1 - is_skipped)
         for parameter, state in zip(large, states, strict=True):
             values, gradient = local_tensor(parameter), local_tensor(cast("torch.Tensor", parameter.grad))
-            if not values.numel():  # of a parameter with few rows, a rank's shard may be empty
+            if not values.numel():  # a rank's shard of a parameter with few rows may be empty
                 continue
             average, square = (
                 (state[name + _BYTES], state[name + _ABSMAX], _code(name, values.device)) for name in _MOMENTS
@@ -222,7 +222,7 @@ class AdamW8bit(FusedAdamW):
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states as shards, the bytes without a copy; scales are as many per row as it has runs."""
+        """Return the states as shards: the bytes without a copy, and one scale per run of each row."""
         result = super().state_dict()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         result["state"] = {
@@ -246,7 +246,7 @@ def _is_large(parameter: torch.Tensor) -> bool:
 
 
 def _run_length(parameter: torch.Tensor) -> int:
-    """Return how many neighbors have one scale in a checkpoint: runs divide blocks, and each rank's part of a row."""
+    """Return the number of elements per scale in a checkpoint: it divides blocks, and each rank's part of a row."""
     width = parameter.shape[-1] if parameter.ndim > 1 else 1
     return math.gcd(BLOCK_SIZE, width // math.gcd(width, MAX_COLUMN_PARTS))
 

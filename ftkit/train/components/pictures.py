@@ -1,4 +1,4 @@
-"""The pictures of documents as inputs of a micro-batch."""
+"""Add the pictures of documents to micro-batches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PictureFeed:
 
     @classmethod
     def of(cls, model: PreTrainedModel, inputs: PictureInputs | None) -> Self | None:
-        """Return the one of a model that sees pictures, from the inputs of its prepared data."""
+        """Return the feed of a model that sees pictures, given the inputs of its prepared data; None for others."""
         if inputs is None or not sees_pictures(model):
             return None
         return cls(inputs, getattr(find_body(model), "get_rope_index", None))
@@ -46,8 +46,8 @@ class PictureFeed:
     def add(self, batch: MicroBatch, packs: NDArray[np.int32], pictures: Sequence[Arrays] = ()) -> MicroBatch:
         """Return the micro-batch of packs, int32 [B, 4, T], with their documents' pictures, in their order.
 
-        Without pictures, it has the sample, so that each rank computes features: in FSDP2, ranks that don't would leave
-        the others waiting.
+        Without pictures, the micro-batch has the sample, so that each rank computes features: with FSDP2, ranks that
+        don't would leave the others waiting.
         """
         tokens, positions, is_picture = packs[:, 0].copy(), packs[:, 2], self._is_picture(packs)
         if (is_wrong := np.isin(tokens, self.inputs.token_ids) & ~is_picture).any():
@@ -71,7 +71,7 @@ class PictureFeed:
         )  # fmt: skip
 
     def prompt_inputs(self, model: PreTrainedModel, prompt: Prompt, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return what a model's class takes for a prompt's pictures in addition to its tokens; nothing without any."""
+        """Return the inputs of a model's class for a prompt's pictures, in addition to tokens; empty without any."""
         if not prompt.pictures:
             return {}
         arrays = {name: torch.from_numpy(array.copy()) for name, array in from_record(prompt.pictures).items()}
@@ -83,14 +83,14 @@ class PictureFeed:
         return {name: each.to(device) for name, each in arrays.items()}
 
     def affected(self, packs: NDArray[np.int32], number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return masks of the flattened tokens, bool [B * T]: of a document with pictures, and behind its first one."""
+        """Return masks, bool [B * T]: a document with pictures, and its tokens from the first picture on."""
         documents, is_picture = _documents(packs), self._is_picture(packs).reshape(-1)
         chosen = documents == np.unique(documents[is_picture])[number]
         first = np.flatnonzero(chosen & is_picture)[0]
         return torch.from_numpy(chosen), torch.from_numpy(chosen & (np.arange(len(chosen)) >= first))
 
     def _is_picture(self, packs: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Return where features of pictures are, [B, T]: not in the padding, which repeats a pack's first token."""
+        """Return a mask of picture features, [B, T], without the padding, which repeats a pack's first token."""
         is_picture: NDArray[np.bool_] = np.isin(packs[:, 0], self.inputs.token_ids) & ~find_padding(packs)
         return is_picture
 

@@ -1,7 +1,7 @@
-"""A stored reference: log-probabilities of completions by the model before training, computed once for a set of data.
+"""A stored reference: log-probabilities of completions by the model before training, computed once per data set.
 
-They are next to the prepared data, in a folder named by what they depend on besides it: weights and precision. A killed
-computation continues; runs with other settings of the objective find them complete.
+They are next to the prepared data, in a folder named by the other inputs that they depend on: weights and precision. A
+killed computation continues. Runs with other settings of the objective reuse them.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PACKS_PER_WRITE = 256  # packs after which a part is written: what a killed computation loses at most
+_PACKS_PER_WRITE = 256  # packs per write: a killed computation loses at most this many
 _PACKS_COMPARED = 8
-"""Packs of which a start computes the log-probabilities again, and compares them with the stored ones."""
+"""Number of packs whose log-probabilities each start recomputes, and compares with the stored ones."""
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
-"""Largest relative difference of a completion's log-probability from the stored one: what rounding explains, by the
-precision of operations. In bf16, other kernels moved it by at most 4e-4 (a model of 1B parameters on an H100)."""
+"""Largest relative difference of a completion's log-probability from the stored one that rounding explains, by compute
+precision. In bf16, other kernels changed it by at most 4e-4 (a model of 1B parameters on an H100)."""
 
 
 class References(NamedTuple):
-    """Log-probabilities of the documents of both splits, fp32 [1, documents]; of objective kto [2, documents].
+    """Log-probabilities of the documents of both splits, fp32 [1, documents].
 
-    The second row has those of mismatched completions.
+    For objective kto, they are [2, documents], and the second row is for mismatched completions.
     """
 
     train: NDArray[np.float32]
@@ -53,9 +53,9 @@ class References(NamedTuple):
 
 
 def compute_references(engine: Engine, plan: RunPlan, data: PreparedData, world: World) -> References:
-    """Return the stored reference; compute what is missing with the model, which is not trained yet.
+    """Return the stored reference; compute missing parts with the model, which is not trained yet. Collective.
 
-    Collective. Raises TrainingError: the stored numbers are those of another model.
+    Raises TrainingError if the stored values are another model's.
     """
     training, stores = plan.recipe.training, {"train": data.read_train(), "validation": data.read_validation()}
     schedules = {name: [BatchSchedule.outside(training, store, world)] for name, store in stores.items()}
@@ -94,7 +94,7 @@ def _split(engine: Engine, plan: RunPlan, schedule: BatchSchedule, world: World,
         path.parent.mkdir(parents=True, exist_ok=True)
         source = path if path.exists() else part
         stored = np.fromfile(source, "<f4") if source.exists() else stored
-    stored = world.gather_objects(stored)[0]  # one rank reads: a file system may show the others an older state
+    stored = world.gather_objects(stored)[0]  # only rank 0 reads: a file system may show others an older state
     if len(stored) == store.num_documents:
         log.info("reference of %s: read from %s", path.stem, path)
         return stored
@@ -120,7 +120,7 @@ def _split(engine: Engine, plan: RunPlan, schedule: BatchSchedule, world: World,
 
 
 def not_finite(model: str, document: int, pack: int, split: str, run: str) -> TrainingError:
-    """Return the error about NaN or infinity in what a model computes beforehand; documents count from 1."""
+    """Return the error for NaN or infinity in log-probabilities computed before step 1; documents count from 1."""
     return TrainingError(
         f"{model} computes NaN or infinity in document {document} of pack {pack} of the split '{split}'",
         meaning="its weights are damaged, or too large for the precision",
@@ -129,7 +129,7 @@ def not_finite(model: str, document: int, pack: int, split: str, run: str) -> Tr
 
 
 def _log_probs(engine: Engine, schedule: BatchSchedule, world: World, packs: range) -> NDArray[np.float32]:
-    """Return the log-probabilities of the documents of packs, fp32; each rank computes micro-batches of its own."""
+    """Return the log-probabilities of the documents of packs, fp32; each rank computes its own micro-batches."""
     with engine.inference() as model:
         own = [
             model(compute=CausalLM.completion_log_probs, batch=batch.on(world.device)).float().cpu().numpy()

@@ -1,8 +1,8 @@
 """A teacher's distributions for distillation: computed once, before step 1, and stored next to the prepared data.
 
-A shard has those of consecutive packs, computed by one process, and is complete once it has its name: a killed
-computation continues with the missing ones, on any number of processes, and other runs find all of them. The teacher is
-not in memory then: compared are the folder's key, the sizes of shards, and the checksum of each pack that is read.
+A shard file has the distributions of consecutive packs, computed by one process. It is renamed once complete. A killed
+computation therefore continues with the missing shards, on any number of processes, and other runs reuse all of them
+without the teacher. They check the folder's key, the sizes of shards, and the checksum of each pack that they read.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from ftkit.train.engine import Engine
     from ftkit.train.world import World
 
-_TOKENS_PER_SHARD = 2**17  # tokens of a shard's packs: what a killed computation loses at most, on each process
+_TOKENS_PER_SHARD = 2**17  # tokens of a shard's packs: a killed computation loses at most these on each process
 
 
 @dataclass(frozen=True)
 class TeacherSplit:
-    """The teacher's distributions for the packs of a split; those of a pack are read when they are needed.
+    """The teacher's distributions for the packs of a split; each pack is read on demand.
 
-    A shard has, for each pack, the CRC-32 of what follows, and for each trained token, the k likeliest tokens and the
-    tail: the log-probability in fp32 without the last 8 bits, and the token in 24 bits.
+    A shard has, per pack, a CRC-32 of the pack's entries, and per trained token, the top k tokens and the tail: each is
+    the log-probability in fp32 without the last 8 bits, and the token in 24 bits.
     """
 
     store: PackStore
@@ -69,7 +69,7 @@ class TeacherSplit:
         return int(self.store.num_targets[list(packs)].sum()) * (self.top_k + 1) * ENTRY_BYTES + 4 * len(packs)
 
     def missing(self) -> list[range]:
-        """Return the shards that are not there, or have another size."""
+        """Return the shards that are missing, or have the wrong size."""
         found = {Path(entry.path): entry.stat().st_size for entry in os.scandir(self.folder)}
         return [shard for shard in self.shards if found.get(self.path(shard)) != self.num_bytes(shard)]
 
@@ -96,7 +96,7 @@ class TeacherSplit:
     def compute(
         self, engine: Engine, plan: RunPlan, world: World, shard: range, num_packs: int, *, writes: bool
     ) -> None:
-        """Compute a shard with the teacher, in as many micro-batches as another process needs for `num_packs`."""
+        """Compute a shard with the teacher. Every process runs the micro-batches of `num_packs`, the largest shard."""
         micro, path = plan.recipe.training.micro_batch_size, self.path(shard)
         temporary = path.with_name(f".{path.name}.{plan.id}")  # the runs of a sweep may compute it at the same time
         with engine.inference() as model, temporary.open("wb") if writes else nullcontext() as file:
@@ -124,9 +124,9 @@ class TeacherSplit:
 def compute_distributions(
     plan: RunPlan, data: PreparedData, world: World, build: Callable[[], Engine], report: Callable[[str], None]
 ) -> list[TeacherSplit]:
-    """Return the stored distributions of both splits; compute what is missing with the teacher, which `build` loads.
+    """Return the stored distributions of both splits; compute missing ones with the teacher, which `build` loads.
 
-    Collective. The teacher's memory is freed. `report` gets the progress. Raises TrainingError if it computes NaN.
+    Collective. Frees the teacher's memory. `report` gets the progress. Raises TrainingError if it computes NaN.
     """
     recipe, teacher, options = plan.recipe, plan.recipe.teacher, plan.recipe.training.distillation
     if teacher is None or options is None:
@@ -138,7 +138,7 @@ def compute_distributions(
     facts = [teacher.revision, recipe.training.compute_precision, vocabulary, options.top_k]
     folder = data.folder_of("teachers", teacher.weights, facts, needed, plan.layout.root)
     splits = [replace(split, folder=folder) for split in splits]
-    if world.is_first:  # one rank looks: a file system may show the others an older state
+    if world.is_first:  # only rank 0 lists files: a file system may show others an older state
         folder.mkdir(parents=True, exist_ok=True)
         todo = [(number, shard) for number, split in enumerate(splits) for shard in split.missing()]
     todo = world.gather_objects(todo)[0]

@@ -1,4 +1,4 @@
-"""What is attached to the training loop: metrics, hang detection, rank times, evaluations, checkpoints, profiles."""
+"""Observers of the training loop: metrics, hang detection, rank times, evaluations, checkpoints, profiles."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class HangWatch(Watchdog, Observer):
 
 
 class FirstStep(Observer):
-    """Divides the first step into stages of the run's memory and time, and records the current step for errors."""
+    """Measure memory and time in stages of the first step, and record the current step for errors."""
 
     _STAGES: ClassVar[dict[Phase, str]] = {
         "forward": "first forward",
@@ -123,7 +123,7 @@ class RankTimes(Observer):
     """Measures the steps of this rank, writes their medians to its file, and reports stragglers on rank 0.
 
     Marks are recorded when the device reaches a decoder layer, begins it and ends it. FSDP2 all-gathers a layer's
-    weights in a forward pre-hook: the time between a hook before that one and a hook after it is waiting.
+    weights in a forward pre-hook, so the time between a hook before it and a hook after it is waiting time.
     """
 
     def __init__(self, progress: Progress, world: World, layers: Iterable[nn.Module]) -> None:
@@ -138,7 +138,7 @@ class RankTimes(Observer):
         self._num_unwritten = 0
         self._written = time.monotonic()
         self._reported: set[str] = set()
-        # Where collectives run within layers (ZeRO-3, context parallelism), waiting can't be told from computing.
+        # If collectives run within layers (ZeRO-3, context parallelism), waiting can't be separated from computation.
         if world.size > 1 and world.context.size == 1:
             for layer in filter(lambda each: isinstance(each, FSDPModule), layers):
                 layer.register_forward_pre_hook(self._mark, prepend=True)
@@ -214,7 +214,7 @@ def _seconds_between(first: Mark, second: Mark) -> float:
 
 
 def check_profile(spec: ProfileSpec, num_steps: int) -> None:
-    """Check that the run has enough steps for the profile: its length is known once the data is prepared."""
+    """Check that the run has enough steps for the profile; their number is known once the data is prepared."""
     if spec.enabled and spec.num_steps > num_steps:
         raise TrainingError(
             f"the profile takes {plural(spec.num_steps, 'step')}, the run has {num_steps}",

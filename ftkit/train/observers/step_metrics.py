@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 class StepMetrics(Observer):
     """Sums losses and stop requests over the ranks, and records the results of steps, one step behind.
 
-    A step's sums are read once the next step is queued, by waiting for their copy and not for the queue, so that the
-    device never idles. All ranks read the same numbers, so they stop after the same step.
+    A step's sums are read once the next step is queued. The host waits only for their copy, not for the queue, so the
+    device never idles. All ranks read the same values, so they stop after the same step.
     """
 
     progress: Progress
@@ -189,7 +189,7 @@ class _Pending:
 
 
 class Stopwatch(Observer):
-    """Measures a step's time, without that of observers after this one: checkpoints and evaluations report theirs."""
+    """Measure a step's time without the observers after this one: checkpoints and evaluations report their own."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -226,7 +226,7 @@ def count_flops(
     num_tokens, ends = int(lengths.sum()), lengths + starts
 
     def keys_of(window: int | None) -> float:
-        """Return the keys of a token, on average."""
+        """Return the mean number of keys per token."""
         both = ((end, np.minimum(end, window or end)) for end in (ends, ends - lengths))
         after, before = (seen * (end - (seen - 1) / 2) for end, seen in both)
         return float((after - before).sum()) / num_tokens
@@ -247,17 +247,17 @@ _WINDOW, _MIN_STEPS, _SIGMAS = 128, 32, 6.0
 """A spike is 6 standard deviations above the mean of the last 128 steps, and needs 32 of them (OLMo-core's
 SkipStepOptimizer). Logarithms are compared: losses and gradient norms are positive and skewed, and single batches often
 multiply a norm near zero."""
-_FLOOR = 1e-3  # smaller values are raised to this one: a multiple of a negligible loss is negligible too
+_FLOOR = 1e-3  # lower bound of compared values: a multiple of a negligible loss is negligible too
 _MIN_RISE = math.log(1.1)
-"""A spike is at least 10% above the mean: the deviation of steps that hardly differ is rounding."""
-_MAX_SKIPPED = 10  # consecutive steps after which the cause is not single batches
+"""A spike is at least 10% above the mean: if steps hardly differ, their deviation is rounding."""
+_MAX_SKIPPED = 10  # after this many consecutive steps, single batches are not the cause
 _MAX_SHOWN = 8
 
 
 class AnomalyWatch(Observer):
-    """Checks each step's loss and gradient norm, which are equal on all ranks once they are reduced.
+    """Check each step's loss and gradient norm, which are equal on all ranks after the reduction.
 
-    The engine has skipped a step whose gradient is not finite; the host detects it one step later, without a sync.
+    The engine skips a step whose gradient is not finite; the host detects it one step later, without a sync.
     """
 
     def __init__(
