@@ -1,4 +1,4 @@
-"""The record of an export: fixed prompts, and the logits that the trained model computes for them."""
+"""The record of an export: fixed prompts, and the trained model's logits for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CONVERSATIONS: tuple[tuple[tuple[str, str], ...], ...] = (
     (("user", "Hello!"), ("assistant", "Hi. What can I do?"), ("user", "SELECT 1 + 1;")),
     (("user", "Name a color."), ("assistant", "Blue, 青, bleu: 3 words.\n")),
 )
-"""Fixed prompts without training data, since an export may be published."""
+"""Fixed prompts without training data, because an export may be published."""
 _PLAIN_TEXTS = ("The quick brown fox jumps over 13 lazy dogs.\n", "def add(a, b):\n    return a + b")
 _QUESTION = " What is in the picture?"
 _NUM_AFTER_PICTURE = 8
@@ -56,9 +56,9 @@ class Prompt:
 
 @dataclass(frozen=True)
 class QuantizedFiles:
-    """A quantized file or model, and what it computed on rows of the validation split (`ftkit.evaluate.quantized`).
+    """A quantized file or model, and its metrics on rows of the validation split (`ftkit.evaluate.quantized`).
 
-    `files` are those in the export, by path; `note` is what is special about them.
+    `files` are its files in the export, by path; `note` describes peculiarities.
     """
 
     name: str
@@ -82,18 +82,18 @@ class ExportRecord:
     precision: Precision
     base: str | None  # hub id or folder of the pretrained model; None if training began with random weights
     revision: str | None
-    end_tokens: tuple[int, ...]  # that end a completion; the trained one is the first
+    end_tokens: tuple[int, ...]  # tokens that end a completion; the trained one is the first
     prompts: tuple[Prompt, ...]
     trained: Logits | None  # None if there is no base model to compute them with
     untrained: Logits | None  # of the base model
     files: dict[str, SavedFile]
-    exported: Logits | None  # of the trained weights rounded to `precision`; None if that changes nothing
+    exported: Logits | None  # of the trained weights rounded to `precision`; None if rounding changes nothing
     columns: tuple[int, ...]  # tokens of the vocabulary whose logits are recorded
     tokenizer: dict[str, str]
     version: Literal[1]  # of the record's fields and their meaning; a record with another version is refused
     picture: tuple[int, ...] | None = None  # tokens of a prompt with a picture, whose logits are the last; None without
     merged: tuple[float, float, int] | None = None  # losses with training's 4-bit base, and unquantized; documents
-    quantized: tuple[QuantizedFiles, ...] = ()  # those that were measured, and the unquantized ones
+    quantized: tuple[QuantizedFiles, ...] = ()  # measured files, including the unquantized ones
 
 
 def make_prompts(tokenizer: PreTrainedTokenizerBase) -> tuple[Prompt, ...]:
@@ -199,16 +199,16 @@ def streamed(
 
 
 def streamed_bytes(model: nn.Module) -> int:
-    """Return the bytes of the most weights that `streamed` holds at a time."""
+    """Return the peak bytes of weights that `streamed` holds."""
     resident, units = _units(model)
     held = [sum(model.get_parameter(name).numel() for name in own) for own in units.values()]
     return 4 * (max(held) + sum(model.get_parameter(name).numel() for name in resident))
 
 
 def _units(model: PreTrainedModel) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """Group parameters: those that stay in memory, and those of each decoder layer and of each table of tokens.
+    """Group parameters into resident ones, and those of each decoder layer and each embedding.
 
-    Each name comes with the first name of its parameter: tables may be tied, and layers may share parameters.
+    Each name comes with the first name of its parameter: embeddings may be tied, and layers may share parameters.
     """
     first_names: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)

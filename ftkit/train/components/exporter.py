@@ -1,7 +1,7 @@
 """Export trained weights in Hugging Face's layout, or peft's for adapters, with a record of their logits.
 
-ftkit's modules compute the record from the weights of the checkpoint, before anything is written. `ftkit verify` loads
-the files with transformers and peft, in another process. So the two share only the tokenizer's text.
+ftkit's modules compute the record from the checkpoint's weights before anything is written. `ftkit verify` loads the
+files with transformers and peft in another process. The two share only the tokenizer's text.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _MAX_RECORDED_PARAMETERS = 4 * 10**9
 
 @dataclass(frozen=True)
 class ExportedParts:
-    """All parts of an exported model besides its weights; `pretrained` is the folder of the initial ones, if any."""
+    """All parts of an exported model except its weights; `pretrained` is the folder of the initial weights, if any."""
 
     recipe: RecipePlan
     config: TextConfig
@@ -75,7 +75,7 @@ class ExportedParts:
 
 
 def export(engine: Engine, parts: ExportedParts, layout: RunLayout, step: int, world: World) -> None:
-    """Write the trained model, in the dtype of training, in place of a former export. Collective: all ranks call it."""
+    """Write the trained model in the dtype of training; replace a former export. Collective."""
     weights = engine.trained_weights()
     if world.is_first:
         model = build_export_model(parts)
@@ -96,7 +96,7 @@ def export(engine: Engine, parts: ExportedParts, layout: RunLayout, step: int, w
 
 
 def build_export_model(parts: ExportedParts) -> PreTrainedModel:
-    """Build the model on the meta device as it is exported: unquantized, with its adapters if there are any."""
+    """Build the exported model on the meta device: unquantized, with its adapters if there are any."""
     model = build_empty(parts.config.text, "eager")
     training = parts.recipe.training
     unquantized = {"precision": training.compute_precision, "base_precision": "auto"}
@@ -115,7 +115,7 @@ class Exporter:
         self._model = self._plain = model
         self._trained = trained
         self._lora = parts.recipe.training.adapters
-        self._trains_vision = parts.recipe.training.vision != "frozen"  # in files of adapters, there is no place for it
+        self._trains_vision = parts.recipe.training.vision != "frozen"  # adapter files can't contain vision weights
         if self._lora is not None:
             self._plain = build_empty(parts.config.text, "eager")
         stored, folder = parts.recipe.model.vocab_size_of_weights, parts.pretrained
@@ -166,7 +166,7 @@ class Exporter:
         return replace(record, trained=trained, exported=exported, untrained=untrained, picture=tokens)
 
     def compare_bases(self, measure: Callable[[PreTrainedModel], ResultT]) -> tuple[ResultT, ResultT]:
-        """Measure the model with adapters on the base of training, and on the unquantized one."""
+        """Measure the model with adapters on the base of training, and on the unquantized base."""
         bases = (self._trained_base(), self._required_base())
         first, second = (streamed(self._model, with_adapters(base, self._trained), measure) for base in bases)
         return first, second
@@ -197,7 +197,7 @@ class Exporter:
         write_json(folder / EXPORT_RECORD, replace(record, files=files))
 
     def _write_model(self, dtype: torch.dtype, folder: Path) -> dict[str, SavedFile]:
-        """Write the files for `from_pretrained` of the class that was built, which may be that of a text model."""
+        """Write the files for `from_pretrained` of the built class, which may be a text model's."""
         weights = self._full_weights(dtype)
         if missing := sorted({name for name, _ in self._plain.named_parameters()} - weights.keys()):
             raise TrainingError(
@@ -212,7 +212,7 @@ class Exporter:
         return files
 
     def _full_weights(self, dtype: torch.dtype) -> Tensors:
-        """Return a full model's weights; adapters are merged into their base in fp32, and rounded once, on access."""
+        """Return a full model's weights. On access, adapters are merged into their base in fp32, and cast once."""
         if self._lora is None:
             return self._with_buffers(self._trained)
         transposed = transposed_weights(self._plain) | transposed_experts(self._plain)
@@ -235,13 +235,13 @@ class Exporter:
         return files
 
     def _with_buffers(self, weights: Tensors) -> Tensors:
-        """Add the buffers that files have: checkpoints have parameters."""
+        """Add the buffers that files have: checkpoints have only parameters."""
         stored = self._plain.state_dict() if self._base is None else self._base
         buffers = {name: stored[name] for name, _ in self._plain.named_buffers() if name in stored}
         return ChainMap(cast("MutableMapping[str, torch.Tensor]", weights), buffers)
 
     def _trained_base(self) -> Tensors:
-        """Return the base weights that training computed with: after QLoRA, the dequantized ones."""
+        """Return the base weights of training's forward pass: after QLoRA, the dequantized ones."""
         base, training = self._required_base(), self._parts.recipe.training
         if training.quantization != "nf4":
             return base
@@ -267,13 +267,13 @@ def _all_rounded(tensors: Tensors, dtype: torch.dtype) -> Tensors:
 #
 # Tensors are computed while they are written, so that no whole file is in memory. The format is a length, a JSON header
 # of that length, and the tensors at the header's offsets, without gaps (https://huggingface.co/docs/safetensors). The
-# header comes first, so all shapes must be known before any tensor is.
+# header comes first, so all shapes must be known before the first tensor.
 
 
-_MAX_THREADS = 4  # threads that compute tensors: more would compute faster than disks write, and hold more tensors
+_MAX_THREADS = 4  # threads that compute tensors: more would outpace the disk, and hold more tensors
 _SHARD_BYTES = 2 * 2**30
 _PIECE_BYTES = 2**23
-"""Bytes that are hashed and written at a time: they are read from memory once, and then from a CPU's cache."""
+"""Bytes that are hashed and written at a time: they are read from memory once, then from the CPU's cache."""
 _ALIGNMENT = 8  # of headers, which are padded with spaces
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -364,15 +364,15 @@ def _describe(tensor: torch.Tensor) -> str:
 def write_model(model: PreTrainedModel, weights: Tensors, dtype: torch.dtype, folder: Path) -> dict[str, SavedFile]:
     """Write a model's weights in the layout of files on the hub, rounded to `dtype`; return sizes and digests.
 
-    `weights` are by the model's names, each computed on access. A unit of tensors is computed ahead by one thread: the
-    operations are short, and on a loaded machine the threads of one operation mostly wait for each other.
+    `weights` are by the model's names, each computed on access. Each unit of tensors is computed in advance by one
+    thread: operations are short, and on a loaded machine, the threads of one operation mostly wait for each other.
     """
     tensors = {name: each.to("meta") for name, each in (*model.named_buffers(), *model.named_parameters())}
 
     def stored(unit: Sequence[str], source: Tensors) -> Tensors:
         return split_as_stored(model, {name: _rounded(source[name], dtype) for name in unit})
 
-    # Tensors that are converted together are one unit: each alone, or those of a decoder layer.
+    # Tensors that are converted together are one unit: a single tensor, or all tensors of a decoder layer.
     layers = find_decoder_layers(model) if converts_layout(model) else ()
     prefixes = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
     by_size_and_prefix = defaultdict(list)

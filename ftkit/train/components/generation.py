@@ -1,4 +1,4 @@
-"""How the trained model generates, in ftkit's evaluation and once exported: end tokens and settings."""
+"""End tokens and generation settings of the trained model, in ftkit's evaluation and in the export."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ftkit.models.folder import GENERATION_FILE, read_end_tokens, read_generatio
 
 
 def end_token_setting(end_tokens: Sequence[int]) -> int | list[int] | None:
-    """Return end tokens as config.json has them: a single one as a number, since some readers accept no list."""
+    """Return end tokens in config.json's form: a single one as a number, because some readers accept no list."""
     return list(end_tokens) if len(end_tokens) > 1 else next(iter(end_tokens), None)
 
 
@@ -31,7 +31,7 @@ class Generation:
     def of(cls, tokenizer: PreTrainedTokenizerBase, weights: Path | None) -> Generation:
         """Combine the settings of the tokenizer and of the folder of pretrained weights, if there is one.
 
-        The tokenizer may be that of another model: end tokens of the weights that are ordinary text in it are dropped.
+        The tokenizer may be another model's: drop end tokens of the weights that are ordinary text in it.
         """
         pretrained = [] if weights is None else read_end_tokens(weights)
         pretrained = [token for token in pretrained if token in tokenizer.added_tokens_decoder]
@@ -82,8 +82,8 @@ class Generation:
     ) -> list[list[int]]:
         """Return the completion of each prompt, with its end token if it has one.
 
-        `generate` is as transformers' `generate`: int64 [B, T] to [B, T + new], with the options. Shorter prompts are
-        padded on the left, so that all of them end where generation begins.
+        `generate` is transformers' `generate`, or has its signature: int64 [B, T] to [B, T + new], with the options.
+        Shorter prompts are padded on the left, so that all of them end where generation begins.
         """
         length = max(len(prompt) for prompt in prompts)
         padding = 0 if config.pad_token_id is None else config.pad_token_id

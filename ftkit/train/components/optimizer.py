@@ -163,7 +163,7 @@ def learning_rate_at(step: int, num_steps: int, training: TrainingPlan) -> float
 BLOCK_SIZE = 256  # number of states that share a scale: the only block size of bitsandbytes' optimizers
 MIN_8BIT_SIZE = 4096  # parameters with fewer elements have fp32 states, as in bitsandbytes (`min_8bit_size`)
 MAX_COLUMN_PARTS = 16
-"""Maximum number of parts of a row with separate scales in checkpoints: tensor parallelism may divide a row so often."""
+"""Number of parts of a row with separate scales in checkpoints: as many ranks may divide a row (tensor parallelism)."""
 _BYTES, _ABSMAX = "_8bit", "_absmax"
 
 

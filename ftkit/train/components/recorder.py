@@ -1,6 +1,6 @@
 """Write records to metrics.jsonl, and send them to TensorBoard, Weights & Biases and MLflow.
 
-Each tracker has a thread of its own, so that none can stop or slow training; metrics.jsonl stays authoritative.
+Each tracker has its own thread, so that none can stop or slow down training; metrics.jsonl stays authoritative.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Outcome = Literal["completed", "stopped", "failed"]
-CLOSE_SECONDS = 60.0  # seconds that the end of a run waits for all of its trackers together
+CLOSE_SECONDS = 60.0  # total timeout for all trackers at the end of a run
 _DEFAULT_PROJECT = "ftkit"
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _REJECTED = re.compile(r"^[./]+|[^\w.-]+")  # by MLflow in a name, or would make a path
@@ -42,9 +42,9 @@ _NOT_MEASURED = {"time", "step", "num_steps"}
 
 
 class Recorder:
-    """Appends records to metrics.jsonl on rank 0 and sends them to trackers; they wait while the file can't be written.
+    """Append records to metrics.jsonl on rank 0, and send them to trackers; keep records while writing fails.
 
-    Records of jobs that evaluate checkpoints are copied here: metrics.jsonl and the trackers have one writer.
+    Records of jobs that evaluate checkpoints are copied here, so that metrics.jsonl and the trackers have one writer.
     """
 
     def __init__(self, layout: RunLayout, world: World, send: Callable[[Record], None]) -> None:
@@ -56,7 +56,7 @@ class Recorder:
         self._unread_evaluations = read_job_evaluations(layout.metrics, layout.evaluations) if world.is_first else []
 
     def write(self, record: Record) -> None:
-        """Append a record, and send it; raise OSError only if the run's last record can't be written."""
+        """Append a record and send it. Raises OSError only if the run's last record can't be written."""
         if self._path is None:
             return
         evaluations: list[Record] = []
@@ -84,7 +84,7 @@ class Recorder:
 
 
 class Tracker(Protocol):
-    """A tracker in which a run is open, under the run's id. Its methods may raise any exception, and may take long."""
+    """A tracker with an open run, under the run's id. Its methods may raise any exception, and may take long."""
 
     def log(self, scalars: dict[str, float], step: int) -> None:
         """Send the scalars of a step."""
@@ -108,7 +108,7 @@ def _configuration(plan: RunPlan, start: StartRecord) -> dict[str, object]:
 
 
 class TensorBoardTracker:
-    """Event files in the run's folder; each time the run is resumed, it begins another one."""
+    """Event files in the run's folder; each resume begins another file."""
 
     def __init__(self, plan: RunPlan, start: StartRecord) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
@@ -147,14 +147,14 @@ class WandbTracker:
         self._run.define_metric("job_eval/*", step_metric="job_eval/step")
 
     def log(self, scalars: dict[str, float], step: int) -> None:
-        # W&B drops steps before its newest one; evaluations by other jobs arrive late, so they have an own axis.
+        # W&B drops steps before its newest one. Evaluations by other jobs arrive late, so they have their own axis.
         if any(name.startswith("job_eval/") for name in scalars):
             scalars, step = scalars | {"job_eval/step": step}, max(step, self._run.step)
         self._run.log(scalars, step=step)
 
     def close(self, outcome: Outcome) -> None:
         self._run.finish(exit_code=1 if outcome == "failed" else 0)
-        self._teardown()  # W&B's process flushes when it ends; the trainer exits without exit handlers
+        self._teardown()  # W&B's process flushes when it ends, and the trainer skips exit handlers
 
 
 class MlflowTracker:
@@ -205,7 +205,7 @@ TRACKERS: dict[SinkName, Callable[[RunPlan, StartRecord], Tracker]] = {
 
 @contextmanager
 def open_trackers(plan: RunPlan, world: World | None = None) -> Iterator[Callable[[Record], None]]:
-    """Yield a function that sends a record to the trackers, on rank 0: first a start record, last an end record."""
+    """Yield a function that sends records to the trackers on rank 0: first a start record, last an end record."""
     tracking = plan.recipe.tracking
     check_packages(tracking)
     check_access(tracking, os.environ, sees_home=True)
@@ -234,7 +234,7 @@ def open_trackers(plan: RunPlan, world: World | None = None) -> Iterator[Callabl
 
 
 def _talk_to(name: SinkName, plan: RunPlan, records: SimpleQueue[Record | None]) -> None:
-    """Send records to one tracker, until one is None; each record after an error tries again."""
+    """Send records to one tracker until one is None; try again with each record after an error."""
     tracker: Tracker | None = None
     start: StartRecord | None = None
     outcome: Outcome = "failed"

@@ -93,7 +93,7 @@ _IN_CHUNKS = "ftkit_flash_chunks"
 
 
 def attend_in_chunks(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Have vision encoders whose layers get the offsets of chunks compute them by torch's FlashAttention, on GPUs."""
+    """On GPUs, use torch's FlashAttention in vision encoders whose layers get the offsets of chunks."""
     if device.type != "cuda" or dtype != torch.bfloat16 or varlen_attn is None:
         return
     AttentionInterface.register(_IN_CHUNKS, _attention_in_chunks)
@@ -114,14 +114,14 @@ def _attention_in_chunks(  # noqa: PLR0913 - the interface is transformers'
     max_length_q: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention within chunks, not causal; an attention function for transformers.
+    """Compute non-causal attention within chunks; an attention function for transformers.
 
     Shapes: query, key and value [1, H, T, D]; returns [1, T, H, D].
     """
-    if cu_seq_lens_q is None or max_length_q is None:  # older versions of transformers call this for each chunk
+    if cu_seq_lens_q is None or max_length_q is None:  # older versions of transformers call this per chunk
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
         return output, None
-    scale = 1.0 if scaling is None else scaling * math.sqrt(query.shape[-1])  # of the kernel's own
+    scale = 1.0 if scaling is None else scaling * math.sqrt(query.shape[-1])  # relative to the kernel's own scale
     offsets = cu_seq_lens_q.int()
     flat = [each.transpose(1, 2).flatten(0, 1) for each in (query * scale if scale != 1.0 else query, key, value)]
     output = varlen_attn(flat[0], flat[1], flat[2], offsets, offsets, max_length_q, max_length_q)

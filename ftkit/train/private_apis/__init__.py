@@ -1,4 +1,4 @@
-"""Every private or undocumented name of a library that the trainer uses; `libraries` has those of smaller ones.
+"""All private or undocumented names of libraries that the trainer uses; `libraries` has those of smaller libraries.
 
-`tests/train/test_private_apis.py` has a test for each, so that an upgrade that removes one fails there first.
+`tests/train/test_private_apis.py` tests each one, so that an upgrade that removes it fails there first.
 """

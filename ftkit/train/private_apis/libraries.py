@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @cache
 def import_peft() -> Any:
-    """Import peft, also where packages with layers that it adapts are broken or too old for it.
+    """Import peft, even if packages whose layers it can adapt are broken or too old for it.
 
-    It imports them whatever it adapts, and fails if torchao is older than 0.16, as in many images of NVIDIA, or if
-    Transformer Engine finds no GPU driver. Called in `faster_imports`, it imports none. Functions of
-    `peft.import_utils` remember their results, peft 0.17 to 0.21.
+    peft always imports these packages, and fails if torchao is older than 0.16, as in many NVIDIA images, or if
+    Transformer Engine finds no GPU driver. Within `faster_imports`, it imports none of them. Functions of
+    `peft.import_utils` cache their results (peft 0.17 to 0.21).
     """
     broken = ("bitsandbytes",) if is_broken("bitsandbytes") else ()
     with without_packages("transformer_engine", *broken):
@@ -47,7 +47,7 @@ def import_peft() -> Any:
 def adapts_experts(config: LoraConfig, model: nn.Module) -> bool:
     """Return whether peft adapts parameters of experts instead of the linear layers that a configuration targets.
 
-    `peft.utils.transformers_weight_conversion`, in newer versions, for transformers 5.
+    Uses `peft.utils.transformers_weight_conversion`, which newer versions have for transformers 5.
     """
     try:
         from peft.utils import transformers_weight_conversion as conversion  # noqa: PLC0415 - not in every version
@@ -62,24 +62,24 @@ def adapts_experts(config: LoraConfig, model: nn.Module) -> bool:
 
 
 def accelerate_environment(config: Path) -> dict[str, str]:
-    """Return the variables that `accelerate launch` would set for a configuration file.
+    """Return the environment variables that `accelerate launch` would set for a configuration file.
 
-    accelerate's own launcher can't be used: it starts processes by its own rules, and a single one on CPUs. These
-    functions are undocumented; 1.0 to 1.15 have them. If they go: set the variables of its documentation here.
+    accelerate's own launcher can't be used: it starts processes by its own rules, and only one on CPUs. These functions
+    are undocumented, in 1.0 to 1.15. If they are removed, set the documented variables here.
     """
     from accelerate.commands import launch  # noqa: PLC0415 - few runs need it
 
     parsed = launch.launch_command_parser().parse_args(["--config_file", str(config), "script.py"])
     args, defaults, _ = launch._validate_launch_command(parsed)  # noqa: SLF001
     args.deepspeed_fields_from_accelerate_config = ",".join([*defaults.deepspeed_config, "mixed_precision"])
-    # As if on a second machine: on the first, it looks for a free port.
+    # Act as a second machine: on the first one, it looks for a free port.
     args.num_machines, args.machine_rank, args.deepspeed_multinode_launcher = 2, 1, "standard"
     found = launch.prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else launch.prepare_multi_gpu_env(args)
     return {name: value for name, value in found.items() if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))}
 
 
 def load_offloaded(module: nn.Module) -> None:
-    """Load the weights of a module that accelerate keeps on the disk, as its forward would.
+    """Load the weights of a module that accelerate keeps on disk, as the module's forward does.
 
     `_hf_hook`, accelerate 1.0 to 1.15; transformers' `force_accelerate_hooks` uses it too.
     """
@@ -108,9 +108,9 @@ def import_bitsandbytes(needed_by: str) -> Any:
 
 
 def flash_attention() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return flash-attn-4's forward and backward; its public function is opaque to compilers and to checkpointing.
+    """Return flash-attn-4's forward and backward; its public function supports neither compilers nor checkpointing.
 
-    `flash_attn.cute.interface._flash_attn_fwd` and `_flash_attn_bwd`, flash-attn-4 4.0.0b. If they go,
+    `flash_attn.cute.interface._flash_attn_fwd` and `_flash_attn_bwd`, flash-attn-4 4.0.0b. If they are removed,
     `choose_kernel` falls back to flex attention.
     """
     from flash_attn.cute import interface  # type: ignore[import-not-found] # noqa: PLC0415 - on GPUs
@@ -120,7 +120,7 @@ def flash_attention() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 # --- ZeRO-3, in DeepSpeed 0.19 -------------------------------------------------------------------
 #
-# If one goes: `deepspeed.utils.safe_get_local_*` reads weights, masters and states parameter by parameter.
+# If one is removed, `deepspeed.utils.safe_get_local_*` can read weights, masters and states parameter by parameter.
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Zero3Optimizer:
 
     @property
     def gradients(self) -> list[torch.Tensor]:
-        """The buffer of this rank's gradients, once there is one."""
+        """The buffer of this rank's gradients; empty until it exists."""
         buffer = self._optimizer.grad_partitions_flat_buffer
         return [] if buffer is None else [buffer]
 
@@ -174,7 +174,7 @@ class Zero3Optimizer:
             group["lr"] = learning_rate
 
     def init_states(self, names: tuple[str, ...]) -> None:
-        """Create the states that torch would create in the first step, so that a checkpoint can be loaded into them."""
+        """Create the states that torch creates in the first step, so that a checkpoint can be loaded into them."""
         for master in self.masters:
             states = {name: torch.zeros_like(master) for name in names}
             self._optimizer.optimizer.state[master] = states | {"step": torch.zeros((), device=master.device)}
@@ -190,7 +190,7 @@ class Zero3Optimizer:
 def forget_pending_gradients(model: nn.Module) -> None:
     """Make DeepSpeed expect no gradients for a forward pass without a backward pass.
 
-    It counts the outputs of each module whose gradients are pending, and frees weights after the last.
+    It counts the pending output gradients of each module, and frees the weights after the last one.
     """
     for module in model.modules():
         if hasattr(module, "ds_grads_remaining"):
@@ -198,9 +198,9 @@ def forget_pending_gradients(model: nn.Module) -> None:
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """Return DeepSpeed, set up for a device, without compiling operators at the start.
+    """Return DeepSpeed, set up for a device, without compiling operators at startup.
 
-    Without `__compatible_ops__`, it would compile shared memory for gloo for a minute where it trains on CPUs.
+    Without the change of `__compatible_ops__`, it would compile its shared memory for gloo for a minute on CPUs.
     """
     os.environ["DS_ACCELERATOR"] = device.type
     try:
@@ -213,6 +213,6 @@ def import_deepspeed(device: torch.device) -> Any:
     logger = logging.getLogger("DeepSpeed")
     logger.setLevel(logging.WARNING)
     logger.addFilter(lambda record: "leaf module configuration" not in record.getMessage())  # deliberately none
-    # torch 2.13 warns at each of DeepSpeed's collectives, several times a step.
+    # torch 2.13 warns at each of DeepSpeed's collectives, several times per step.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     return deepspeed

@@ -36,47 +36,47 @@ class Ctx(Protocol):
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 FSDP2_ON_CPUS = hasattr(torch.cpu.Stream, "record_event")
-"""Whether FSDP2 trains on several processes without GPUs: not in torch 2.6, nor in NGC's 2.7.0a0 of the same line.
+"""Whether FSDP2 can train on several processes without GPUs: not in torch 2.6, nor in NGC's 2.7.0a0 of the same line.
 
-Autograd refuses weights that are all-gathered again, and gloo sums gradients where NCCL averages them. Stream methods
-are missing too, which is what this checks."""
+There, autograd rejects weights that are all-gathered again, and gloo sums gradients where NCCL averages them. Stream
+methods are missing too, which this checks."""
 CUSTOM_COLLECTIVES = hasattr(FSDPModule, "set_custom_all_gather") and TORCH >= (2, 11)
 """Whether FSDP2 supports custom collectives (from torch 2.10 on), and symmetric memory was tested with them."""
 TRACES_FULL_CHECKPOINTS = TORCH >= (2, 13)
-"""Whether the compiler traces full activation checkpointing: it is new, so versions with measured runs go without."""
+"""Whether the compiler traces full activation checkpointing. It is new, so versions with measured runs don't use it."""
 FSDP2_EXTENDS_ALL_GATHERS = TORCH >= (2, 8)
-"""Whether tensor subclasses may transform what FSDP2 all-gathers: torch 2.6 can't be tested on several processes."""
+"""Whether tensor subclasses may transform the data of FSDP2's all-gathers: 2.6 can't be tested on several processes."""
 FSDP2_SETS_DIVISORS = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
 """Whether FSDP2 sums gradients and divides them by any number, with gloo too (from torch 2.9 on)."""
 
 process_group: Callable[[str], ProcessGroup] = distributed_c10d._resolve_process_group  # type: ignore[attr-defined,assignment] # noqa: SLF001
-"""Returns a process group by its name, the only form in which an operator can take it."""
+"""Returns a process group by its name: operators can take only the name."""
 dump_memory_snapshot: Callable[[Path], None] = torch.cuda.memory._dump_snapshot  # noqa: SLF001
 """Writes the recorded CUDA allocations to a path."""
 add_to_all = torch._foreach_add_  # adds a scalar to tensors in one kernel
 find_norms = torch._foreach_norm  # noqa: SLF001
-"""Returns the norm of each tensor, of an order, in few kernels; of order infinity, its largest absolute value."""
+"""Returns the norm of each tensor, of a given order, in few kernels; of order infinity, the amax."""
 hooks_with_kwargs = module._global_forward_hooks_with_kwargs  # noqa: SLF001
-"""Hooks of all modules that get keyword arguments, by id: torch leaves them there when it removes the hooks."""
+"""Ids of global hooks with keyword arguments; torch does not delete them when the hooks are removed."""
 symmetric_memory = _symmetric_memory  # the module with `empty` and `rendezvous`: GPU memory that peers have mapped
 map_instances = _pytree.tree_map_only
-"""Replaces the instances of a type in nested lists, tuples and dictionaries: of the type, by a function, in a tree."""
+"""Replaces a type's instances in nested lists, tuples and dictionaries; arguments: type, function, tree."""
 
 scaled_mm = torch._scaled_mm  # noqa: SLF001
 """Multiplies two FP8 matrices with their scales; `torch.nn.functional.scaled_mm` needs torch 2.10."""
 SCALED_MM = torch.ops.aten._scaled_mm.default  # noqa: SLF001
 GROUPED_MM = getattr(torch.ops.aten, "_grouped_mm", None)
-"""Operators of matmuls in FP8 and of experts (torch 2.8 and newer), which activation checkpointing selects by."""
+"""Operators of FP8 matmuls and of experts (torch 2.8 and newer), which activation checkpointing recognizes."""
 
 
 class ReplacedParameters:
-    """Gives a module other tensors as parameters for a while, as `torch.func.functional_call` does.
+    """Temporarily replace a module's parameters with other tensors, as `torch.func.functional_call` does.
 
-    That searches all modules at each call: 12 ms for the 340 parameters of Gemma 3 1B, where the places are known here.
+    That searches all modules at each call: 12 ms for the 340 parameters of Gemma 3 1B. Here, the places are known.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        """Find the places of the parameters, which must not be replaced otherwise from then on."""
+        """Find the places of the parameters. Nothing else may replace the parameters afterwards."""
         self._places: dict[torch.Tensor, list[tuple[dict[str, Any], str]]] = {}
         for owner in (each._parameters for each in module.modules()):  # noqa: SLF001
             for name, parameter in owner.items():
@@ -85,9 +85,9 @@ class ReplacedParameters:
 
     @contextmanager
     def by(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-        """Have `change(parameter)` in the place of each parameter; tied ones get one tensor.
+        """Replace each parameter with `change(parameter)` in the block; tied parameters get one tensor.
 
-        A backward pass that recomputes activations calls modules again: it belongs inside.
+        A backward pass that recomputes activations calls modules again, so it must be in the block.
         """
         for parameter in self._places:
             self._put(parameter, change(parameter))
@@ -98,7 +98,7 @@ class ReplacedParameters:
                 self.restore(parameter)
 
     def restore(self, parameter: torch.Tensor) -> None:
-        """Put a parameter back before the end of `by`: nothing else holds what replaced it, so its memory is free."""
+        """Restore a parameter before the end of `by`. Nothing else holds the replacement, so its memory is freed."""
         self._put(parameter, parameter)
 
     def _put(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -114,7 +114,7 @@ def complete_cpu_streams() -> None:
 
 
 def compile_failures() -> tuple[type[Exception], type[Exception]]:
-    """Return the base of the exceptions of a function that can't be one graph, and that of too many recompilations."""
+    """Return the base exception of functions that can't be one graph, and the one of too many recompilations."""
     return torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit  # noqa: SLF001
 
 
@@ -124,10 +124,10 @@ def inductor() -> Callable[..., Callable[..., Any]]:
 
 
 def recompute_matmul_inputs() -> AbstractContextManager[None]:
-    """Let compilers recompute, in the backward pass, inputs of matmuls that element-wise operations made.
+    """Let the compiler recompute matmul inputs that come from element-wise operations in the backward pass.
 
-    By default they are saved: recomputing them takes a kernel, where other recomputed values stay in registers. So are
-    values of chains of more than 100 fusible operations, such as those that dequantize a 4-bit layer's matrices.
+    By default, they are saved, because recomputing them takes a kernel; other recomputed values stay in registers.
+    Results of more than 100 chained fusible operations, such as a 4-bit layer's dequantization, are also saved.
     """
     settings = ("ban_recompute_materialized_backward", "ban_recompute_long_fusible_chains")
     patch: AbstractContextManager[None] = functorch_config.patch(dict.fromkeys(settings, False))
@@ -135,16 +135,16 @@ def recompute_matmul_inputs() -> AbstractContextManager[None]:
 
 
 def cache_autograd_functions() -> AbstractContextManager[None]:
-    """Let AOTAutograd's cache serve graphs with autograd functions, of quantized and FP8 layers (torch 2.11).
+    """Let AOTAutograd's cache serve graphs with autograd functions of quantized and FP8 layers (torch 2.11).
 
-    Dynamo traces forward and backward of such a function into the graph, so they are part of the cache's key.
+    Dynamo traces forward and backward of such a function into the graph, so they are part of the cache key.
     """
     name = "autograd_cache_allow_custom_autograd_functions"
     return functorch_config.patch({name: True}) if hasattr(functorch_config, name) else nullcontext()
 
 
 def start_compile_workers() -> None:
-    """Start the processes that compile kernels, which takes seconds, before the first graph needs them."""
+    """Start the processes that compile kernels before the first graph needs them; this takes seconds."""
     from torch._inductor.async_compile import AsyncCompile  # noqa: PLC0415 - imports Triton
 
     AsyncCompile.warm_pool()
@@ -153,37 +153,37 @@ def start_compile_workers() -> None:
 
 
 def tag_compile_caches(tag: str) -> None:
-    """Have the compiler's caches serve only what was compiled with the same tag (torch 2.7)."""
+    """Restrict the compiler's caches to entries with the same tag (torch 2.7)."""
     if TORCH >= (2, 7):
         torch.compiler.config.cache_key_tag = tag
 
 
 def cacheable_policy(context_fn: Callable[[], Any]) -> Callable[[], Any]:
-    """Let AOTAutograd's cache serve graphs with a policy of activation checkpointing: decorates its `context_fn`.
+    """Decorate a checkpointing policy's `context_fn`, so that AOTAutograd's cache serves graphs with it.
 
-    That is a function of a module, since the cache's key is pickled; the key's tag has its code (`tag_compile_caches`).
-    torch before 2.13 ignores `cache_hash`.
+    It must be a module-level function, because the cache key is pickled; the key's tag covers its code
+    (`tag_compile_caches`). torch before 2.13 ignores `cache_hash`.
     """
     context_fn.cache_hash = context_fn.__qualname__  # type: ignore[attr-defined]
     return context_fn
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
-    """Have compiled functions accept any size of a dimension; by default, they are compiled again for the second."""
+    """Let compiled functions accept any size of a dimension; by default, a second size recompiles them."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)  # noqa: SLF001
 
 
 def raise_recompile_limit(num_layers: int) -> None:
-    """Let torch compile a layer's code once per layer, and a few times more.
+    """Let torch compile a layer's code once per layer, and a few more times.
 
-    torch 2.6 compiles once per layer with selective checkpointing, and would leave the ninth and all others uncompiled.
+    torch 2.6 compiles once per layer with selective checkpointing, and would not compile layers from the ninth on.
     """
     config = torch._dynamo.config  # noqa: SLF001
     config.cache_size_limit = max(config.cache_size_limit, num_layers + 8)
 
 
 def set_collectives(module: FSDPModule, all_gather: object, reduce_scatter: object) -> None:
-    """Have FSDP2 call other collectives than NCCL's for a module (torch 2.10); their classes are private."""
+    """Make FSDP2 call custom collectives for a module (torch 2.10); their base classes are private."""
     module.set_custom_all_gather(all_gather)  # type: ignore[arg-type]
     module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
 
@@ -203,10 +203,10 @@ def dump_collectives() -> bytes | None:
 
 
 def waiting_collective(background: str) -> tuple[str, int]:
-    """Return the oldest collective that has not ended, with its group, and its number in it; "" and 0 if there is none.
+    """Return the oldest unfinished collective with its group, and its number in the group; "" and 0 if there is none.
 
-    Those of the group that is described as `background` come last. From torch's flight recorder; in torch 2.6, only
-    NCCL has one.
+    Collectives of the group with description `background` come last. From torch's flight recorder, which only NCCL has
+    in torch 2.6.
     """
     c10d = torch._C._distributed_c10d  # noqa: SLF001
     dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json", None)
@@ -219,15 +219,15 @@ def waiting_collective(background: str) -> tuple[str, int]:
 
 
 def checkpoint_index_names() -> tuple[Any, ...]:
-    """Return the private classes in a checkpoint's index: the unpickler allows no others.
+    """Return the private classes in a checkpoint's index; the unpickler allows no other private ones.
 
-    If one moves: earlier checkpoints still have its old module, so keep both.
+    If one moves, keep both modules: earlier checkpoints refer to the old one.
     """
     return metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo, torch.serialization._get_layout  # noqa: SLF001
 
 
 def record_memory_history(max_entries: int) -> None:
-    """Start to record CUDA allocations with Python stacks; 0 entries stop it.
+    """Record CUDA allocations with Python stacks; 0 entries stop the recording.
 
     Frees are recorded without stacks: reading the stack clears the exception by which a checkpoint ends its
     recomputation early, and the backward pass fails ("returned NULL without setting an exception", torch 2.11).
@@ -256,7 +256,7 @@ def scaled_grouped_mm(
 
 
 def make_wrapper(kind: type[torch.Tensor], inner: torch.Tensor, dtype: torch.dtype) -> Any:
-    """Return an instance of a tensor subclass without memory: it looks like another tensor, in a dtype."""
+    """Return an instance of a tensor subclass without storage, with the shape of `inner` and a given dtype."""
     return torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
         kind, inner.shape, strides=inner.stride(), dtype=dtype, device=inner.device
     )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 CONVERTS_WEIGHTS = int(transformers.__version__.split(".")[0]) >= 5  # noqa: PLR2004
-"""Whether transformers stores some tensors in another form than files on the hub: 5 does, 4 does not."""
+"""Whether transformers stores some tensors in another layout than files on the hub: 5 does, 4 does not."""
 
 if CONVERTS_WEIGHTS:
     from transformers import core_model_loading
@@ -32,8 +32,8 @@ if CONVERTS_WEIGHTS:
 class WeightConversions:
     """transformers' conversions of the tensors in files when it loads a model class; none in transformers 4."""
 
-    renamings: list[Any]  # of tensors that only have another name in files
-    converters: list[Any]  # of tensors that are assembled from several of the files'
+    renamings: list[Any]  # for tensors that only have another name in files
+    converters: list[Any]  # for tensors that are assembled from several tensors of the files
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> WeightConversions:
@@ -44,7 +44,7 @@ class WeightConversions:
         return cls(*([one for one in known if isinstance(one, kind)] for kind in kinds))
 
     def rename(self, stored: str) -> tuple[str, str | None]:
-        """Return the name of the tensor that a stored one is converted to, and the pattern of its part in it."""
+        """Return the name of the tensor that a stored one is converted to, and the pattern of its part."""
         if not self.renamings and not self.converters:
             return stored, None
         renamed: tuple[str, str | None] = core_model_loading.rename_source_key(stored, self.renamings, self.converters)
@@ -60,8 +60,8 @@ def revert_weight_conversion(model: PreTrainedModel, weights: Mapping[str, torch
 def router_classes(decoder_class: type[nn.Module]) -> tuple[type[nn.Module], ...]:
     """Return the classes of a decoder's routers that return logits, weights, and indices of the chosen experts.
 
-    `_can_record_outputs` says which modules return the output `router_logits`, and where in it; those that return it
-    first return the other two behind it. transformers 4 has other classes.
+    `_can_record_outputs` lists the modules that return `router_logits`, and its index in their output. Modules that
+    return it first also return the other two. transformers 4 has other classes.
     """
     recorded = (getattr(decoder_class, "_can_record_outputs", None) or {}).get("router_logits", ())
     if not CONVERTS_WEIGHTS:
@@ -71,7 +71,7 @@ def router_classes(decoder_class: type[nn.Module]) -> tuple[type[nn.Module], ...
 
 
 def attention_implementation(config: PretrainedConfig) -> str:
-    """Return the attention implementation that a model uses; only setting it has a public method."""
+    """Return the attention implementation of a model; only its setter is public."""
     name: str = config._attn_implementation  # noqa: SLF001
     return name
 
@@ -89,26 +89,26 @@ def set_attention(chosen: Iterable[tuple[PretrainedConfig, str]]) -> None:
 
 
 def mask_documents_always() -> None:
-    """Have masks of packs tell documents apart, also in a pack of a single one.
+    """Make masks of packs always separate documents, even in a pack with a single one.
 
-    transformers looks whether there are several. For that the host waits for the GPU in each micro-batch, and a mask
-    of another structure recompiles all layers.
+    transformers checks for several documents, which is a host sync in each micro-batch. A mask of another structure
+    also recompiles all layers.
     """
     masking_utils.find_packed_sequence_indices = _find_documents
 
 
 def _find_documents(position_ids: torch.Tensor) -> torch.Tensor:
-    """Return the number of each token's document in its row, int64 [B, T]: positions that don't follow begin one."""
+    """Return the number of each token's document in its row, int64 [B, T]; a jump of positions begins a document."""
     begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
     return begins.cumsum(-1)
 
 
 @contextmanager
 def masks_of_places() -> Iterator[None]:
-    """Have masks of packs look at places in the pack instead of positions in a document.
+    """Make masks of packs use indices in the pack instead of positions in a document.
 
     The distance of two tokens of a document is the same either way. Masks in which a picture's tokens attend to each
-    other list the pictures by place, but transformers 5.23 looks positions up in them.
+    other index the pictures by place in the pack, but transformers 5.23 looks them up by position.
     """
     remap = masking_utils.remap_positions_for_packed_sequence
     masking_utils.remap_positions_for_packed_sequence = lambda mask, _: mask
@@ -119,18 +119,18 @@ def masks_of_places() -> Iterator[None]:
 
 
 def changes_logits(model_class: type[nn.Module]) -> bool:
-    """Return whether a class scales or caps its logits, by the names in its forward.
+    """Return whether a class scales or caps its logits, judging by the names in its forward.
 
-    Some multimodal classes, such as Aya Vision's, don't, though the configuration of their text model has a scale.
+    Some multimodal classes, such as Aya Vision's, don't, although the configuration of their text model has a scale.
     """
     names = inspect.unwrap(model_class.forward).__code__.co_names
     return any("softcapping" in name or "logit_scale" in name or "logits_scaling" in name for name in names)
 
 
 def sees_whole_pictures(model_class: type[nn.Module], config: PretrainedConfig) -> bool:
-    """Return whether the tokens of a picture attend to each other, also to later ones, in a multimodal class.
+    """Return whether a picture's tokens attend to each other, including later ones, in a multimodal class.
 
-    The class says so by the masks that it creates for generation, here of two tokens of a picture between others.
+    Check the masks that the class creates for generation, here for two tokens of a picture between two others.
     """
     create = getattr(model_class, "create_masks_for_generate", None)
     if create is None:
@@ -179,14 +179,14 @@ def apply_gate(experts: nn.Module, gate_and_up: torch.Tensor) -> torch.Tensor:
 
 
 def computes_experts_one_by_one(config: PretrainedConfig) -> bool:
-    """Return whether a model computes stacked experts one after the other, as it does if their sizes are odd."""
+    """Return whether a model computes stacked experts sequentially, as for odd sizes."""
     return bool(config._experts_implementation == "eager")  # noqa: SLF001
 
 
 def grouped_mm(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Multiply sorted rows, [S, I], by the matrices of their experts, [E, I, O]; expert e has the rows before ends[e].
 
-    `torch._grouped_mm`, or a loop where torch or its compiler lacks it.
+    Uses `torch._grouped_mm`, or a loop if torch or its compiler lacks it.
     """
     product: torch.Tensor = _grouped_linear(rows, matrices, offs=ends, is_transposed=True)
     return product
@@ -194,18 +194,18 @@ def grouped_mm(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -
 
 @dataclass(frozen=True)
 class KernelFunction:
-    """A function of a model's file in transformers for which a package may have a kernel, as for linear attention."""
+    """A function in a model's file in transformers for which a package may have a kernel, as for linear attention."""
 
-    module: str  # the file
-    attribute: str  # of the function in its file
-    name: str  # of the kernel, as `chunk_gated_delta_rule`
-    package: str  # that has the kernel, as it is imported
-    original: Callable[..., Any]  # what transformers calls
-    fallback: Callable[..., Any]  # transformers' own function in PyTorch
+    module: str  # module name of the file
+    attribute: str  # name of the function in the file
+    name: str  # name of the kernel, such as `chunk_gated_delta_rule`
+    package: str  # import name of the package with the kernel
+    original: Callable[..., Any]  # the function that transformers calls
+    fallback: Callable[..., Any]  # transformers' own PyTorch function
     kernel: Callable[..., Any] | None  # the package's function; None if transformers did not find it
 
     def replace(self, replacement: Callable[..., Any]) -> None:
-        """Let the model's file call another function; its classes look it up at each call."""
+        """Make the model's file call another function; its classes look up the name at each call."""
         setattr(sys.modules[self.module], self.attribute, replacement)
 
 
@@ -221,7 +221,7 @@ def kernel_functions(model: nn.Module) -> list[KernelFunction]:
 
 
 def _kernel_function(module: str, attribute: str, function: object) -> KernelFunction | None:
-    """Return a function with a kernel, which others may wrap; None for anything else."""
+    """Return a function with a kernel, possibly wrapped by others; None for anything else."""
     variables = ("func_name", "package", "implementation", "torch_function")
     while isinstance(function, FunctionType):
         closed = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
