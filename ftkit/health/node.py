@@ -65,7 +65,8 @@ class Nvml:
         return [str(self._ask("nvmlDeviceGetName", handle) or "") for handle in self._handles.values()]
 
     def faults(self) -> Iterator[Finding]:
-        ask, num_links, reset = self._ask, self._library.NVML_NVLINK_MAX_LINKS, "reset the GPU or reboot"
+        ask, reset = self._ask, "reset the GPU or reboot"
+        num_links = self._library.NVML_NVLINK_MAX_LINKS
         for gpu, handle in self._handles.items():
             if errors := ask("nvmlDeviceGetTotalEccErrors", handle, 1, 0):  # uncorrected, since the driver was loaded
                 yield Finding("ECC", "failed", f"{errors} uncorrected errors", reset, gpu)
