@@ -48,6 +48,7 @@ class ChatTemplate(NamedTuple):
                 fix="set data.chat_template to the template that this model was trained with, or to 'model'; if the "
                 f"tokenizer has none, write a {TEMPLATE_FILE} beside its files. With training.method=full, the missing "
                 "tokens can be learned: model.added_tokens",
+                name="template-tokens",
             )
 
 

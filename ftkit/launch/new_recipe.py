@@ -13,6 +13,7 @@ from ftkit.config.objectives import Objective, usual_learning_rate
 from ftkit.data.readers import suffix_of
 from ftkit.data.row_formats import DETECTION_ROWS, resolve_format, unknown_columns
 from ftkit.data.selection import first_rows
+from ftkit.data.tokenizer_files import TEMPLATES
 from ftkit.errors import ConfigError, DataError
 from ftkit.launch.preflight import check_examples
 from ftkit.launch.resolve import RunArgs, detect_hardware, load_place, resolve, resolve_recipe
@@ -153,19 +154,28 @@ def _open(
         of_data.append(Choice("ignore_columns", unused, "the format does not use them"))
         data = recipe.data.model_copy(update={"ignore_columns": tuple(unused)})
         recipe = recipe.model_copy(update={"data": data})
+    refusals: list[DataError] = []  # of the tokenizer without a template, then of each template of ftkit
     while True:
         try:
-            return recipe, open_encoder(recipe, report_once), of_data, of_training
+            encoder = open_encoder(recipe, report_once)
         except DataError as error:
-            if error.name == "no-chat-template":
-                of_data.append(Choice("chat_template", "chatml", "the tokenizer has none, like most base models"))
-                changed: dict[str, object] = {"data": recipe.data.model_copy(update={"chat_template": "chatml"})}
+            if error.name == "no-chat-template" or (refusals and error.name == "template-tokens"):
+                refusals.append(error)
+                if len(refusals) > len(TEMPLATES):
+                    raise refusals[1] from None
+                template = list(TEMPLATES)[len(refusals) - 1]
+                changed: dict[str, object] = {"data": recipe.data.model_copy(update={"chat_template": template})}
             elif error.name in _OBJECTIVES:
                 of_training.append(objective := _OBJECTIVES[error.name])
                 changed = {"training": recipe.training.model_copy(update={objective.key: objective.value})}
             else:
                 raise
-        recipe = recipe.model_copy(update=changed)
+            recipe = recipe.model_copy(update=changed)
+            continue
+        if refusals:
+            template = recipe.data.chat_template
+            of_data.append(Choice("chat_template", template, "the tokenizer has none, but its tokens"))
+        return recipe, encoder, of_data, of_training
 
 
 def _unused(data: DataSpec) -> list[str]:

@@ -13,6 +13,7 @@ from ftkit.cli.main import main
 from ftkit.config.context import Context
 from ftkit.config.data_sources import FilesSource
 from ftkit.config.load import load_recipe
+from ftkit.data.tokenizers import learn_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +27,6 @@ def _in_a_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def model(_in_a_project: None) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from ftkit.data.tokenizers import learn_tokenizer
 
     tokenizer = learn_tokenizer(["river stone cloud"] * 9, 320, "chatml")
     tokenizer.save_pretrained("model")
@@ -57,15 +56,28 @@ def test_a_recipe_for_a_folder_and_a_file_can_be_planned_and_explains_each_value
     assert "(default)" not in capsys.readouterr().out
 
 
-def test_a_base_model_without_a_chat_template_gets_one() -> None:
+@pytest.mark.parametrize("template", ["chatml", "llama3"])
+def test_a_base_model_without_a_chat_template_gets_one_whose_tokens_it_has(template: str) -> None:
     chats()
+    learn_tokenizer(["river stone cloud"] * 9, 270, template).save_pretrained("model")
     Path("model/chat_template.jinja").unlink(missing_ok=True)
     settings = json.loads(Path("model/tokenizer_config.json").read_text())
     settings.pop("chat_template", None)
     Path("model/tokenizer_config.json").write_text(json.dumps(settings))
     assert main(["init", "model", "chats.jsonl"]) == 0
-    assert load_recipe("./chats.yaml", Context.here()).data.chat_template == "chatml"
+    assert load_recipe("./chats.yaml", Context.here()).data.chat_template == template
     assert main(["plan", "chats.yaml"]) == 0
+
+
+def test_a_base_model_with_the_tokens_of_no_template_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    chats()
+    tokenizer = learn_tokenizer(["river stone cloud"] * 9, 320, "chatml")
+    content = tokenizer.backend_tokenizer.to_str().replace("<|im_start|>", "<|other|>")
+    Path("model/tokenizer.json").write_text(content)
+    Path("model/chat_template.jinja").unlink(missing_ok=True)
+    Path("model/tokenizer_config.json").write_text('{"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}')
+    assert main(["init", "model", "chats.jsonl"]) == 8
+    assert "<|im_start|> of the 'chatml'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
