@@ -35,7 +35,7 @@ _GPU_VARIANTS: Final[dict[GpuModel, set[str]]] = {
     "a100-40gb": {"40gb", "pcie"}, "a100-80gb": {"80gb", "pcie"}, "b200": {"180gb"}, "h100-80gb": {"80gb"},
     "h200": {"141gb"}, "l4": {"24gb"},
 }  # fmt: skip
-"""Words in names of the same GPU. H100 PCIe and NVL and GB200 are others, without figures; `1g` is a part of a GPU."""
+"""Words in names of the same GPU. H100 PCIe and NVL and GB200 are other GPUs, without figures; `1g` is a MIG slice."""
 _COMMON_WORDS: Final = {"nvidia", "sxm", "sxm4", "sxm5", "sxm6", "hbm2", "hbm2e", "hbm3", "hbm3e"}
 
 
@@ -45,7 +45,7 @@ def _models_of(name: str) -> list[GpuModel]:
 
 
 def recognize_gpu(name: str) -> GpuModel | None:
-    """Return the GPU that people, Slurm (GRES) or the driver call so; None if it is another, or one of several.
+    """Return the GPU with this name for users, Slurm (GRES) or the driver; None if it is unknown or ambiguous.
 
     `NVIDIA H100 80GB HBM3`, `nvidia_h100_80gb_hbm3` and `h100` are h100-80gb; `a100` has 40 or 80 GB.
     """
@@ -84,13 +84,13 @@ class PreparationSpec(Spec):
     partition: OneLine | None = None
     """Slurm partition, preferably without GPUs. The profile's `partition` if null."""
     cpus: PositiveInt = 8
-    """CPUs to request, with one tokenizing process each."""
+    """CPUs to request; each runs one tokenizing process."""
     memory_gib: PositiveInt | None = None
     """Memory to request. The site's default if null."""
     time_limit: TimeLimit | None = None
     """Time limit. The partition's if null."""
     sbatch_options: tuple[SbatchOption, ...] = ()
-    """More options for its sbatch; it does not get those of the training job."""
+    """More options for its sbatch, in place of those of the training job."""
 
 
 class RecognitionSpec(Spec):
@@ -110,11 +110,11 @@ class ClusterProfile(Spec):
     description: str
     """One line for `ftkit cluster list`."""
     scheduler: Literal["local", "slurm"]
-    """What starts the job: Slurm, or ftkit on this machine."""
+    """How jobs start: by Slurm, or by ftkit on this machine."""
     runtime: Literal["none", "pyxis", "docker", "apptainer"]
-    """What runs the container: pyxis, docker, Apptainer or Singularity, or none (the Python that ftkit runs in)."""
+    """Container runtime: pyxis, docker, Apptainer or Singularity, or none (the Python that ftkit runs in)."""
     device: Device = "cuda"
-    """Device of the training; `auto`: the GPUs of this machine if there are any, else its CPUs."""
+    """Device to train on; `auto`: the GPUs of this machine if there are any, else its CPUs."""
     gpu: Annotated[GpuModel | None, BeforeValidator(_gpu_model, json_schema_input_type=GpuModel | None)] = None
     """Model of the GPUs, for memory plans and MFU. Unknown if null."""
     gpus_per_node: PositiveInt | None = None
@@ -130,7 +130,7 @@ class ClusterProfile(Spec):
     cpus_per_node: PositiveInt | None = None
     """CPUs to request per node. The site's default if null."""
     memory_per_node_gib: PositiveFloat | None = None
-    """Host memory of a node in GiB, with which the plan compares what a run offloads. Unknown if null."""
+    """Host memory of a node in GiB, which the plan compares with the memory that a run offloads. Unknown if null."""
     partition: OneLine | None = None
     """Slurm partition. The site's default if null."""
     account: OneLine | None = None
@@ -142,32 +142,32 @@ class ClusterProfile(Spec):
     time_limit: TimeLimit | None = None
     """Time limit if the recipe sets none."""
     max_time_limit: TimeLimit | None = None
-    """Longest time limit of the partition. A recipe that sets more gets this limit, and continues in another job."""
+    """Longest time limit of the partition. A recipe with a longer one gets this limit, and continues in another job."""
     exclusive: bool = True
     """Request whole nodes."""
     gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
     """How to request GPUs; `none` if the site has no GRES (AWS HyperPod)."""
     gpu_type: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.+-]+$")
-    """Slurm's name of the GPUs (`h100` of `Gres=gpu:h100:8`), if nodes of the partition have others too."""
+    """Slurm's name of the GPUs (`h100` of `Gres=gpu:h100:8`), if nodes of the partition also have other GPUs."""
     mpi: OneLine | None = "none"
-    """`--mpi` of srun. torch needs none, and a site's default may be broken; the site's default if null."""
+    """`--mpi` of srun. torch needs no MPI, and a site's default may be broken. The site's default if null."""
     srun_options: tuple[SrunOption, ...] = ()
-    """More options for srun, one argument each. What ftkit sets itself is refused."""
+    """More options for srun, one argument each. Options that ftkit sets itself are refused."""
     sbatch_options: tuple[SbatchOption, ...] = ()
     """More options for sbatch: `[constraint=h200, switches=1, mail-type=FAIL]`, also spelled as on the command line
-    (`-C h200`). For all jobs but preparation; in training, those of recipes (`resources.sbatch_options`)
-    come later, and override them. What ftkit sets itself is refused."""
+    (`-C h200`). They apply to all jobs except preparation. In training, the recipe's `resources.sbatch_options` come
+    later and override them. Options that ftkit sets itself are refused."""
     stop_signal_seconds: NonNegativeInt = 120
     """How long before the time limit Slurm asks the job to write a checkpoint and stop; 0: never."""
     node_local_dir: str = "/tmp"  # noqa: S108 - made private by the job script
     """A folder on each node's own disk for caches."""
     node_local_kind: Literal["disk", "memory"] = "disk"
-    """Medium of `node_local_dir`: `memory` if it is in the node's memory, as /tmp on Soperator."""
+    """Medium of `node_local_dir`: `memory` if the folder is in the node's memory, such as /tmp on Soperator."""
     stage: Literal["shared", "local"] = "shared"
     """Where nodes read the image and pretrained weights. `shared`: from the shared file system. `local`: each node
-    copies them to its `node_local_dir` once, and verifies the copy at later starts; sbcast passes the image from node
-    to node, and on more than 15 nodes ranks read only their shards of the weights, from the shared file system. Without
-    enough space, they are read from the shared file system, with a warning in the log."""
+    copies them to its `node_local_dir` once, and verifies the copy at later starts. sbcast passes the image from node
+    to node. On more than 15 nodes, each rank reads only its shards of the weights from the shared file system. If there
+    is not enough space, nodes read from the shared file system, with a warning in the log."""
     mounts: tuple[str, ...] = ()
     """Folders to mount into the container: `PATH` or `FROM:TO`, absolute; pyxis's flags may follow after a colon."""
     environment: dict[VariableName, str] = Field(default_factory=dict)
@@ -177,20 +177,20 @@ class ClusterProfile(Spec):
     preparation: PreparationSpec = PreparationSpec.model_construct()
     """The job that prepares data and weights."""
     metrics_port: Annotated[int, Field(ge=1024, le=65535), WHOLE_NUMBER] | None = None
-    """Port at which each node of a run serves the metrics of its GPUs to Prometheus. No metrics are served if null."""
+    """Port on which each node of a run serves GPU metrics to Prometheus. No metrics are served if null."""
     recognized_by: RecognitionSpec = RecognitionSpec.model_construct()
     """How `ftkit init` recognizes this kind of cluster."""
     login: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@:%+-]*$")
-    """Login node for ssh (`user@host`, or a host in ssh's configuration). With it, `ftkit run` and the commands for
-    runs are forwarded from this machine to the ftkit there, which `ftkit cluster connect` installs."""
+    """Login node for ssh (`user@host`, or a host in ssh's configuration). If set, `ftkit run` and the commands for
+    runs are forwarded to ftkit on the login node, where `ftkit cluster connect` installs it."""
     ssh_options: tuple[OneLine, ...] = ()
-    """More options for ssh, one word each. Its own configuration (`~/.ssh/config`) applies too."""
+    """More options for ssh, one word each. `~/.ssh/config` applies too."""
     login_folder: str = Field(default="ftkit", pattern=r"^[A-Za-z0-9_./][A-Za-z0-9_./-]*$")
-    """Folder on the login node for ftkit, projects and sent files, shared with all nodes; relative to the home."""
+    """Folder on the login node for ftkit, projects and sent files, shared with all nodes; relative to HOME."""
     send_limit_gib: PositiveFloat = 1.0
     """Maximum size of a run's local files that are sent to the login node without confirmation."""
     setup: tuple[str, ...] = ()
-    """Lines of bash that the job runs first, unchanged (`module load …`)."""
+    """Lines of bash that the job script runs first, unchanged (`module load …`)."""
 
     @property
     def size_key(self) -> Literal["gpus_per_node", "processes_per_node"]:
@@ -199,7 +199,7 @@ class ClusterProfile(Spec):
 
     @property
     def max_processes(self) -> int:
-        """Processes on a whole node: one for each GPU; without GPUs, as many as the profile sets."""
+        """Processes on a whole node: one per GPU; without GPUs, the profile's `processes_per_node`."""
         return getattr(self, self.size_key) or 1
 
     def name_gpus(self, number: int) -> str:
@@ -211,7 +211,7 @@ class ClusterProfile(Spec):
         return "sif" if self.runtime == "apptainer" else "sqsh"
 
     def limit_time(self, wanted: str | None) -> str | None:
-        """Return a job's time limit: the wanted one or the default, within the maximum; None: the partition's."""
+        """Return a job's time limit: `wanted` or the default, capped by the maximum; None for the partition's."""
         limits = [limit for limit in (wanted or self.time_limit, self.max_time_limit) if limit]
         return min(limits, key=lambda limit: parse_time_limit(limit) or 0, default=None)
 
@@ -235,9 +235,9 @@ class ClusterProfile(Spec):
 
 
 def profile_of_gpu(name: str, gpus_per_node: int | None) -> ClusterProfile:
-    """Return a profile of nodes with this GPU, by default one each, to preview runs on it.
+    """Return a profile of nodes with this GPU, by default one per node, to preview runs.
 
-    Raises ConfigError if no GPU, or several, have the name.
+    Raises ConfigError if the name is unknown or ambiguous.
     """
     models = _models_of(name)
     if len(models) != 1:

@@ -22,7 +22,7 @@ from ftkit.files import read_small
 from ftkit.paths import absolute_path
 
 PROJECT_FILE = "ftkit.yaml"
-ROOT = Path("/")  # the folder with the machine's /dev, /proc and /sys; only tests have another one
+ROOT = Path("/")  # the folder with the machine's /dev, /proc and /sys; only tests change it
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Context:
 
 
 def set_home(environment: MutableMapping[str, str]) -> None:
-    """Set HOME if it is unset or empty: to the account's home folder, or to `/`, as containers do, without an account.
+    """Set HOME if it is unset or empty: to the account's home folder, or without an account to `/`, as containers do.
 
-    Python and libraries end with an error if neither HOME nor an account tells them.
+    Python and libraries fail if neither HOME nor an account provides a home folder.
     """
     if not environment.get("HOME"):
         environment["HOME"] = "/"
@@ -60,7 +60,7 @@ def set_home(environment: MutableMapping[str, str]) -> None:
 
 
 def state_folder(environment: Mapping[str, str]) -> Path:
-    """Return the user's folder for ftkit's records, which is not removed like a cache."""
+    """Return the user's folder for ftkit's records, which, unlike a cache, must be kept."""
     return Path(environment.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "ftkit"
 
 
@@ -71,7 +71,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def list_names(kind: str, ctx: Context) -> list[str]:
-    """Return the names of all recipes or clusters (`kind`), those of the project first."""
+    """Return the names of all recipes or clusters (`kind`), the project's first."""
     names = [path.stem for folder in search_folders(kind, ctx) for path in _files(folder, "*.yaml")]
     return list(dict.fromkeys(names))
 
@@ -83,7 +83,7 @@ def list_images(ctx: Context) -> list[str]:
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
-    """Return the files that match a pattern, without links to files that are not there."""
+    """Return the files that match a pattern, without broken links."""
     return [path for path in sorted(folder.glob(pattern)) if path.is_file()]
 
 
@@ -98,7 +98,7 @@ def search_folders(kind: str, ctx: Context) -> list[Path]:
 
 
 def settings_files(ctx: Context) -> list[Path]:
-    """Return the files for settings: the user's, then the project's."""
+    """Return the settings files: the user's, then the project's."""
     return [ctx.user / "config.yaml", ctx.project / PROJECT_FILE]
 
 
@@ -123,7 +123,7 @@ def workspace_folder(layers: Layers, ctx: Context) -> Path:
 
 # --- The project's .env: variables such as HF_TOKEN for every command and the jobs that it starts ------
 #
-# The syntax is what python-dotenv and shells read in the same way: `NAME=value`, `export NAME=value`, comments, both
+# The syntax is the subset that python-dotenv and shells read alike: `NAME=value`, `export NAME=value`, comments, both
 # kinds of quotes, no escapes and no expansion. Messages contain lines and variables, never values.
 
 DOTENV: Final = ".env"
@@ -138,9 +138,9 @@ ALLOWED: Final = frozenset([
     "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "MLFLOW_EXPERIMENT_NAME",
     "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "FTKIT_DEBUG", "FTKIT_REPORT", "NO_COLOR",
 ])  # fmt: skip
-"""Credentials and settings that start no program, read no other file, and lead to no other server.
+"""Allowed variables: credentials and settings that start no program, read no other file, and contact no other server.
 
-Others can: the file may come with a project that the user has only cloned.
+Other variables could do so, and the file may come with a project that the user has only cloned.
 """
 _ELSEWHERE: Final = {
     **{

@@ -38,7 +38,7 @@ class Converted:
 
 
 def detect_tool(parts: Mapping[str, Settings]) -> str:
-    """Return the tool whose marks the input has most of. Raises ConfigError: it has none of any tool."""
+    """Return the tool with the most marks in the input. Raises ConfigError: the input has no tool's marks."""
     keys = {mark for part in parts.values() for key, value in part.items() for mark in (key, f"{key}={value}")}
     keys |= {f"*{key.rpartition('.')[2]}" for key in keys}
     marks = {tool: len(keys & read_tool(tool).marks) for tool in TOOLS}
@@ -52,12 +52,12 @@ def detect_tool(parts: Mapping[str, Settings]) -> str:
 def convert(
     parts: Mapping[str, Settings], tool: str, name: str, *, num_gpus: int | None = None, mean_length: int | None = None
 ) -> Converted:
-    """Convert the parts of a configuration, by file: those of the tool, and of what starts it.
+    """Convert the parts of a configuration, by file: those of the tool and of its launcher.
 
-    `name` and `num_gpus` count if the input does not say them; `mean_length` is the mean number of tokens of a
-    document, to convert a batch of documents to packs.
+    `name` and `num_gpus` are used if the input does not set them. `mean_length` is the mean number of tokens per
+    document, which converts a batch of documents to packs.
 
-    Raises ConfigError: the input trains with something that ftkit does not have.
+    Raises ConfigError: the input uses an objective or a method that ftkit does not have.
     """
     it = Conversion(read_tool(tool))
     lists = {file: part for file, part in parts.items() if any(key.endswith(_FILE_NAMES) for key in part)}
@@ -80,7 +80,7 @@ def convert(
 
 
 def _find_named_datasets(it: Conversion, lists: Mapping[str, Settings]) -> None:
-    """Read what LLaMA-Factory's `dataset_info.json` says about the datasets that the configuration names."""
+    """Read the entries of LLaMA-Factory's `dataset_info.json` for the datasets in the configuration."""
     note = "see the rows of dataset_info.json" if lists else "dataset_info.json defines it: give that file, too"
     named = next((row.value for row in it.rows if row.key == "dataset_dir"), None)
     for names in it.take(f"{DATASET}names", note):
@@ -270,7 +270,7 @@ def _set_trackers(it: Conversion) -> None:
 
 
 def _set_datasets(it: Conversion) -> None:
-    """Set all datasets as one source, and their format if it is known and the same."""
+    """Set all datasets as one source, and the format if it is known and the same for all."""
     entries: dict[int, dict[str, Any]] = {}
     rows: list[Row] = []
     form_rows: list[Row] = []
@@ -325,7 +325,7 @@ def _sources(entry: Mapping[str, Any], number: object) -> Iterator[Any]:
 
 
 def _format(entry: Mapping[str, Any], form: Any) -> Any:
-    """Return a format; None if ftkit has none for these columns, or detects it."""
+    """Return a format; None if ftkit detects it, or has none for these columns."""
     columns = [entry[key] for key in ("context", "prompt", "completion") if entry.get(key)]
     if columns == ["instruction", "output"]:
         return "alpaca"
@@ -337,7 +337,7 @@ def _format(entry: Mapping[str, Any], form: Any) -> Any:
     if not entry.get("column") and form not in ("messages", "sharegpt"):
         return form
     if not {entry.get("role", "role"), entry.get("content", "content")} <= {"role", "content", "from", "value"}:
-        return None  # turns have no other keys
+        return None  # ftkit reads turns with the usual keys only
     style = "sharegpt" if "sharegpt" in (form, entry.get("style")) or entry.get("role") == "from" else "openai"
     column = entry.get("column") or ("conversations" if form == "sharegpt" else "messages")
     return {"kind": "messages", "column": column, "style": style}

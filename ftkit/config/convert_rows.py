@@ -1,7 +1,7 @@
-"""The rows of a conversion, and the recipe that they become.
+"""The rows of a conversion, and the resulting recipe.
 
-A name of another tool is a key of the recipe, which is copied (through the names in `values.yaml` if there are any), or
-a fact, which a rule combines with others, or has a reason why there is nothing for it here.
+A key of another tool either has a counterpart in the recipe, to which its value is copied (translated by
+`values.yaml`), or is a fact that a rule combines with others, or has a reason why ftkit has no counterpart.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ftkit.errors import ConfigError, Problem
 from ftkit.spec import Spec
 
 _PLACEHOLDERS: Final = {"model": "OWNER/MODEL", "data.source": "OWNER/DATASET"}
-"""Values of required keys that the input does not have; the rows say so."""
-DATASET: Final = "dataset."  # beginning of the facts that are about one of the datasets
-OBJECTIVE: Final = "objective="  # beginning of the facts that name an objective
+"""Placeholders for required keys that are not in the input; their rows say so."""
+DATASET: Final = "dataset."  # prefix of facts about one dataset
+OBJECTIVE: Final = "objective="  # prefix of facts that set an objective
 _BNB: Final = re.compile(r"(-unsloth)?-bnb-4bit$")
 _NO_BNB: Final = "the model before bitsandbytes: ftkit quantizes it itself, and refuses weights in 4 bits"
 _UNKNOWN: Final = "ftkit does not know this key: look it up in the tool's documentation"
@@ -34,13 +34,13 @@ _NO_SOUND: Final = "ftkit trains on text and pictures: rows with sound or video 
 
 @dataclass(eq=False)
 class Row:
-    """A key of the input, or what had to be assumed."""
+    """A key of the input, or an assumption."""
 
     file: str
     key: str
     value: Any
     became: str = ""  # key and value in the recipe
-    note: str = ""  # the arithmetic, what is different here, or why there is no counterpart
+    note: str = ""  # the arithmetic, the difference from the tool, or why there is no counterpart
     status: Literal["converted", "changed", "none", "unknown"] = "none"
     is_default: bool = False  # the input does not have the key; the value is the tool's default
     index: int = 0  # number of the dataset in a list that the key belongs to
@@ -48,19 +48,19 @@ class Row:
 
 @dataclass
 class Conversion:
-    """The recipe of one configuration while it is made, and the rows of all keys."""
+    """The recipe under construction, and the rows of all keys."""
 
     tool: Tool
     recipe: dict[str, Any] = field(default_factory=dict)  # values by dotted key
     rows: list[Row] = field(default_factory=list)
     sources: dict[str, Sequence[Row]] = field(default_factory=dict)
-    """The rows that a key of the recipe is from."""
+    """The rows from which each key of the recipe was set."""
     facts: dict[str, list[Row]] = field(default_factory=dict)  # the rows that a rule converts
     computed: set[str] = field(default_factory=set)
-    """Keys of the recipe whose values only the program knows: its tool's defaults don't apply."""
+    """Keys of the recipe whose values the user's program computes: the tool's defaults don't apply."""
 
     def add_defaults(self) -> None:
-        """Sort what the tool does without keys that are not given, as if they were."""
+        """Add the tool's defaults for missing keys, as if they were given."""
         given = {word for row in self.rows if row.value for word in (row.key, row.key.partition(".")[0])}
         given |= {fact.partition("=")[0] for fact in self.facts}
         for name, value in sorted(self.tool.defaults.items(), key=lambda item: "?" not in item[0]):
@@ -83,7 +83,7 @@ class Conversion:
         target, reason = self._meaning(word)
         call, number = (found[1], int(found[2])) if (found := re.match(r"(\w+)\[(\d+)\]", word)) else (word, 0)
         if call in self.tool.calls and word in {call, f"{call}[{number}]"} and (number or not target):
-            return  # a call; its arguments have rows
+            return  # a call; its arguments have rows of their own
         self.rows.append(row)
         row.index = row.index or number
         table = read_values()["values"].get(target)
@@ -142,21 +142,21 @@ class Conversion:
             row.became, row.note, row.status = "", note, "none"
 
     def take(self, fact: str, note: str = "another key sets this") -> list[Row]:
-        """Return the rows of a fact; `note` is what they say unless the caller puts them."""
+        """Remove a fact and return its rows; `note` is their note unless the caller puts them."""
         rows = self.facts.pop(fact, [])
         for row in rows:
             row.note = "the program computes it: look the value up" if isinstance(row.value, Code) else note
         return rows
 
     def number(self, fact: str, note: str = "another key sets this") -> tuple[float | None, list[Row]]:
-        """Return the first number among the rows of a fact, and its row."""
+        """Take a fact; return its first number, and the row of the number."""
         for row in self.take(fact, note):
             if isinstance(row.value, int | float) and not isinstance(row.value, bool) and 0 <= row.value < 2**31:
                 return row.value, [row]
         return None, []
 
     def validated(self, name: str) -> dict[str, Any]:
-        """Return the recipe as a tree, without values that ftkit refuses; their rows say why."""
+        """Return the recipe as a tree, without values that ftkit refuses; their rows give the reason."""
         for row in [row for rows in self.facts.values() for row in rows]:
             row.note = row.note or _UNKNOWN
         while True:
@@ -176,7 +176,7 @@ class Conversion:
                 return tree
 
     def _drop(self, problem: Problem) -> bool:
-        """Remove the key of a problem; of a problem with several keys, the one that its message has first."""
+        """Remove the key of a problem; if it has several, the one that comes first in its message."""
         path = re.sub(r"\[\d+\]", "", problem.key)
         near = [key for key in self.recipe if f"{path}.".startswith(f"{key}.")]
         if not near:
@@ -192,7 +192,7 @@ class Conversion:
 
 
 def _translate(value: Any, table: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return a value in ftkit's names, and what is different; None if there is none."""
+    """Return a value in ftkit's names, and the difference in meaning; the value is None without a counterpart."""
     words = {str(value).lower(), str(value).lower().rpartition(".")[2]}
     for ours, theirs in table["same"].items():
         if words & {str(ours).lower(), *str(theirs).lower().split()}:

@@ -31,12 +31,12 @@ class _Format(Spec):
 
     @property
     def columns(self) -> list[str]:
-        """The columns that it uses; empty if that is unknown before rows are read."""
+        """The columns that the format uses; empty if unknown before rows are read."""
         return [*self.fixed_columns]
 
     @property
     def required(self) -> list[str]:
-        """The columns without which a row can't be read."""
+        """The columns that each row must have."""
         return [name for name in self.columns if name not in self.optional_columns]
 
 
@@ -48,22 +48,22 @@ class AutoFormat(_Format):
 
 class _LabeledFormat(_Format):
     label: str | None = None
-    """For objective kto: the column with true or 1 if the completion is desirable, and false or 0 if it is not. Of
-    turns, the completion is what follows the last turn of the user."""
+    """For objective kto: the column with true or 1 if the completion is desirable, and false or 0 if it is not. In a
+    list of turns, the completion is everything after the last user turn."""
 
 
 class PromptCompletionFormat(_LabeledFormat):
-    """Columns filled into a prompt and a completion: one user turn, one assistant turn.
+    """Format strings over columns, for a prompt and a completion: one user turn, one assistant turn.
 
     If a prompt or completion is a single column with a list of turns, these turns are used.
     """
 
     kind: Literal["prompt-completion"] = "prompt-completion"
     prompt: FormatString = "{prompt}"
-    """Text of the user turn. `{column}` stands for an example's column, `{{` and `}}` for braces; null becomes empty
-    text."""
+    """Text of the user turn. `{column}` is replaced by that column of the example; `{{` and `}}` are literal braces;
+    null becomes empty text."""
     completion: FormatString = "{completion}"
-    """Text of the assistant turn, with columns like the prompt."""
+    """Text of the assistant turn, a format string like the prompt."""
     system: FormatString | None = None
     """Text of a system turn before them. No system turn if null."""
 
@@ -74,7 +74,7 @@ class PromptCompletionFormat(_LabeledFormat):
 
     @model_validator(mode="after")
     def _names_columns(self) -> Self:
-        """Refuse a column's name without braces: each example would be trained on that word."""
+        """Refuse a column's name without braces: every example would be trained on the name itself."""
         for key, text in (("prompt", self.prompt), ("completion", self.completion)):
             if not columns_of(text) and (key == "completion" or text.isidentifier()):
                 raise ValueError(f"{key} names no column: it is the text {text!r} for each example; "
@@ -108,7 +108,7 @@ class MessagesFormat(_LabeledFormat):
     """`openai`: role, content, tool_calls, reasoning_content, weight, …; `sharegpt`: from and value, with the roles
     human, gpt, system, tool, function_call, observation and their other names."""
     tools_column: str = "tools"
-    """The column with the tools that the assistant may call, if the data has it: a list, or a list as JSON text."""
+    """The column with the tools that the assistant may call, if the data has one: a list, or JSON text of a list."""
 
     @property
     def columns(self) -> list[str]:
@@ -152,13 +152,13 @@ class TextFormat(_Format):
 class PreferencesFormat(_Format):
     """Columns with a chosen and a rejected completion of a prompt: texts, or lists of turns.
 
-    Without a prompt, both are conversations, and the turns that they share at the beginning are the prompt; a text may
-    have turns of `Human:` and `Assistant:`. Several rejected completions, as a list, make several pairs.
+    Without a prompt, both are conversations, and their common leading turns are the prompt; a text may consist of
+    `Human:` and `Assistant:` turns. A list of several rejected completions makes several pairs.
     """
 
     kind: Literal["preferences"] = "preferences"
     prompt: str = "prompt"
-    """The column with the prompt, if the data has it."""
+    """The column with the prompt, if the data has one."""
     chosen: str = "chosen"
     """The column with the chosen completion."""
     rejected: str = "rejected"
@@ -174,12 +174,12 @@ class PreferencesFormat(_Format):
 
     @property
     def scores(self) -> tuple[str, str]:
-        """The columns with the scores of both completions, if the data has them."""
+        """The columns for the scores of both completions, which the data may have."""
         return f"score_{self.chosen}", f"score_{self.rejected}"
 
 
 class TaskFormat(_Format):
-    """The prompt and the completion are returned by the functions `prompt(row)` and `completion(row)` of the task."""
+    """The functions `prompt(row)` and `completion(row)` of the task return the prompt and the completion."""
 
     kind: Literal["task"] = "task"
 
@@ -231,20 +231,20 @@ ROLES: dict[str, Role] = {
     **dict.fromkeys(("tool", "function", "observation", "ipython", "environment"), "tool"),
     **dict.fromkeys(("function_response", "tool_response", "function_result", "tool_result", "tool_output"), "tool"),
 }  # fmt: skip
-"""What data sets and chat templates call the roles: ShareGPT's, Cohere's (chatbot), OpenAssistant's (prompter), …"""
+"""Roles by their names in datasets and chat templates: ShareGPT, Cohere (chatbot), OpenAssistant (prompter), …"""
 CALL_ROLES = ("function_call", "function_calls", "tool_call", "tool_calls")
 """ShareGPT roles of assistant turns whose text is the JSON of tool calls."""
 
 
 def normalized_role(name: str) -> str:
-    """Return a role's name without differences in case and separators."""
+    """Return a role's name, normalized in case and separators."""
     return name.strip().lower().replace("-", "_").replace(" ", "_")
 
 
 Packing = Literal["auto", "off"]
 TrainOn = Literal["assistant", "last", "completion", "all"]
 TooLong = Literal["error", "drop", "truncate", "split"]
-"""What happens with documents longer than a pack, as resolved for a format."""
+"""How documents longer than a pack are handled, as resolved for a format."""
 
 
 def _check_option(value: object) -> object:
@@ -274,44 +274,44 @@ class DataSpec(Spec):
     """Source of the rows: a path, an address or a hub id; a list of these, or of mappings `{source: …, weight: …}`; or
     one mapping with a kind."""
     task: Task | None = None
-    """A Python file with functions that generate, format and score rows, relative to the recipe's folder. Planning
-    doesn't run it; preparation, `ftkit data` and evaluation do."""
+    """A Python file with functions that generate, format and score rows, relative to the recipe's folder. Preparation,
+    `ftkit data` and evaluation run it; planning does not."""
     validation: ValidationSpec | None = None
-    """The validation split. If null, the source's `num_heldout` or `heldout` define it; without these, there is
-    none."""
+    """The validation split. If null, the source's `num_heldout` or `heldout` defines it; without these, there is no
+    validation split."""
     format: Format = AutoFormat.model_construct()
     """How an example becomes a conversation or a text. If null, it is detected from the first rows."""
     ignore_columns: tuple[str, ...] = ()
     """Columns of an example, and keys of a turn, to ignore. Any other unknown column or key is an error, except plain
     metadata such as `id` and `source`."""
     chat_template: ChatTemplateText = "model"
-    """How a conversation becomes text. `model`: the template that comes with the tokenizer; the name of a shipped one
+    """The template that renders conversations as text. `model`: the tokenizer's own; the name of a shipped template
     (`chatml`, which Qwen's models use too, `gemma`, `llama3`, `mistral`, `olmo`, `phi4`); a file (`./chat.jinja`,
     relative to the recipe's folder); or Jinja text."""
     template_options: dict[str, _TemplateOption] = Field(default_factory=dict)
     """Variables for the chat template, such as `enable_thinking: false` of Qwen 3 or `reasoning_effort` of gpt-oss."""
     train_on: Annotated[TrainOn | list[Role], BeforeValidator(_check_train_on)] = "assistant"
-    """Which tokens count in the loss: those of all assistant turns with their end-of-turn token, of the last one, of
-    the completion, or all tokens; or the roles whose turns count, by these names or the data's. A turn's own `weight`
-    or `train` takes precedence."""
+    """Which tokens count in the loss: all assistant turns with their end-of-turn token (`assistant`), only the last one
+    (`last`), the completion (`completion`), or all tokens (`all`); or a list of roles whose turns count, by ftkit's or
+    the data's names. A turn's own `weight` or `train` takes precedence."""
     too_long: Literal["auto", "error", "drop", "truncate", "split"] = "auto"
-    """What to do with a document longer than a pack: refuse it, drop it, truncate it after the last trained turn that
+    """How to handle a document longer than a pack: refuse it, drop it, truncate it after the last trained turn that
     fits (drop it if it has pictures), or (text only) split it. `auto` splits plain text, and refuses conversations.
     Affected documents are counted and reported."""
     skip_bad: NonNegativeInt = 0
     """Maximum number of bad examples to skip; each is reported with file and line."""
     contradictions: Literal["refuse", "drop"] = "refuse"
-    """What to do with pairs that prefer nothing, or the opposite of an earlier row, and with a completion that has both
-    labels: refuse the data, or drop these pairs. `ftkit data check` counts them."""
+    """How to handle pairs with equal sides, pairs that contradict an earlier row, and completions with both labels:
+    refuse the data, or drop these rows. `ftkit data check` counts them."""
     share_prompts: bool | None = None
-    """Whether both sides of a pair attend to one copy of their prompt, for kernels that take any mask (`flex`, `sdpa`).
-    If null, where the first rows' pairs have a fifth fewer tokens then (llama, qwen3)."""
+    """Whether both sides of a pair attend to one copy of their prompt; needs kernels that take any mask (`flex`,
+    `sdpa`). If null, true if this saves at least a fifth of the tokens of the first rows' pairs (llama, qwen3)."""
     pictures: bool | None = None
-    """Whether the model sees the pictures of messages, which needs a multimodal model: its vision tower is then part of
-    the run. If null, where the first rows that can be read when the run is planned have pictures."""
+    """Whether the model is trained on the pictures of messages, with its vision tower; requires a multimodal model. If
+    null, true if the first rows that can be read at planning time have pictures."""
     packing: Packing = "auto"
-    """`auto`: several documents per row, if a check before step 1 finds that the model keeps them apart. Otherwise, and
-    with `off`, one document per row, padded on the right, which is slower. Steps have the same documents either way."""
+    """`auto`: several documents per row, if a check before step 1 shows that they do not attend to each other.
+    Otherwise, and with `off`, one right-padded document per row, which is slower. Steps have the same documents."""
 
     @property
     def sources(self) -> tuple[SingleSource, ...]:
@@ -363,7 +363,7 @@ def label_of(form: Format) -> str | None:
 
 
 def describe_too_long(outcomes: Mapping[str, int]) -> str:
-    """Describe what happens with documents longer than a pack, from their number by outcome."""
+    """Describe the outcomes of documents longer than a pack, from their counts."""
     words = {"drop": "dropped", "truncate": "truncated", "split": "split", "error": "refused"}
     if counts := {outcome: number for outcome, number in outcomes.items() if number}:
         return ", ".join(f"{number:,} {words[outcome]}" for outcome, number in counts.items())

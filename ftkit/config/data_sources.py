@@ -33,7 +33,7 @@ _BRACES = "write {{ and }} for braces that belong to the text"
 def parse_format_string(text: str) -> tuple[tuple[str, str | None], ...]:
     """Split a format string into pieces: literal text, and the column that follows it (None after the last).
 
-    Raises ValueError: a brace is not closed, or contains more than a column's name.
+    Raises ValueError: a brace is not closed, or encloses more than a column's name.
     """
     try:
         pieces = list(string.Formatter().parse(text))
@@ -83,7 +83,7 @@ def _check_jinja(text: str) -> str:
 
 
 def is_inline_template(text: str) -> bool:
-    """Return whether a text is a Jinja template, not the name of a template or a file."""
+    """Return whether a text is a Jinja template rather than the name of a template or a file."""
     return "{{" in text or "{%" in text
 
 
@@ -91,7 +91,7 @@ JinjaText = Annotated[str, AfterValidator(_check_jinja)]
 
 
 class GeneratedSource(Spec):
-    """Rows that the function `generate` of the task returns: `generate(seed, num_train, num_heldout, **options)`."""
+    """Rows from the task's function `generate(seed, num_train, num_heldout, **options)`."""
 
     kind: Literal["generated"]
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
@@ -99,9 +99,9 @@ class GeneratedSource(Spec):
     num_train: PositiveInt
     """Number of examples to train on."""
     num_heldout: NonNegativeInt = 0
-    """Number of examples of the validation split."""
+    """Number of examples in the validation split."""
     seed: Seed = 0
-    """Seed of the examples."""
+    """Seed for `generate`."""
 
     @property
     def name(self) -> str:
@@ -127,7 +127,7 @@ class _SampledSource(Spec):
     num_heldout: NonNegativeInt = 0
     """Number of rows for the validation split."""
     weight: PositiveFloat | None = None
-    """Share of this source in a list of sources, relative to the weights of the others; not with `num_train`."""
+    """Share of this source in a list of sources, relative to the other weights; excludes `num_train`."""
     seed: Seed = 0
     """Seed of the sample."""
 
@@ -139,7 +139,7 @@ class _SampledSource(Spec):
 
 
 class FilesSource(_SampledSource):
-    """Rows in files: JSON Lines, JSON, Parquet, CSV, TSV, Arrow, or a text each (txt, md), compressed or not."""
+    """Rows in files, also compressed: JSON Lines, JSON, Parquet, CSV, TSV, Arrow, or txt and md (one row per file)."""
 
     kind: Literal["files"]
     train: DataPath
@@ -184,7 +184,7 @@ class MixtureSource(Spec):
     """Several sources, interleaved evenly.
 
     With weights, each source contributes its share of the rows. Rows are never repeated: the source that limits the
-    total is used completely, and the others are sampled. Without weights, each source contributes all its rows, or
+    total is used in full, and the others are sampled. Without weights, each source contributes all rows, or
     `num_train` of them.
     """
 
@@ -232,17 +232,17 @@ SingleSource = GeneratedSource | FilesSource | HubSource
 
 
 class ValidationSpec(Spec):
-    """The validation split: one of `count`, `fraction` and `file`."""
+    """The validation split, defined by one of `count`, `fraction` and `file`."""
 
     count: PositiveInt | None = None
-    """Number of rows, from all sources together."""
+    """Number of rows, over all sources."""
     fraction: Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
     """Fraction of the rows: each row is drawn with this probability."""
     by: Literal["draw", "hash"] = "draw"
-    """With `fraction`. `draw`: by the row's position and the seed. `hash`: by the row's content alone, so that a row
-    stays in its split when the data grows or moves, and equal rows are in the same split."""
+    """How `fraction` selects rows. `draw`: by the row's position and the seed. `hash`: by the row's content alone, so a
+    row stays in its split when the data grows or moves, and equal rows are in the same split."""
     file: DataPath | None = None
-    """Files or an address, as in a source; all of their rows are used."""
+    """Files or an address, as in a source. All rows are used."""
     seed: Seed = 0
     """Seed of the sampling."""
 
@@ -266,7 +266,7 @@ _GENERATE_PARAMETERS = ("seed", "num_train", "num_heldout")
 
 
 class TaskFile(Spec):
-    """A task's file, and its text once the recipe is loaded."""
+    """A task's file, and its text after the recipe is loaded."""
 
     file: OneLine
     text: str = ""
@@ -277,7 +277,7 @@ class TaskFile(Spec):
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     @property
-    @lru_cache(maxsize=16)  # noqa: B019 - of few files; sweeps, and the plan of a run, load the same one again
+    @lru_cache(maxsize=16)  # noqa: B019 - few files, which sweeps and plans load again
     def functions(self) -> dict[str, ast.FunctionDef]:
         """The public functions of the file by name, read without running it.
 

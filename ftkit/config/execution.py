@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 GIB: Final = 2**30
 FP32: Final = 4  # bytes per fp32 number
 USABLE_MEMORY: Final = 0.95
-"""Fraction of a GPU's memory for tensors; the CUDA context, NCCL and fragmentation take the rest."""
+"""Fraction of a GPU's memory that tensors can use; the CUDA context, NCCL and fragmentation take the rest."""
 
 CHUNK_LOGITS = 2**28
 """Approximate number of logits per chunk of the loss with engine fsdp2: half a GiB in bf16."""
 LOGITS_ALIGNMENT: Final = 64
 """The loss pads a vocabulary to a multiple of this: on Hopper, OLMo-3's 100,278 rows then take a third of the time."""
 ZERO3_LIVE_WEIGHTS: Final = 10**9
-"""Maximum number of weights that DeepSpeed keeps gathered for reuse (`stage3_max_live_parameters`): its default."""
+"""Maximum number of weights that DeepSpeed keeps gathered for reuse: the default of `stage3_max_live_parameters`."""
 ZERO3_BUCKET: Final = 10**8
 """Gradient elements per ZeRO-3 reduce bucket. DeepSpeed's default takes 1 GB, and 2 more in fp32."""
 
@@ -72,7 +72,7 @@ class ParameterCounts:
 NF4_BLOCK = 64  # weights that share a scale
 FP8_MULTIPLE = 16  # both dimensions of FP8 matrices must be multiples of this
 ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Names of routers in transformers' families: they are small, and sensitive to rounding."""
+"""Names of routers in transformers' models. Routers are small and sensitive to rounding."""
 NF4_NESTED_BLOCK = 256  # scales per second-level scale of double quantization
 
 
@@ -84,11 +84,11 @@ def is_quantized(quantization: Quantization, num_inputs: int, num_outputs: int) 
 
 
 READ_BY_KERNELS: Final = frozenset({"out_proj", "x_proj", "dt_proj"})
-"""Matrices that state-space layers also give to kernels of their own, which read them in the compute dtype."""
+"""Matrices that state-space layers also pass to their own kernels, which read them in the compute dtype."""
 
 
 def is_gathered_in_fp8(name: str, num_inputs: int, num_outputs: int) -> bool:
-    """Return whether FSDP2 all-gathers a trained linear layer in FP8, if it does so at all."""
+    """Return whether FSDP2 all-gathers this trained linear layer in FP8, if FP8 all-gather is on."""
     return name not in READ_BY_KERNELS and is_quantized("fp8", num_inputs, num_outputs)
 
 
@@ -105,9 +105,9 @@ def quantized_bytes(quantization: Quantization, num_inputs: int, num_outputs: in
 
 
 def nf4_parts(num_weights: int) -> tuple[int, int, int, int]:
-    """Return the bytes of a matrix in NF4: 4-bit weights, absmax, absmax2, and their mean.
+    """Return the bytes of a matrix in NF4: 4-bit weights, absmax, absmax2, and the mean of the scales.
 
-    Weights and scales fill their blocks, and each part is aligned to 16 bytes.
+    Weights and scales are padded to whole blocks, and each part is aligned to 16 bytes.
     """
     blocks = -(-num_weights // NF4_BLOCK)
     nested = -(-blocks // NF4_NESTED_BLOCK)
@@ -115,7 +115,7 @@ def nf4_parts(num_weights: int) -> tuple[int, int, int, int]:
 
 
 def count_repeated_parameters(shape: ArchitectureSpec, training: TrainingSpec) -> int:
-    """Count the copies of parameters of adapters that tensor parallelism does not divide, without the first of each."""
+    """Count the extra copies of adapter parameters that tensor parallelism replicates instead of dividing."""
     adapters, copies = training.adapters, training.tensor_parallel - 1
     if adapters is None or not copies:
         return 0

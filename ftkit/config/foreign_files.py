@@ -15,7 +15,7 @@ from ftkit.errors import ConfigError, NotFoundError, Problem, one_line
 from ftkit.files import read_small
 
 Settings = dict[str, Any]
-"""Values by key; keys of nested mappings are joined with dots, and those in lists have an index: `datasets[0].path`."""
+"""Values by key. Nested keys are joined with dots, and items of lists have an index: `datasets[0].path`."""
 _LAUNCHERS: Final = frozenset(
     ("accelerate", "accelerate-launch", "torchrun", "deepspeed", "trl", "axolotl", "llamafactory-cli", "tune",
      "automodel", "python", "python3")
@@ -25,13 +25,13 @@ _ASSIGNMENT: Final = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
 class Code(str):
-    """An expression whose value only the program knows."""
+    """An expression whose value is known only when the program runs."""
 
     __slots__ = ()
 
 
 def read_foreign(path: Path, calls: Mapping[str, Sequence[str]]) -> Settings:
-    """Read a configuration of any form; `calls` are Python functions with their positional arguments.
+    """Read a configuration in any format; `calls` are Python functions with the names of their positional arguments.
 
     Raises NotFoundError: the file can't be read; ConfigError: it is damaged.
     """
@@ -71,7 +71,7 @@ def _flat(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _resolved(settings: Settings) -> Settings:
-    """Replace `${key}`, as torchtune and NeMo do; what is left is known only when the tool runs."""
+    """Replace `${key}`, as torchtune and NeMo do; other references are known only when the tool runs."""
 
     def fill(value: object, depth: int = 0) -> object:
         if not isinstance(value, str) or "${" not in value or depth > len(settings):
@@ -88,7 +88,7 @@ def _resolved(settings: Settings) -> Settings:
 
 
 def _read_commands(text: str) -> Settings:
-    """Read the options of all commands that start a training; `$NAME` is replaced if the script sets it.
+    """Read the options of all commands that start training; `$NAME` is replaced if the script sets it.
 
     Raises ValueError: a quote is not closed.
     """
@@ -99,7 +99,7 @@ def _read_commands(text: str) -> Settings:
         pending = f"{pending}\n{line}" if pending else line
         try:
             words = shlex.split(pending, comments=True)
-        except ValueError:  # a quote that ends on a later line
+        except ValueError:  # the quote ends on a later line
             continue
         pending = ""
         while words:
@@ -117,7 +117,7 @@ def _fill(word: str, variables: Mapping[str, str]) -> str:
 
 
 def _read_command(words: list[str], variables: dict[str, str], settings: Settings) -> None:
-    """Add the variables that a command sets, or its options if it starts a training."""
+    """Add the variables that a command sets, or its options if it starts training."""
     words = words[1:] if words[:1] == ["export"] else words
     num_given = next((i for i, word in enumerate(words) if not _ASSIGNMENT.fullmatch(word)), len(words))
     given = {name: value for name, _, value in (word.partition("=") for word in words[:num_given])}
@@ -157,7 +157,7 @@ def _scalar(text: str, source: str) -> object:
 
 
 def _notebook_code(notebook: Any) -> str:
-    """Return the code of a notebook; lines for IPython become `pass`, cells of other languages are left out."""
+    """Return the code of a notebook; IPython lines become `pass`, and cells in other languages are skipped."""
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     python = [cell for cell in cells if not cell.startswith("%%") or cell.startswith(("%%capture", "%%time"))]
     return re.sub(r"(?m)^([ \t]*)[%!].*", r"\1pass", "\n".join(python))
@@ -166,7 +166,7 @@ def _notebook_code(notebook: Any) -> str:
 def _read_python(text: str, where: str, calls: Mapping[str, Sequence[str]]) -> Settings:
     """Read the arguments of calls in a program: `LoraConfig.r`; a second call of a function is `LoraConfig[1]`.
 
-    Literals are read, also of variables that are assigned before; any other value is `Code`.
+    Literals are read, also from variables that are assigned earlier; any other value is `Code`.
 
     Raises ConfigError: it is not Python.
     """
@@ -215,14 +215,14 @@ def _assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr
 def _call_name(function: ast.expr, calls: Mapping[str, Sequence[str]]) -> str | None:
     owner, _, name = ast.unparse(function).rpartition(".")
     if name == "from_pretrained" and ("Peft" in owner or "Model" not in owner):
-        return None  # of a tokenizer, or of an adapter that is tried afterwards
+        return None  # loads a tokenizer, or an adapter for inference
     if owner and name in calls.get("DatasetMethod", ()):
         return f"DatasetMethod.{name}"
     return name if name in calls or re.fullmatch(r"\w+Trainer", name) else None
 
 
 def _literal(node: ast.expr, names: Mapping[str, ast.expr], depth: int = 0) -> Any:
-    """Return a literal's value, also through names and in dictionaries; `Code` for any other expression."""
+    """Return a literal's value, resolving names and dictionaries; `Code` for any other expression."""
     if isinstance(node, ast.Name) and node.id in names and depth < 10:  # noqa: PLR2004 - names that refer to each other
         value = _literal(names[node.id], names, depth + 1)
         return Code(node.id) if isinstance(value, Code) else value

@@ -35,21 +35,21 @@ class ImageSpec(Spec):
     description: str
     """One line for `ftkit images`."""
     purpose: Literal["training", "serving"] = "training"
-    """Which command runs it: `ftkit run`, or `ftkit serve`."""
+    """The command that runs it: `ftkit run` (`training`) or `ftkit serve` (`serving`)."""
     base: BaseImageSpec
-    """The image that it is built on."""
+    """The image to build on."""
     python: str = Field(default="3.12", pattern=r"^3\.\d+$")
     """Python version of the base, for which packages are locked."""
     provided: dict[str, str] = Field(default_factory=dict)
-    """Packages of the base that nothing may replace, with a version prefix; empty: any version."""
+    """Packages of the base that no other package may replace, each with a version prefix; empty: any version."""
     packages: tuple[str, ...] = ()
     """Packages to add, as pip requirements; `ftkit images lock NAME:TAG` pins them and their dependencies."""
     extra_packages: tuple[str, ...] = ()
-    """Packages to add to those of the definition that this one extends; the lock is then next to this one."""
+    """Packages to add to those of the extended definition. The lock is then next to this definition."""
     imports: tuple[str, ...] = ()
     """Modules that the self-check after a build imports."""
     families: tuple[ModelType, ...] = ()
-    """Model families of a training image. An unlisted one of the four families that are planned exactly is refused; any
+    """Model families of a training image. If one of the four exactly planned families is not listed, it is refused; any
     other unlisted family gets a note."""
     default_recipe: Name | None = None
     """Default recipe of `ftkit run --image NAME:TAG`; required for a training image."""
@@ -74,7 +74,7 @@ class ImageSpec(Spec):
 
     @property
     def listed_packages(self) -> frozenset[str]:
-        """Normalized names of its packages: those that it adds, and those that it lists as provided by its base."""
+        """Normalized names of the packages that it adds, and of those that it lists as provided by its base."""
         added = (re.match(r"[A-Za-z0-9._-]*", line) for line in self.all_packages)
         names = [*self.provided, *(found[0] for found in added if found)]
         return frozenset(re.sub(r"[-_.]+", "-", name).lower() for name in names)

@@ -23,7 +23,7 @@ _LONGEST_SHOWN: Final = 80
 
 
 class Digest(str):
-    """`sha256:` and 64 lowercase hexadecimal digits; another text raises ValueError.
+    """`sha256:` and 64 lowercase hexadecimal digits; any other text raises ValueError.
 
     Digests from registries, engines and files are used in paths, addresses and labels, so they are validated on
     arrival.
@@ -48,7 +48,7 @@ class Digest(str):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _source: object, _handler: object) -> CoreSchema:
-        """Allow fields of this type in specs and manifests; in JSON schemas it is text with a pattern."""
+        """Allow fields of this type in specs and manifests; in a JSON schema it is a string with a pattern."""
         return core_schema.no_info_after_validator_function(
             cls, core_schema.str_schema(strict=True), serialization=core_schema.to_string_ser_schema(),
             metadata={"pydantic_js_updates": {"pattern": f"^{DIGEST_PATTERN}$"}},
@@ -82,7 +82,7 @@ class NamedImage:
 
     @property
     def docker_name(self) -> str:
-        """Its name in the docker engine: with `ftkit/` before it, so that it can't shadow other images."""
+        """Its name in the docker engine, prefixed with `ftkit/` so that it can't shadow other images."""
         return f"ftkit/{self.reference}"
 
     @property
@@ -127,7 +127,7 @@ class RegistryImage:
 
     @property
     def wanted(self) -> str:
-        """Reference to request from the registry: the digest if it is known, else the tag."""
+        """Reference to request from the registry: the digest if known, else the tag."""
         return self.digest or self.tag
 
     @property
@@ -137,7 +137,7 @@ class RegistryImage:
 
     @property
     def tagged(self) -> str:
-        """The address by its tag, whose image may change."""
+        """The address by tag, which may move to another image."""
         return f"{self.repository}:{self.tag}"
 
     @property
@@ -198,7 +198,7 @@ def image_file(container_image: str | None) -> Path | None:
 
 
 def parse_image(text: str, folder: Path, where: str = "", key: str = "--image") -> AnyImage:
-    """Parse `NAME:TAG`; a path, or a text with the suffix of an image file; an address with or without `docker://`.
+    """Parse `NAME:TAG`; a path, or a file name with an image's suffix; or an address with or without `docker://`.
 
     Relative paths are relative to `folder`; messages have `where` and `key`. Raises ConfigError: it is none of these.
     """
@@ -265,9 +265,9 @@ def _reason(rest: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host, with or without a port, is this machine: by its address, not its name's prefix.
+    """Return whether a host, with or without a port, is this machine, judged by address, not by a prefix of its name.
 
-    No TLS is used with a registry on this machine.
+    Registries on this machine are used without TLS.
     """
     try:
         name = urlsplit(f"//{host}").hostname or ""

@@ -22,9 +22,9 @@ class Layers:
     def over(self, below: Layers) -> Layers:
         """Merge this into `below`: mappings are merged recursively, other values replace.
 
-        A mapping with another `kind` replaces the old one, without mixing their other keys. A mapping keeps its origin
-        if the command line overrides only some of its keys; these have the command line's, so that a relative path in
-        them is relative to the current folder.
+        A mapping with another `kind` replaces the old one; their other keys are not merged. If the command line
+        overrides only some keys of a mapping, the mapping keeps its origin, and these keys get the command line's, so
+        that a relative path in them is relative to the current folder.
         """
         values = dict(below.values)
         merged: set[KeyPath] = {()}
@@ -63,7 +63,7 @@ class Layers:
 def _merge(
     values: dict[str, Any], above: Mapping[str, Any], path: KeyPath, merged: set[KeyPath], replaced: set[KeyPath]
 ) -> None:
-    """Merge `above` into `values`, in place; record the paths of merged mappings, and of replaced values."""
+    """Merge `above` into `values` in place; record the paths of merged mappings and of replaced values."""
     for key, value in above.items():
         old = dict(kept) if isinstance(kept := values.get(key), Mapping) else None
         if old is not None and isinstance(value, Mapping) and value.get("kind", old.get("kind")) == old.get("kind"):

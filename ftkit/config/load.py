@@ -44,7 +44,7 @@ def read_recipe(name: str, ctx: Context, overrides: Iterable[str] = ()) -> Loade
     path = _find("recipe", name, ctx)
     layers = _override(_read_extended("recipe", path, ctx), overrides)
     layers.values.setdefault("name", path.stem)
-    validate(RecipeSpec, layers)  # so that paths are resolved only if all values have the right types
+    validate(RecipeSpec, layers)  # paths are resolved only if all values have the right types
     spec = validate(RecipeSpec, _resolve_files(layers))
     if spec.data.task is not None:
         options = tuple(spec.data.source.options) if isinstance(spec.data.source, GeneratedSource) else ()
@@ -56,7 +56,7 @@ def read_recipe(name: str, ctx: Context, overrides: Iterable[str] = ()) -> Loade
 
 
 def override_recipe(recipe: Mapping[str, object], overrides: Iterable[str]) -> Loaded[RecipeSpec]:
-    """Apply overrides to the values of a recipe that was read before, and validate the result like `read_recipe`."""
+    """Apply overrides to the values of an already read recipe, and validate the result like `read_recipe`."""
     layers = _override(Layers(dict(recipe)), overrides)
     return Loaded(validate(RecipeSpec, layers), layers)
 
@@ -77,7 +77,7 @@ def load_cluster(name: str, ctx: Context) -> ClusterProfile:
 
 class ImageDefinition(NamedTuple):
     spec: ImageSpec
-    """The definition; its base has the digest that a lock records, if the definition gives none."""
+    """The definition. If it gives no digest of its base, the base has the digest that a lock records."""
     base_file: Path  # the file that sets the base
     base_locks: tuple[Path, ...]
     """Files that may record the base's digest: next to `base_file`, which comes first, and in the user's folder."""
@@ -160,7 +160,7 @@ def _closest(word: str, known: list[str], otherwise: str) -> str:
 
 
 def _read_extended(kind: str, path: Path, ctx: Context, seen: tuple[Path, ...] = ()) -> Layers:
-    """Read a file, on top of the one in its `extends`."""
+    """Read a file, and merge it over the file in its `extends`."""
     layers = _expand_short_forms(read_yaml(path))
     parent = layers.values.get("extends")
     if parent is None:
@@ -184,10 +184,10 @@ def _override(below: Layers, overrides: Iterable[str]) -> Layers:
 
 
 def _merge_over(above: Layers, below: Layers) -> Layers:
-    """Merge one layer into another.
+    """Merge one layer over another.
 
-    `max_steps` or `num_epochs` of the upper one replaces either of the lower, as in Hugging Face's TrainingArguments.
-    The short form of a model or of data replaces the lower's whole section.
+    `max_steps` or `num_epochs` in the upper layer replaces either in the lower, as in Hugging Face's TrainingArguments.
+    The short form of a model or of data replaces the whole section of the lower layer.
     """
     lengths = {("training", "max_steps"), ("training", "num_epochs")}
     given = {path for path in lengths if above.value(path) is not None}
@@ -205,7 +205,7 @@ def _without_replaced(below: Layers, above: Layers) -> Layers:
 
 
 def _with_main_keys(layers: Layers) -> Layers:
-    """Expand the short form of a model or of data, which is its weights or its source alone."""
+    """Expand the short form of a model (its weights alone) or of data (its source alone)."""
     values, origins = dict(layers.values), dict(layers.origins)
     for section, key in MAIN_KEYS.items():
         if isinstance(value := values.get(section), str):
@@ -215,7 +215,7 @@ def _with_main_keys(layers: Layers) -> Layers:
 
 
 def _expand_short_forms(layers: Layers) -> Layers:
-    """Expand a source, and replace the name of a shipped architecture with its fields, for overrides of parts."""
+    """Expand a source, and the name of a shipped architecture to its fields, so that overrides can change parts."""
     values, origins = dict(layers.values), layers.origins
     data, model = values.get("data"), values.get("model")
     if isinstance(data, dict) and "source" in data:
@@ -227,7 +227,7 @@ def _expand_short_forms(layers: Layers) -> Layers:
             known = sorted(file.stem for file in assets.ARCHITECTURES.glob("*.yaml"))
             fix = _closest(name, known, f"Known: {', '.join(known)}; or give the fields themselves.")
             raise _error(layers, ("model", "architecture"), f"there is no architecture '{name}'.", fix)
-        # Dump all fields, so that none of an architecture in a lower layer remains.
+        # Dump all fields, so that no field of an architecture in a lower layer remains.
         shape = read_shape(read_shipped(path)[0], name).model_dump()
         values["model"] = {**model, "architecture": shape}
         origins = origins | {("model", "architecture", key): str(path) for key in shape}
@@ -238,7 +238,7 @@ def _expand_short_forms(layers: Layers) -> Layers:
 
 
 def _resolve_files(layers: Layers) -> Layers:
-    """Make a valid recipe's paths absolute, and read the files that become part of the plan: no node needs them.
+    """Make a valid recipe's paths absolute, and read the files that become part of the plan, so no node needs them.
 
     Relative paths are relative to their file, or to the current folder.
     """

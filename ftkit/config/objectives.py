@@ -1,4 +1,4 @@
-"""What training minimizes besides the loss of the next token: objectives on preferences, with their options."""
+"""Objectives besides the next-token loss: distillation and objectives on preferences, with their options."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -14,43 +14,43 @@ PREFERENCE_METRICS = (
     "length_rejected",
 )  # fmt: skip
 """Metrics of objectives on preferences, means over pairs: how often the chosen completion has the higher reward, and by
-how much; then rewards, log-probabilities, and tokens of both completions. Of `kto`, means over desirable and over
-undesirable completions; `accuracy` is how often the reward is on the right side of the reference point."""
+how much; then rewards, log-probabilities, and tokens of both completions. For `kto`, they are means over desirable and
+over undesirable completions, and `accuracy` is how often the reward is on the right side of the reference point."""
 KL_METRICS = {"dpo": ("kl_per_token",), "ipo": ("kl_per_token",), "kto": ("kl_per_token", "kl", "desirable")}
-"""More metrics of objectives with a reference: log π(y|x) - log π_ref(y|x), its mean over the tokens of chosen
-completions: the plain estimate of the divergence (k1 of Schulman 2020), exact only for completions of the model itself;
-then the reference point of `kto`, and the fraction of desirable completions."""
+"""More metrics of objectives with a reference. `kl_per_token`: log π(y|x) - log π_ref(y|x), its mean over the tokens of
+chosen completions (k1 of Schulman 2020), which estimates the divergence without bias only for the model's own samples.
+`kl` and `desirable`: the reference point of `kto`, and the fraction of desirable completions."""
 
 
 ENTRY_BYTES = 6  # bytes of a token of a teacher's distribution on disk
 DISTILL_METRICS = ("kl", "next_token_loss", "agreement")
-"""Metrics of distillation, means over tokens: the divergence from the teacher, without the factor T², the loss of the
-next token, and how often the student's likeliest token is the teacher's."""
+"""Metrics of distillation, means over tokens: the divergence from the teacher, without the factor T²; the next-token
+loss; and how often the student's likeliest token is the teacher's."""
 
 
 class DistillSpec(Spec):
     """Distillation from a larger model (Hinton et al. 2015), whose distributions are computed once, before step 1."""
 
     teacher: Weights
-    """The model to learn from, with the same tokenizer: what `model.weights` takes, except adapters and `random`."""
+    """The model to learn from, with the same tokenizer. Values as for `model.weights`, except adapters and `random`."""
     top_k: PositiveInt = 64
-    """Tokens of each distribution that are stored, the likeliest ones: 6 bytes each per trained token. The probability
-    of all others is stored as one, and is part of the loss."""
+    """Number of the likeliest tokens stored of each distribution: 6 bytes each per trained token. The total probability
+    of all other tokens is stored as one value, and is part of the loss."""
     temperature: Annotated[float, Field(ge=0.1, le=100), NUMBER] = 1.0
-    """Temperature of both distributions: higher ones weigh unlikely tokens more."""
+    """Temperature of both distributions; a higher one gives unlikely tokens more weight."""
     alpha: Annotated[float, Field(gt=0, le=1), NUMBER] = 0.5
-    """Weight of the divergence from the teacher; the loss of the next token has the rest."""
+    """Weight of the divergence from the teacher; the next-token loss has weight 1 - alpha."""
     direction: Literal["forward", "reverse"] = "forward"
-    """Divergence: `forward`, KL(teacher || student), covers all that the teacher finds likely; `reverse`,
-    KL(student || teacher), avoids what it finds unlikely."""
+    """Divergence: `forward`, KL(teacher || student), covers all tokens that the teacher finds likely; `reverse`,
+    KL(student || teacher), avoids tokens that it finds unlikely."""
 
 
 def usual_learning_rate(objective: str, method: str) -> float:
-    """Return that of 7B to 13B models; the papers halve it for 65B and 70B.
+    """Return the learning rate for 7B to 13B models; the papers halve it for 65B and 70B.
 
-    Next tokens: Ivison et al. 2023 (Tulu 2), appendix; for adapters Dettmers et al. 2023 (QLoRA), table 9. Preferences:
-    5e-7 in Tunstall et al. 2023 (Zephyr), Ivison et al. 2023, and Ethayarajh et al. 2024; ORPO, which also trains the
-    chosen completions, 8e-6 (Hong et al. 2024). Their adapters get ten times as much, as those of next tokens.
+    Next token: Ivison et al. 2023 (Tulu 2), appendix; for adapters Dettmers et al. 2023 (QLoRA), table 9. Preferences:
+    5e-7 in Tunstall et al. 2023 (Zephyr), Ivison et al. 2023, and Ethayarajh et al. 2024; ORPO, which also trains on
+    the chosen completions, 8e-6 (Hong et al. 2024). As for the next token, adapters get ten times the rate.
     """
     full, adapters = (5e-7, 5e-6) if objective in {"dpo", "ipo", "kto", "simpo"} else (2e-5, 2e-4)
     if objective == "orpo":
@@ -62,9 +62,9 @@ class ReferencedSpec(Spec):
     """Options of an objective that compares the model with a reference."""
 
     reference: Literal["auto", "adapters_off", "stored"] = "auto"
-    """What the model is compared with. `adapters_off`: the model without adapters, in each step. `stored`: the model
-    before training, which computes the log-probabilities of all completions once, before step 1; they are stored with
-    the prepared data, for all runs with the same weights. `auto`: `stored` with method full, else `adapters_off`."""
+    """The reference model. `adapters_off`: the model without adapters, run in each step. `stored`: the model before
+    training; it computes the log-probabilities of all completions once, before step 1, and they are stored with the
+    prepared data for all runs with the same weights. `auto`: `stored` with method full, else `adapters_off`."""
 
 
 class DpoSpec(ReferencedSpec):
@@ -75,14 +75,14 @@ class DpoSpec(ReferencedSpec):
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5), NUMBER] = 0.0
     """Assumed fraction of pairs whose completions are swapped (conservative DPO, Mitchell 2023)."""
     loss_weight_sft: NonNegativeFloat = 0.0
-    """Weight of the chosen completion's own loss, its mean over tokens, which is added (Pang et al. 2024)."""
+    """Weight of the chosen completion's next-token loss (mean over tokens) that is added (Pang et al. 2024)."""
 
 
 class IpoSpec(ReferencedSpec):
     """Identity preference optimization (Azar et al. 2023), on mean log-probabilities per token."""
 
     beta: PositiveFloat = 0.1
-    """Regularization, τ in the paper: the margin of the log-probabilities is drawn to 1 / (2 beta)."""
+    """Regularization, τ in the paper: the target margin of the log-probabilities is 1 / (2 beta)."""
 
 
 class KtoSpec(ReferencedSpec):
@@ -100,7 +100,7 @@ class OrpoSpec(Spec):
     """Odds ratio preference optimization (Hong et al. 2024), without a reference."""
 
     beta: PositiveFloat = 0.1
-    """Weight of the odds ratio, λ in the paper, beside the chosen completion's own loss."""
+    """Weight of the odds ratio, λ in the paper, relative to the chosen completion's next-token loss."""
 
 
 class SimpoSpec(Spec):
@@ -109,7 +109,7 @@ class SimpoSpec(Spec):
     beta: PositiveFloat = 2.0
     """Scale of rewards, which are mean log-probabilities per token."""
     gamma: NonNegativeFloat = 1.0
-    """Margin by which the chosen completion's reward should exceed that of the rejected one."""
+    """Target margin between the rewards of the chosen and the rejected completion."""
 
 
 PreferenceSpec = DpoSpec | IpoSpec | KtoSpec | OrpoSpec | SimpoSpec
@@ -123,7 +123,7 @@ class ObjectiveSpec(Spec):
     """The objective, with options."""
 
     objective: Objective = "next_token"
-    """What is minimized: the loss of the next token; with `distill`, also the divergence from a larger model; or an
+    """The loss to minimize: the next-token loss; with `distill`, also the divergence from a larger model; or an
     objective on preferences: pairs of a chosen and a rejected completion, or (`kto`) completions with a label. Options
     are under the objective's own key. `dpo`, `ipo`, and `kto` compare the model with a reference; `orpo` and `simpo`
     need none."""
@@ -165,7 +165,7 @@ class ObjectiveSpec(Spec):
 
     @property
     def completions_per_sample(self) -> int:
-        """Completions of a sample on preferences: one with a label, or both sides of a pair; 0 for next tokens."""
+        """Completions per sample: 2 for pairs, 1 with a label (`kto`), 0 without preferences."""
         return 0 if self.preferences is None else 1 if self.objective == "kto" else 2
 
     @property

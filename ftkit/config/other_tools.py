@@ -1,4 +1,4 @@
-"""What other tools call the keys of a recipe: the tables in `ftkit/other_tools`, one file for each tool."""
+"""Names of recipe keys in other tools: the tables in `ftkit/other_tools`, one file per tool."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _NUMBER: Final = re.compile(r"\[\d+\]")
 
 
 class Tool(NamedTuple):
-    """A tool's names."""
+    """The table of a tool."""
 
     name: str
-    marks: frozenset[str]  # keys, or `key=value`, that only its configurations have
-    keys: Mapping[str, str]  # its names, each with a key of a recipe, or the name of a conversion
-    reasons: Mapping[str, str]  # its names without a counterpart, each with the reason; they may have `*`
-    calls: Mapping[str, list[str]]  # Python functions with configuration, with their positional arguments
-    plain: frozenset[str]  # those whose arguments are the tool's own keys
-    defaults: Mapping[str, Any]  # what it does if a key is not given, where ftkit does something else
+    marks: frozenset[str]  # keys, or `key=value`, that identify its configurations
+    keys: Mapping[str, str]  # its keys, each with a key of a recipe or the name of a conversion
+    reasons: Mapping[str, str]  # its keys without a counterpart (`*` is a wildcard), each with the reason
+    calls: Mapping[str, list[str]]  # Python functions that configure it, with the names of positional arguments
+    plain: frozenset[str]  # functions whose arguments are the tool's own keys
+    defaults: Mapping[str, Any]  # values of missing keys, where they differ from ftkit's
 
     def find(self, key: str) -> tuple[str, str]:
-        """Return what a key of a configuration is here, or the reason why it is nothing; empty texts if unknown."""
+        """Return the counterpart of a key, and otherwise the reason why it has none; empty texts if unknown."""
         word = _NUMBER.sub("[]", key)
         call, dot, argument = word.partition(".")
         called = call.removesuffix("[]")  # a second call of a function
@@ -44,7 +44,7 @@ class Tool(NamedTuple):
 
 @cache
 def read_tool(tool: str) -> Tool:
-    """Read the table of a tool, with those that it extends."""
+    """Read the table of a tool, with the tables that it extends."""
     table = read_yaml(assets.OTHER_TOOLS / f"{tool}.yaml").values
     base = read_tool(table["extends"]) if "extends" in table else Tool("", frozenset(), {}, {}, {}, frozenset(), {})
     keys, reasons = (
@@ -64,12 +64,12 @@ def read_tool(tool: str) -> Tool:
 
 @cache
 def read_values() -> dict[str, Any]:
-    """Read the names of values: of optimizers, schedules, attention, templates, and forms of datasets."""
+    """Read the names of values: optimizers, schedules, attention, templates, and dataset formats."""
     return dict(read_yaml(assets.OTHER_TOOLS / "values.yaml").values)
 
 
 def find_name(word: str) -> tuple[str, str]:
-    """Return in words what a name of another tool is in a recipe, or why it is nothing; empty if no tool has it."""
+    """Describe the counterpart in a recipe of another tool's key, or why there is none; empty if no tool has it."""
     units: dict[str, str] = read_values()["meanings"]
     for tool in ("transformers", *TOOLS):
         key, reason = read_tool(tool).find(word)
@@ -79,7 +79,7 @@ def find_name(word: str) -> tuple[str, str]:
 
 
 def find_value(key: str, word: str) -> str:
-    """Return what a value of another tool is for a key of a recipe; empty if no tool has it."""
+    """Return the recipe's counterpart of another tool's value for a key; empty if no tool has it."""
     tables: dict[str, dict[str, Any]] = read_values()["values"]
     same = [table.get("same", {}) for name, table in tables.items() if table.get("key", name) == key]
     return next((ours for each in same for ours, theirs in each.items() if word.lower() in str(theirs).split()), "")

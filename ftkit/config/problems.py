@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SpecT = TypeVar("SpecT", bound=BaseModel)
 
 
-MAX_PROBLEMS: Final = 20  # maximum number of problems shown: more add little
+MAX_PROBLEMS: Final = 20  # maximum number of problems shown
 _LONGEST_VALUE: Final = 80
 
 _MAPPING_EXPECTED: Final = ("dict_type", "model_attributes_type", "model_type")
@@ -50,7 +50,7 @@ def validate(model: type[SpecT], layers: Layers) -> SpecT:
     try:
         return model.model_validate(layers.values)
     except ValidationError as error:
-        # A default made of other values is missing, and a list too short, only because these values are wrong.
+        # These are consequences of wrong values: a missing default made of other values, or a list that is too short.
         of_values = {each["loc"][:length] for each in error.errors() for length in range(len(each["loc"]))}
         details = [
             each
@@ -125,7 +125,7 @@ def _models_at(owner: type[BaseModel] | None, path: KeyPath) -> list[type[BaseMo
 
 
 def _description(owner: type[BaseModel] | None, path: KeyPath) -> str:
-    """Return a key's description: as many first sentences of its docstring as fit into a message."""
+    """Return a key's description: the first sentences of its docstring, up to the maximum length."""
     text = " ".join(attribute_docstrings(owner).get(path[-1], "").split()) if owner else ""
     if len(text) <= _LONGEST_DESCRIPTION:
         return text
@@ -145,7 +145,7 @@ def _fix_for_unknown_key(word: str, known: list[str], model: type[BaseModel]) ->
 
 
 def key_here(word: str, model: type[BaseModel]) -> str:
-    """Return the key of a spec that another tool calls `word`, or that is `word` in another section; or nothing."""
+    """Return the key of a spec that another tool calls `word`, or that has this name in another section; else empty."""
     return find_name(word)[0] or " or ".join(_paths_to(word, model))
 
 
@@ -158,7 +158,7 @@ def _paths_to(word: str, model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def words_of_overrides(model: type[BaseModel], prefix: str = "") -> dict[str, list[str]]:
-    """Return the dotted keys below a spec, each with its possible words: none if other values are possible too."""
+    """Return the dotted keys below a spec, each with its possible words; empty if the key takes other values too."""
     found: dict[str, list[str]] = {}
     for name, field in model.model_fields.items():
         sections = _models(field.annotation)
@@ -179,7 +179,7 @@ def _words(annotation: object) -> list[str]:
 
 
 def _origin_of_check(layers: Layers, path: KeyPath, given: dict[str, object], message: str) -> str:
-    """Return the origin of a problem with several keys: prefer a key in the message, and of these a typed one."""
+    """Return the origin of a problem with several keys: prefer keys in the message, and among these typed ones."""
     named = [(*path, key) for key in given if re.search(rf"\b{re.escape(key)}\b", message)]
     places = [layers.origins[key] for key in named if key in layers.origins]
     return COMMAND_LINE if COMMAND_LINE in places else next(iter(places), layers.origin(path))
@@ -200,7 +200,7 @@ def _suggestion(word: str, known: list[str]) -> str:
 def _follow_location(
     model: type[BaseModel], location: tuple[int | str, ...]
 ) -> tuple[KeyPath, str, type[BaseModel] | None]:
-    """Return the user's key path, without union tags and indices; the same as text, with indices; its end's model."""
+    """Return the user's key path without union tags and indices; the path as text with indices; and its last model."""
     path: list[str] = []
     shown = ""
     owner: type[BaseModel] | None = model

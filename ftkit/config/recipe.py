@@ -23,7 +23,7 @@ SCORES: dict[str, tuple[str, ...]] = {
     "calls": ("calls", "call_names", "parallel_calls", "no_call"), "exact_match": ("exact_match",),
     "repetition": ("repetition",),
 }  # fmt: skip
-"""The scores of each metric of completions that ftkit has."""
+"""The scores that each of ftkit's metrics of completions yields."""
 _LOWER_IS_BETTER = frozenset(("loss", "perplexity", "repetition", "kl", "kl_per_token", "next_token_loss"))
 
 
@@ -31,11 +31,11 @@ class GenerationSpec(Spec):
     """Generate completions for rows of the validation split, and score them."""
 
     metrics: tuple[OneLine, ...] = ()
-    """`calls`, `exact_match`, `repetition`, or functions of `data.task`. If empty, all that fit the rows."""
+    """`calls`, `exact_match`, `repetition`, or functions of `data.task`. If empty, all metrics that fit the rows."""
     num_rows: PositiveInt = 100
     """Number of rows before and after training."""
     num_rows_during: Annotated[int, Field(ge=0, le=2**31), WHOLE_NUMBER] = 20
-    """Number of rows every `evaluation.every_steps`; always the same rows."""
+    """Number of rows in evaluations during training (`evaluation.every_steps`); always the same rows."""
     max_new_tokens: PositiveInt = 128
     """Longest completion, in tokens."""
 
@@ -46,7 +46,7 @@ class BestSpec(Spec):
     metric: OneLine = "loss"
     """`loss`, `perplexity`, `loss/SOURCE`, a score of `evaluation.generation`, or a metric of the objective."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """Whether lower or higher is better; `auto`: lower for losses, divergences, perplexity, repetition, else higher."""
+    """Whether lower or higher is better. `auto`: lower for losses, divergences, perplexity, repetition; else higher."""
 
     @property
     def is_lower_better(self) -> bool:
@@ -66,9 +66,9 @@ class EvaluationSpec(Spec):
     """Keep the checkpoint of the best evaluation, and export it at the end: `RUN@best`. A checkpoint is written after
     each evaluation that is better than all before it."""
     early_stopping_patience: PositiveInt | None = None
-    """End training after so many evaluations in a row without improvement of `best.metric` (default: `loss`)."""
+    """End training after this many consecutive evaluations without improvement of `best.metric` (default: `loss`)."""
     early_stopping_threshold: NonNegativeFloat = 0.0
-    """A smaller improvement does not count for early_stopping_patience."""
+    """Minimum improvement that resets the count of early_stopping_patience."""
 
     @property
     def selection(self) -> BestSpec | None:
@@ -86,10 +86,10 @@ class EvaluationSpec(Spec):
 
 
 class ExportSpec(Spec):
-    """What `ftkit export` hands over."""
+    """Limits of `ftkit export`."""
 
     max_loss_increase: NonNegativeFloat | None = None
-    """Refuse a quantized model whose loss on the validation split is higher by more than this, in nats per token."""
+    """Refuse a quantized model if quantization raises the validation loss by more than this, in nats per token."""
 
 
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
@@ -97,27 +97,27 @@ SinkName = Literal["tensorboard", "wandb", "mlflow"]
 SINK_PACKAGES: Final[dict[SinkName, tuple[str, ...]]] = {
     "tensorboard": ("tensorboard",), "wandb": ("wandb",), "mlflow": ("mlflow-skinny", "mlflow"),
 }  # fmt: skip
-"""Python packages of a sink, one of which is required; messages show the first one."""
+"""Python packages for each sink. One of them is required; messages mention the first."""
 
 
 def sinks_without_package(sinks: Iterable[SinkName], packages: Container[str]) -> list[SinkName]:
-    """Return the sinks without a package among these; names are normalized."""
+    """Return the sinks that have none of these packages; names are normalized."""
     return [sink for sink in sinks if not any(name in packages for name in SINK_PACKAGES[sink])]
 
 
 class TrackingSpec(Spec):
-    """Experiment trackers, which receive the records of metrics.jsonl. Keys and passwords come from the environment."""
+    """Experiment trackers that receive the records of metrics.jsonl. Keys and passwords come from the environment."""
 
     sinks: tuple[SinkName, ...] = ()
     """Any of `tensorboard`, `wandb` and `mlflow`; each is an extra of ftkit."""
     project: OneLine | None = None
-    """W&B's project and MLflow's experiment. `WANDB_PROJECT` and `MLFLOW_EXPERIMENT_NAME`, else `ftkit`, if null."""
+    """W&B's project and MLflow's experiment. If null, `WANDB_PROJECT` and `MLFLOW_EXPERIMENT_NAME`, else `ftkit`."""
     mlflow_uri: OneLine | None = None
     """MLflow's tracking server, without user and password. `MLFLOW_TRACKING_URI` if null."""
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
-        # Checks of the whole spec, because a message about a single key would show its value, which may be a password.
+        # Check the whole spec: a message about a single key would show its value, which may contain a password.
         if len(set(self.sinks)) != len(self.sinks):
             raise ValueError(f"sinks lists one twice: {', '.join(self.sinks)}")
         if self.mlflow_uri is not None and "@" in urlsplit(self.mlflow_uri).netloc:
@@ -130,7 +130,7 @@ class TrackingSpec(Spec):
 
 
 def check_packages(tracking: TrackingSpec) -> None:
-    """Refuse (PrerequisiteError) trackers whose packages this Python does not have."""
+    """Refuse (PrerequisiteError) trackers whose packages are not installed in this Python."""
     for name in tracking.sinks:
         if find_spec(name) is None:
             raise PrerequisiteError(
@@ -143,8 +143,8 @@ def check_packages(tracking: TrackingSpec) -> None:
 def check_access(tracking: TrackingSpec, environment: Mapping[str, str], *, sees_home: bool) -> None:
     """Refuse (PrerequisiteError) trackers without the key or the address that they need.
 
-    This is checked before the job is submitted, with the job's variables as far as they are known, and again in it.
-    `sees_home` is whether the job can read the user's home folder, unlike in a container.
+    Called before the job is submitted, with the job's variables as far as they are known, and again in the job.
+    `sees_home` tells whether the job can read the user's home folder; in a container it can't.
     """
     if "wandb" in tracking.sinks and environment.get("WANDB_MODE", "online") in {"online", "shared"}:
         netrc = Path(environment.get("NETRC") or Path(environment.get("HOME") or "/", ".netrc"))
@@ -181,15 +181,15 @@ class ProfileSpec(Spec):
     wait_steps: NonNegativeInt = 5
     """Steps at the beginning of each cycle that are not profiled, because the first steps compile kernels."""
     warmup_steps: NonNegativeInt = 3
-    """Steps after them that run under the profiler and are discarded."""
+    """Next steps of the cycle, which run under the profiler and are discarded."""
     active_steps: PositiveInt = 20
-    """Steps after them that are recorded."""
+    """Next steps of the cycle, which are recorded."""
     cycles: PositiveInt = 1
     """Number of cycles; each writes a trace."""
     ranks: tuple[NonNegativeInt, ...] = Field(default=(0,), min_length=1)
-    """Ranks that are recorded."""
+    """Ranks to record."""
     with_stack: bool = False
-    """Record the source location of each operation: larger traces, slower steps."""
+    """Record the source location of each operation; traces are larger and steps slower."""
     record_shapes: bool = False
     """Record the shapes of the operations' inputs."""
     memory: bool = True
@@ -211,35 +211,35 @@ class ResourcesSpec(Spec):
     processes_per_node: PositiveInt | None = None
     """Processes per node without GPUs. The profile's number if null."""
     spare_nodes: Annotated[int, Field(ge=0, le=2**10), WHOLE_NUMBER] = 0
-    """Additional nodes of the job that don't train, on Slurm. One of them replaces a node that no longer answers,
-    within the job; without one, the job is requeued."""
+    """Additional idle nodes of the job, on Slurm. If a node no longer answers, a spare node replaces it within the job;
+    if none is left, the job is requeued."""
     min_nodes: PositiveInt | None = None
-    """On Slurm, once no spare node is left for one that no longer answers, training continues in the job on this many
-    nodes or more, if their processes divide the global batch and have the memory. As many as `num_nodes` if null."""
+    """On Slurm, if no spare node is left to replace a node that no longer answers, training continues in the job on at
+    least this many nodes, if their processes divide the global batch and have enough memory. `num_nodes` if null."""
     max_restarts: Annotated[int, Field(ge=0, le=1000), WHOLE_NUMBER] = 3
-    """Maximum consecutive restarts within a job, from the newest checkpoint, after a process died or failed for a
-    possibly transient reason; a new checkpoint resets the count. 0: never."""
+    """Maximum consecutive restarts within a job, each from the newest checkpoint, after a process died or failed for a
+    possibly transient reason. A new checkpoint resets the count. 0: never restart."""
     hang_timeout_seconds: PositiveInt = 600
-    """A step that takes longer than this, and ten times longer than the median of the last steps, counts as a hang: all
-    ranks write their Python stacks and last collectives to `logs/`, and training restarts."""
+    """A step counts as a hang if it takes longer than this and ten times the median of the last steps. All ranks then
+    write their Python stacks and last collectives to `logs/`, and training restarts."""
     exclude_stragglers: bool = False
-    """Exclude the slowest node when the job is requeued, if it computes at least 10% more slowly than the others
-    (`ftkit status`), on Slurm with two or more nodes. The cluster must have another node to replace it."""
+    """On Slurm with two or more nodes: exclude the slowest node when the job is requeued, if it is at least 10% slower
+    than the others (`ftkit status`). The cluster must have another node to replace it."""
     core_dumps: bool = False
-    """Let ranks that crash write core dumps, to the node's local disk unless the kernel's `core_pattern` says another;
-    those of a script are in its folder. The error names the place."""
+    """Let crashed ranks write core dumps: to the node's local disk, unless the kernel's `core_pattern` sets another
+    place; for a script, to its folder. The error shows the path."""
     preflight: bool | None = None
-    """Check all nodes before training, on Slurm, and exclude unhealthy ones. If null: with GPUs on several nodes."""
+    """On Slurm, check all nodes before training and exclude unhealthy ones. If null, true for GPUs on several nodes."""
     time_limit: TimeLimit | None = None
-    """Time limit in Slurm's format: `minutes`, `hours:minutes:seconds` or `days-hours:minutes:seconds`; `4:00` is four
-    minutes, as in Slurm. The profile's if null."""
+    """Time limit in Slurm's format: `minutes`, `hours:minutes:seconds` or `days-hours:minutes:seconds`. As in Slurm,
+    `4:00` is four minutes. The profile's if null."""
     sbatch_options: tuple[SbatchOption, ...] = ()
     """More options for sbatch, after those of the profile: `[reservation=friday, comment=thesis]`. They are not part of
-    the data's fingerprint, so a run with others uses the same prepared data, and `ftkit resume` may change them."""
+    the data's fingerprint: a run with other options uses the same prepared data, and `ftkit resume` may change them."""
 
 
 MAIN_KEYS: Final = {"model": "weights", "data": "source"}
-"""Sections with a short form: the value of one key alone."""
+"""Sections with a short form, which is the value of this key."""
 
 
 def _from_main_key(value: object, info: ValidationInfo) -> object:
@@ -257,15 +257,15 @@ class RecipeSpec(Spec):
     """A recipe: everything that defines a training run, except where it runs."""
 
     name: Name
-    """Name of the recipe, and of its runs unless `--name` is given. If not given, that of the file."""
+    """Name of the recipe, and of its runs unless `--name` is given. If not given, the file's name."""
     description: str = ""
     """One line for `ftkit config recipes`."""
     image: str | None = None
     """Image to run in if neither the command line nor the settings set one."""
     model: Annotated[ModelSpec, BeforeValidator(_from_main_key, json_schema_input_type=str | ModelSpec)]
-    """The model to fine-tune: its weights alone (`model: Qwen/Qwen3-8B`), or its fields."""
+    """The model to fine-tune: only its weights (`model: Qwen/Qwen3-8B`), or its fields."""
     data: Annotated[DataSpec, BeforeValidator(_from_main_key, json_schema_input_type=str | DataSpec)]
-    """The data to train and evaluate on: its source alone (`data: ./chats.jsonl`), or its fields."""
+    """The data to train and evaluate on: only its source (`data: ./chats.jsonl`), or its fields."""
     training: TrainingSpec = Field(default_factory=lambda: TrainingSpec.model_validate({}))
     """The optimization."""
     evaluation: EvaluationSpec = EvaluationSpec.model_construct()
@@ -279,7 +279,7 @@ class RecipeSpec(Spec):
     resources: ResourcesSpec = ResourcesSpec.model_construct()
     """Resources that the recipe requests."""
     sync: Annotated[str, AfterValidator(_as_destination)] | None = None
-    """Where complete checkpoints and exports are copied while the run trains: `s3://bucket/prefix`,
+    """Destination to copy complete checkpoints and exports to while the run trains: `s3://bucket/prefix`,
     `gs://bucket/prefix` or a folder. `ftkit resume s3://bucket/prefix/RUN` continues the run on another machine."""
 
     @property
@@ -295,7 +295,7 @@ class RecipeSpec(Spec):
 
 
 def why_not_shared(recipe: RecipeSpec, shape: ArchitecturePlan) -> str:
-    """Return why prompts of pairs can't be computed once; no text if they can, as far as the plan knows."""
+    """Return why prompts of pairs can't be computed once; empty if, as far as the plan knows, they can."""
     training = recipe.training
     if training.documents_per_sample == 1:
         return f"objective '{training.objective}' has no pairs"
@@ -311,7 +311,7 @@ def why_not_shared(recipe: RecipeSpec, shape: ArchitecturePlan) -> str:
 
 
 def shares_prompts(recipe: RecipeSpec, shape: ArchitecturePlan) -> bool | None:
-    """Return whether prompts of pairs are computed once; None if preparation decides by what that saves."""
+    """Return whether prompts of pairs are computed once; None if preparation decides by the tokens saved."""
     if recipe.data.share_prompts is not None:
         return recipe.data.share_prompts
     return None if shape.is_measured and not why_not_shared(recipe, shape) else False

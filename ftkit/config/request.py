@@ -69,12 +69,12 @@ class Origins:
     settings: Layers = field(default_factory=Layers)
 
     def locate(self, problem: Problem) -> Problem:
-        """Add the key's origin to a problem of one of the three specs."""
+        """Add the origin of its key to a problem in one of the three specs."""
         path = tuple(problem.key.split("."))
         for spec, layers in ((Settings, self.settings), (RecipeSpec, self.recipe), (ClusterProfile, self.cluster)):
             if path[0] in spec.model_fields and path[:1] in layers.origins:
                 where = layers.origin(path)
-                is_default = where == COMMAND_LINE and layers.value(path) is None  # beside a key that was typed
+                is_default = where == COMMAND_LINE and layers.value(path) is None  # next to a key from the command line
                 return problem if is_default else replace(problem, where=where)
         return problem
 
@@ -87,7 +87,7 @@ class RunRequest:
     num_nodes: int | None  # `--nodes`; the recipe's number if None
     gpus_per_node: int | None  # `--gpus-per-node`; the recipe's number, else the cluster's, if None
     image: AnyImage | None
-    image_is_explicit: bool  # whether `--image` set it, rather than a configuration file
+    image_is_explicit: bool  # whether `--image` sets it rather than a configuration file
     workspace: Path
     python: str  # the interpreter that ftkit runs in, for runtime `none`
     created: datetime  # when the run was requested, in UTC

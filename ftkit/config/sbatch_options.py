@@ -1,4 +1,4 @@
-"""More options for sbatch and srun, in profiles and recipes, and none that ftkit sets itself."""
+"""Validate the user's options for sbatch and srun in profiles and recipes; refuse options that ftkit sets itself."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -40,20 +40,20 @@ _SET_BY_FTKIT: Final = {
     }.items()
     for name in names.split()
 }
-"""Options that job scripts have or depend on, with what to use in their place."""
+"""Options that job scripts set or depend on, with the key or option to use instead."""
 _SHORT: Final = {
     "A": "account", "B": "extra-node-info", "C": "constraint", "D": "chdir", "F": "nodefile", "G": "gpus",
     "J": "job-name", "L": "licenses", "M": "clusters", "N": "nodes", "S": "core-spec", "W": "wait", "a": "array",
     "b": "begin", "c": "cpus-per-task", "d": "dependency", "e": "error", "i": "input", "m": "distribution",
     "n": "ntasks", "o": "output", "p": "partition", "q": "qos", "t": "time", "w": "nodelist", "x": "exclude",
 }  # fmt: skip
-"""sbatch's short options with a value; and, as the long ones, its flags."""
+"""sbatch's short options: those with a value, and flags."""
 _SHORT_FLAGS: Final = {"H": "hold", "O": "overcommit", "k": "no-kill", "s": "oversubscribe"}
 _MEMORY: Final = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
 def _spell(text: str) -> str:
-    """Return an option as `name` or `name=value`; ValueError if it is none, or ftkit sets it itself."""
+    """Return an option as `name` or `name=value`; ValueError if it is invalid, or if ftkit sets it itself."""
     match = re.fullmatch(r"\s*(?:-([A-Za-z])(?:[ =]*(.*))|(?:--)?([A-Za-z][A-Za-z0-9-]+)(?:(?: *=| ) *(.*))?)\s*", text)
     if match is None:
         raise ValueError(f"{text!r} is no option of sbatch: write 'name=value', as in 'constraint=h200'")
@@ -65,7 +65,7 @@ def _spell(text: str) -> str:
             raise ValueError(f"{text!r} is not understood: write sbatch's long name of it, as in 'constraint=h200'")
     own = [each for each in _SET_BY_FTKIT if each == name] or [
         each for each in sorted(_SET_BY_FTKIT) if each.startswith(name) and name not in _MEMORY
-    ]  # getopt takes beginnings of names too
+    ]  # getopt also accepts prefixes of names
     own += ["container"] if name.startswith("container-") else []
     if own:
         raise ValueError(f"ftkit sets --{own[0]} itself: use {_SET_BY_FTKIT[own[0]]}, not {text.strip()!r}")
@@ -73,7 +73,7 @@ def _spell(text: str) -> str:
 
 
 SbatchOption = Annotated[OneLine, AfterValidator(_spell)]
-"""An option of sbatch, as `name=value` or `name`. The command line's spellings are taken, with dashes and short."""
+"""An option of sbatch as `name=value` or `name`. The command line's long and short forms with dashes are accepted."""
 
 
 _SET_FOR_STEPS: Final = {
@@ -89,7 +89,7 @@ _SET_FOR_STEPS: Final = {
 
 
 def _check_step_option(text: str) -> str:
-    """Return an argument of srun; ValueError if it is an option that job scripts set, which it would override."""
+    """Return an argument of srun; ValueError if it would override an option that job scripts set."""
     dashes, name = re.match("(-*)([^=]*)", text).groups()  # type: ignore[union-attr] # it matches any text
     name = _SHORT.get(name[:1], "") if dashes == "-" else name
     own = [each for each in sorted(_SET_FOR_STEPS) if dashes and name and each.startswith(name)]
@@ -102,7 +102,7 @@ SrunOption = Annotated[str, AfterValidator(_check_step_option)]
 
 
 def find_conflicts(options: Iterable[str], *, is_exclusive: bool, has_gres: bool) -> Iterator[str]:
-    """Yield the options that the job script of a profile sets: the memory of whole nodes, or GPUs as GRES."""
+    """Yield options that conflict with the job script of a profile: memory of whole nodes, or GPUs as GRES."""
     for option in options:
         name, _, value = option.partition("=")
         if is_exclusive and name in _MEMORY:

@@ -1,4 +1,4 @@
-"""Training settings, and the same with all `auto` values resolved."""
+"""Training settings as given, and with all `auto` values resolved."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -36,7 +36,7 @@ TrainingPrecision = Literal["bf16", "fp32", "fp8"]
 Quantization = Literal["none", "nf4", "fp8"]
 
 LARGEST_GROUP, LONGEST_SEQUENCE = 2**16, 2**24
-"""Upper bounds, far above what fits in memory. They bound the search over divisors and halvings."""
+"""Upper bounds far above anything that fits in memory. They limit the search over divisors and halvings."""
 
 
 def _number_or_auto(least: int, what: str) -> BeforeValidator:
@@ -63,21 +63,21 @@ class TrainingSpec(ObjectiveSpec):
     """Optimization settings."""
 
     method: Method = "full"
-    """Which parameters are trained: all, adapters only, or adapters on 4-bit weights (NF4)."""
+    """Parameters to train: all (`full`), adapters (`lora`), or adapters on 4-bit weights in NF4 (`qlora`)."""
     lora: LoraSpec | None = None
     """The adapters of methods lora and qlora. Default if null."""
     vision: Vision = "frozen"
-    """Weights of a multimodal model that are trained in addition to those of `method`, on data with pictures: none, the
-    projector of picture features into the text model, or projector and vision tower. Files of adapters can't hold them,
-    so the merged model is exported."""
+    """Weights of a multimodal model to train in addition to those of `method`, on data with pictures: none, the
+    projector of picture features into the text model, or projector and vision tower. Adapter files can't hold these
+    weights, so the merged model is exported."""
     vision_learning_rate: PositiveFloat | None = None
     """Highest learning rate of the weights that `vision` trains. `learning_rate` if null."""
     context_parallel: PositiveInt = 1
     """Number of GPUs of a node that divide the tokens of each pack, for packs that don't fit on one GPU (engine fsdp2).
-    It, and its product with tensor_parallel, must divide the attention heads."""
+    This number, and its product with tensor_parallel, must divide the number of attention heads."""
     tensor_parallel: PositiveInt = 1
     """Number of GPUs of a node that divide the matrices of each decoder layer (llama, qwen3, gemma3_text, olmo3;
-    methods full and lora, engine fsdp2). It must divide the heads of both kinds, and the intermediate size."""
+    methods full and lora, engine fsdp2). It must divide the query and key-value heads, and the intermediate size."""
     engine: Literal["auto", "fsdp2", "zero3"] = "auto"
     """Engine that shards the model over processes; `auto` chooses, and the plan shows the reason."""
     offload: Offload = "none"
@@ -94,27 +94,27 @@ class TrainingSpec(ObjectiveSpec):
     sequence_length: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE), WHOLE_NUMBER] = 2048
     """Tokens per pack. If not given, 2048, or the model's positions if it has fewer."""
     micro_batch_size: Annotated[PositiveInt | Auto, _MICRO_BATCH] = "auto"
-    """Packs that one process computes at a time; `auto`: the number predicted to be the fastest on the cluster's GPUs
-    with memory to spare. It changes only speed and memory: the optimizer sees `global_batch_size`."""
+    """Packs per micro-batch of a process; `auto`: the number that is predicted to be fastest on the cluster's GPUs,
+    with memory to spare. It affects only speed and memory: the optimizer step uses `global_batch_size`."""
     global_batch_size: PositiveInt = 16
-    """Packs in an optimizer step, over all processes and accumulation steps."""
+    """Packs per optimizer step, over all processes and accumulation steps."""
     max_steps: PositiveInt | None = None
-    """Number of optimizer steps; the data is repeated as often as needed. Give this or num_epochs; in an override, or
-    in a recipe that extends another, it replaces num_epochs."""
+    """Number of optimizer steps; the data is repeated as needed. Set this or num_epochs. In an override, or in a recipe
+    that extends another, it replaces num_epochs."""
     num_epochs: Annotated[float, Field(gt=0, le=LARGEST_COUNT), AfterValidator(_as_int_if_whole), NUMBER] | None = None
-    """Number of passes over the data; the last may be a part of one, as in 0.5 or 2.5. Replaces max_steps. If neither
-    is given, 1."""
+    """Number of passes over the data; may be fractional, as in 0.5 or 2.5. Replaces max_steps. If neither is given,
+    1."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
-    """`adamw8bit`: states of 8 bits instead of 32, with engine fsdp2 and without offload; needs bitsandbytes."""
+    """`adamw8bit`: 8-bit instead of 32-bit states, with engine fsdp2 and without offload; needs bitsandbytes."""
     learning_rate: PositiveFloat = Field(
         default_factory=lambda fields: usual_learning_rate(fields.get("objective", ""), fields.get("method", ""))
     )
-    """Highest learning rate, reached after the warm-up. If not given, 2e-5, or 5e-7 on preferences (`orpo`: 8e-6), with
-    method full, and ten times that for adapters."""
+    """Highest learning rate, reached after the warm-up. If not given: with method full, 2e-5, or 5e-7 on preferences
+    (`orpo`: 8e-6); for adapters, ten times that."""
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     """How the learning rate changes after the warm-up."""
     warmup_ratio: Annotated[float, Field(ge=0, le=1), NUMBER] = 0.03
-    """Fraction of all steps in which the learning rate rises from 0."""
+    """Fraction of all steps during which the learning rate rises from 0."""
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1), NUMBER] = 0.0
     """Final learning rate of cosine and linear, as a fraction of the highest."""
     betas: tuple[Float, Float] = (0.9, 0.95)
@@ -124,42 +124,42 @@ class TrainingSpec(ObjectiveSpec):
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this norm. A large one, such as 1e9, turns clipping off."""
     router_aux_loss_coef: NonNegativeFloat | None = None
-    """Weight of the load-balancing loss of a mixture of experts, as transformers computes it, for each pack. If null,
-    that of config.json if `output_router_logits` is true there, else 0; with adapters, 0."""
+    """Weight of the load-balancing loss of a mixture of experts, computed per pack as in transformers. If null, the
+    value in config.json if `output_router_logits` is true there, else 0; with adapters, 0."""
     attention: AttentionChoice = "auto"
     """Attention kernel: `flash4` (flash-attn-4) or `cudnn` (nvidia-cudnn-frontend), both for Hopper and newer; `flex`
-    (any CUDA device), `sdpa` (any device); `auto` selects the fastest that works on the GPU and the model; `eager`
-    works for all models."""
+    (any CUDA device), `sdpa` (any device); `auto` selects the fastest kernel that supports the GPU and the model;
+    `eager` works for all models."""
     compile: Literal["auto", "layers", "none"] = "auto"
     """`layers`: compile each decoder layer, which fuses element-wise operations; `auto`: on GPUs, with engine fsdp2."""
     activation_checkpointing: Literal["auto", "none", "selective", "except_attention", "full"] = "auto"
     """Activations that the backward pass recomputes: nothing (`none`); the cheap operations between matmuls and
     attention (`selective`, with engine fsdp2); decoder layers except attention (`except_attention`, with engine fsdp2),
-    for long sequences, which spend most of their time there; or whole decoder layers (`full`), for the least memory and
-    a third more time. `auto`: the one that is predicted to be the fastest, with memory to spare."""
+    for long sequences, where attention takes most of the time; or whole decoder layers (`full`), for the least memory
+    and a third more time. `auto`: the mode that is predicted to be fastest, with memory to spare."""
     checkpointed_layers: PositiveInt | None = None
-    """Number of decoder layers with the mode of `activation_checkpointing`: the first of the model, with
-    `activation_offload` spread evenly. The others use `selective` (`none` with engine zero3 or after `selective`). All
-    if null; with `auto` checkpointing, as many as memory requires."""
+    """Number of decoder layers that use the mode of `activation_checkpointing`: the model's first layers, or with
+    `activation_offload` evenly spread ones. The others use `selective` (`none` with engine zero3, or if the mode is
+    `selective`). All if null; with `auto` checkpointing, the number that memory requires."""
     activation_offload: bool = False
-    """Keep what decoder layers with activation checkpointing save in host memory until the backward pass: their inputs,
-    and if they are compiled, the outputs of attention (`except_attention`) and also those of matmuls (`selective`)."""
+    """Keep the activations that checkpointed decoder layers save in host memory until the backward pass: their inputs;
+    if compiled, also the outputs of attention (`except_attention`), or of attention and matmuls (`selective`)."""
     offloaded_layers: NonNegativeInt | None = None
     """Number of the layers with `selective` checkpointing to which `activation_offload` applies, spread evenly. All if
-    null; with `auto` checkpointing, as many as are predicted to be the fastest."""
+    null; with `auto` checkpointing, the number that is predicted to be fastest."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Whether decoder layers are resharded after the forward pass and all-gathered again for the backward pass.
     `never`, with engine fsdp2: less traffic, more memory; `auto`: `never` if the GPU has memory to spare."""
     shard_degree: Annotated[PositiveInt | Auto, _SHARD_DEGREE] = "auto"
-    """Number of GPUs that shard a copy of the model, with engine fsdp2; a divisor of all. Fewer than all hold replicas
-    (hybrid sharding, HSDP), for less traffic between nodes and more memory. `auto`: all GPUs, or those of one or a few
-    nodes if the network is predicted to slow steps down otherwise."""
+    """Number of GPUs that shard one copy of the model, with engine fsdp2; a divisor of the number of GPUs. If it is
+    smaller, groups of GPUs hold replicas (hybrid sharding, HSDP), with less traffic between nodes and more memory.
+    `auto`: all GPUs, or those of one or a few nodes if the network is predicted to slow steps down otherwise."""
     sync_gradients: Literal["auto", "every_micro_batch", "last_micro_batch"] = "auto"
     """When the gradients of accumulated micro-batches are reduced over the GPUs. `last_micro_batch`, with engine fsdp2:
-    once a step, for less traffic and, until then, unsharded sums in `reduce_precision` on each GPU; `auto`: that
-    between nodes, if it is predicted to be faster and the GPU has memory to spare."""
+    once per step; this reduces traffic, but each GPU keeps unsharded sums in `reduce_precision` until then. `auto`:
+    `last_micro_batch` between nodes, if it is predicted to be faster and the GPU has memory to spare."""
     reduce_precision: Precision = "fp32"
-    """Precision in which gradients are reduced over the processes; `bf16`: half the traffic, and each sum rounded."""
+    """Precision of gradient reduction over the processes; `bf16` halves the traffic, and rounds each sum."""
     collectives: Literal["auto", "nccl", "copy_engine"] = "auto"
     """Backend of collectives between GPUs, with engine fsdp2: NCCL, whose kernels occupy SMs that matmuls could use, or
     the copy engines, on one host with NVLink (torch 2.11 or newer); `auto`: copy engines where they work."""
@@ -167,13 +167,13 @@ class TrainingSpec(ObjectiveSpec):
     """Reaction to a step whose loss or gradient is NaN or infinite. Such a step never updates the weights; then the run
     ends (`stop`), or continues with the next batch (`skip`) and ends after ten such steps in a row."""
     checkpoint_every_steps: PositiveInt = 300
-    """Steps between checkpoints; there is always one at the end."""
+    """Steps between checkpoints; one is always written at the end."""
     keep_checkpoints: PositiveInt = 2
-    """How many of the newest checkpoints to keep; the best one is kept too (`evaluation.best`)."""
+    """Number of newest checkpoints to keep; the best one is kept too (`evaluation.best`)."""
     keep_every_steps: PositiveInt | None = None
     """Also keep the checkpoints of all steps that are a multiple of this. None if null."""
     max_failed_checkpoints: NonNegativeInt = 2
-    """How many checkpoints in a row may fail to be written while training continues; the last one may not."""
+    """Maximum consecutive checkpoints that may fail to be written while training continues; the final one must not."""
     log_every_steps: PositiveInt = 10
     """Steps between records in metrics.jsonl."""
     seed: Seed = 0
@@ -187,11 +187,11 @@ class TrainingSpec(ObjectiveSpec):
 
     @property
     def adapters(self) -> LoraSpec | None:
-        """The adapters that are trained, by default on Llama's linear layers; None if all weights are trained."""
+        """The adapters to train, by default on Llama's linear layers; None if all weights are trained."""
         return None if self.method == "full" else _with_default_targets(self.lora or LoraSpec.model_construct())
 
     def with_targets(self, targets: tuple[str, ...]) -> Self:
-        """Return the settings with these targets of adapters, if there are adapters and the recipe sets no targets."""
+        """Return the settings with these adapter targets, if there are adapters and the recipe sets no targets."""
         lora = self.lora or LoraSpec.model_construct()
         if self.method == "full" or lora.targets:
             return self
@@ -199,7 +199,7 @@ class TrainingSpec(ObjectiveSpec):
 
     @property
     def compute_precision(self) -> Precision:
-        """The precision of everything but FP8 matmuls."""
+        """The precision of all computation except FP8 matmuls."""
         return "fp32" if self.precision == "fp32" else "bf16"
 
     @property
@@ -212,7 +212,7 @@ class TrainingSpec(ObjectiveSpec):
 
     @property
     def sends_fp8(self) -> bool:
-        """Whether trained matrices that are sharded are all-gathered in FP8."""
+        """Whether sharded trained matrices are all-gathered in FP8."""
         return self.fp8_all_gather and self.precision == "fp8" and self.offload != "all"
 
     @property
@@ -222,7 +222,7 @@ class TrainingSpec(ObjectiveSpec):
 
     @property
     def quantization(self) -> Quantization:
-        """How frozen linear layers of decoder layers are stored, if not in the compute precision."""
+        """Storage format of frozen linear layers in decoder layers, if not the compute precision."""
         if self.method == "qlora":
             return "nf4"
         return "fp8" if self.base_precision == "fp8" else "none"
@@ -263,7 +263,7 @@ class TrainingSpec(ObjectiveSpec):
 
     @property
     def stores_reference(self) -> bool:
-        """Whether the reference's log-probabilities are computed before step 1 and stored."""
+        """Whether the reference's log-probabilities are computed once before step 1 and stored."""
         stored = ("auto", "stored") if self.method == "full" else ("stored",)
         return isinstance(self.preferences, ReferencedSpec) and self.preferences.reference in stored
 
@@ -334,7 +334,7 @@ class TrainingSpec(ObjectiveSpec):
 
 @lru_cache(maxsize=16)
 def _with_default_targets(lora: LoraSpec) -> LoraSpec:
-    """Return adapters with targets; cached, since a plan asks for them thousands of times."""
+    """Return adapters with targets; cached, since a plan calls this thousands of times."""
     return lora if lora.targets else lora.model_copy(update={"targets": ALL_PROJECTIONS})
 
 
@@ -354,7 +354,7 @@ class TrainingPlan(TrainingSpec):
         return [mode] * num + [others] * (num_layers - num)
 
     def offloaded_of_layers(self, num_layers: int, engine: EngineName) -> list[bool]:
-        """Return for each decoder layer whether what it saves is in host memory until the backward pass."""
+        """Return for each decoder layer whether its saved activations are in host memory until the backward pass."""
         modes = self.checkpointing_of_layers(num_layers, engine)
         if not self.activation_offload:
             return [False] * num_layers
@@ -363,7 +363,7 @@ class TrainingPlan(TrainingSpec):
         return [next(selective) if mode == "selective" else mode != "none" for mode in modes]
 
     def lighter_checkpointing(self, engine: EngineName) -> ActivationCheckpointing:
-        """Return the activation checkpointing of the layers that `checkpointed_layers` leaves out."""
+        """Return the activation checkpointing of the layers beyond `checkpointed_layers`."""
         recomputes_layers = self.activation_checkpointing in RECOMPUTES_LAYERS
         return "selective" if recomputes_layers and engine == "fsdp2" else "none"
 

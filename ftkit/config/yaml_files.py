@@ -1,7 +1,7 @@
 """Read YAML into plain values, each with its line; any other bytes raise a ConfigError.
 
-ruamel composes the nodes, with limits: an alias bomb or a thousand brackets would keep it busy for hours. Scalars are
-those of YAML 1.2's core schema, in which a date is text.
+ruamel composes the nodes within limits: an alias bomb or a thousand nested brackets would take it hours. Scalars follow
+YAML 1.2's core schema, in which a date is text.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def read_yaml(path: Path) -> Layers:
     return parse_bytes(data, str(path))
 
 
-@lru_cache(maxsize=128)  # many recipes extend the same file, and parsing it takes longer than all else
+@lru_cache(maxsize=128)  # many recipes extend the same file, and parsing it dominates
 def parse_bytes(data: bytes, where: str) -> Layers:
     """Parse a file's content, as `read_yaml` does; `where` is its name in messages."""
     if len(data) > MAX_BYTES:
@@ -96,9 +96,9 @@ def to_yaml(document: Mapping[str, Any]) -> str:
 def parse_override(text: str) -> Layers:
     """Parse `key.path=value`.
 
-    A value is a list (`[a, b]`), a mapping (`{a: 1}`) or quoted text, as in YAML; otherwise a single word or text, in
-    which only YAML's numbers, `true`, `false` and `null` have a meaning. Raises ConfigError: there is no `=`, or the
-    value is not YAML.
+    A value is a list (`[a, b]`), a mapping (`{a: 1}`) or quoted text, as in YAML. Any other value is plain text, in
+    which only YAML's numbers, `true`, `false` and `null` are special. Raises ConfigError: there is no `=`, or the value
+    is not YAML.
     """
     key, separator, value = text.partition("=")
     path = tuple(key.split("."))
@@ -123,7 +123,7 @@ def parse_override(text: str) -> Layers:
 
 
 def _scalar(text: str, where: str, line: int | None, *, is_text: bool = False) -> bool | int | float | str | None:
-    """Return the value of a scalar in YAML 1.2's core schema, or the text of a quoted one."""
+    """Return the value of a scalar by YAML 1.2's core schema, or the text of a quoted scalar."""
     if "\0" in text:  # illegal in file names and scripts, as surrogates are in UTF-8
         raise _error(where, line, "a value can't contain a NUL byte.")
     if any("\ud800" <= character <= "\udfff" for character in text):
@@ -145,13 +145,13 @@ def _scalar(text: str, where: str, line: int | None, *, is_text: bool = False) -
 
 
 class _LimitedComposer(Composer):
-    """ruamel's composer of nodes, with limits. An alias is the same node again, and counts as often as it is used."""
+    """ruamel's composer of nodes, with limits. An alias repeats its node, which counts for each use."""
 
     where = ""
     line = 1
     num_values = nesting = deepest = 0
     sizes: dict[int, tuple[int, int]]
-    """Values in each complete node, by its id, and levels below it."""
+    """Number of values in each complete node and of levels below it, by the node's id."""
 
     def compose_node(self, parent: Node | None, index: object) -> Node | None:
         """Compose the next node, unless it exceeds a limit, or has a tag."""
@@ -166,7 +166,7 @@ class _LimitedComposer(Composer):
         node: Node | None
         if isinstance(event, AliasEvent):
             node = super().compose_node(parent, index)
-            num_values, levels = self.sizes.get(id(node), (MAX_VALUES, MAX_DEPTH))  # unknown: it is inside itself
+            num_values, levels = self.sizes.get(id(node), (MAX_VALUES, MAX_DEPTH))  # unknown: the node contains itself
             self.num_values += num_values
             self.deepest += levels
             self._check_limits()
@@ -190,9 +190,9 @@ class _LimitedComposer(Composer):
 
 
 def _parse(text: str, where: str, origins: dict[KeyPath, str]) -> object:
-    """Return the value of a text's only document, None if it has none; record the origin of each key.
+    """Return the value of a text's only document, None if there is none; record the origin of each key.
 
-    Raises ConfigError: it is not YAML, has several documents, has keys twice or that are no words, or exceeds a limit.
+    Raises ConfigError: not YAML, several documents, duplicate keys, keys that are not text, or a limit exceeded.
     """
     yaml = YAML(typ="safe", pure=True)
     yaml.Composer = _LimitedComposer
@@ -227,7 +227,7 @@ def _plain(node: Node, path: KeyPath, where: str, origins: dict[KeyPath, str]) -
 
 
 def _entries(mapping: Node, where: str) -> dict[str, tuple[int, Node]]:
-    """Return entries with their lines: a mapping's own, and others of the mappings in its `<<`, the first winning."""
+    """Return a mapping's entries with their lines: its own, then those of its `<<` mappings; the first one wins."""
     own: dict[str, tuple[int, Node]] = {}
     merged: dict[str, tuple[int, Node]] = {}
     for key_node, value in mapping.value:

@@ -405,7 +405,7 @@ def test_true_and_false_are_not_numbers(ctx: Context, override: str, message: st
     ("override", "message"),
     [
         ("training.num_epochs=0", "must be more than 0, got 0. Number of passes over the data"),
-        ("training.warmup_ratio=5", "must be at most 1.0, got 5. Fraction of all steps in which the learning rate"),
+        ("training.warmup_ratio=5", "must be at most 1.0, got 5. Fraction of all steps during which the learning rate"),
         ("training.attention=flash3", "or 'eager'. Did you mean 'flash4'?"),
         ("training.attention=flash_attention_2", "or 'eager'. Did you mean 'auto'?"),
         ("training.optimizer=adamw_torch_fused", "Did you mean 'adamw'?"),
