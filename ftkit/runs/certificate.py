@@ -1,4 +1,4 @@
-"""The certificate of an export: how what engines compute with its files differs from the trained model."""
+"""The certificate of an export: how outputs of inference engines on its files differ from the trained model's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Check:
 
 @dataclass(frozen=True)
 class EngineResult:
-    """What was compared in one engine; `options` are the user's, `dtype` what its server was asked for."""
+    """The comparison in one engine; `options` are the user's, and `dtype` is the one requested of its server."""
 
     engine: str
     version: str
@@ -48,7 +48,7 @@ class EngineResult:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The content of certificate.json; `files` are those that engines read."""
+    """The content of certificate.json; `files` are the files that engines read."""
 
     run: str
     step: int
@@ -73,7 +73,7 @@ def _certified_files(folder: Path) -> dict[str, SavedFile]:
 
 
 def require_certificate(folder: Path, public_key: Path) -> list[str]:
-    """Return the engines of an export's certificate if it is signed with a key, of these files, and passed."""
+    """Return the engines of an export's certificate; refuse one that is unsigned, for other files, or not passed."""
     verify_beside(folder / CERTIFICATE, public_key, "ftkit-certificate")
     certificate = read_json(folder / CERTIFICATE, Certificate)
     files = certificate.files.items() if certificate else ()
@@ -88,14 +88,14 @@ def require_certificate(folder: Path, public_key: Path) -> list[str]:
 
 
 def keep_certificate(folder: Path, again: Path) -> None:
-    """Copy the certificate of an export to a folder with the same export; `settle_certificate` decides about it."""
+    """Copy the certificate of an export to a folder with a new export; `settle_certificate` keeps or removes it."""
     for path in (folder / CERTIFICATE, signature_file(folder / CERTIFICATE)):
         if path.is_file():
             shutil.copy2(path, again)
 
 
 def settle_certificate(folder: Path) -> None:
-    """Add a certificate's table to the model card; remove one of other files."""
+    """Add the certificate's table to the model card; remove a certificate of other files."""
     path = folder / CERTIFICATE
     try:
         certificate = read_json(path, Certificate)

@@ -1,4 +1,4 @@
-"""Read a checkpoint's marker and compare its files with it, without torch."""
+"""Read a checkpoint's marker and verify its files against it, without torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
 
 MARKER = "COMPLETE.json"
-FORMAT_VERSION: Final = 1  # of a checkpoint's files; another one is refused
+FORMAT_VERSION: Final = 1  # of a checkpoint's files; other versions are refused
 
 
 class DamagedCheckpointError(Exception):
-    """A file of a checkpoint is changed or unreadable; the message has its name."""
+    """A file of a checkpoint is changed or unreadable; the message includes its name."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class BestEvaluation:
 class TrainState:
     """State of a run besides weights and optimizer states.
 
-    The last step of an epoch that was planned as the last one may have had fewer packs than a batch.
+    The last step of the final planned epoch may have fewer packs than a batch.
     """
 
     step: int
     fingerprint: str  # `DataManifest.identity` of its data
-    best: BestEvaluation | None = None  # None if evaluations are not compared
-    evaluations_without_improvement: int = 0  # consecutive ones, up to the newest
-    num_packs: int = 0  # each counted as often as it was trained
+    best: BestEvaluation | None = None  # None without `evaluation.best` or early stopping
+    evaluations_without_improvement: int = 0  # consecutive, up to the newest
+    num_packs: int = 0  # counted each time they are trained on
     num_tokens: int = 0  # of the documents in these packs, without padding
-    num_targets: int = 0  # those of them that count in the loss
+    num_targets: int = 0  # tokens of these that count in the loss
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class SavedFile:
         return cls(path.stat().st_size, digest)
 
     def is_content_of(self, path: Path) -> bool:
-        """Return whether a file has this content; it has not if it is missing or unreadable."""
+        """Return whether a file has this content; False if it is missing or unreadable."""
         try:
             return path.stat().st_size == self.size and SavedFile.of(path) == self
         except OSError:
@@ -86,7 +86,7 @@ class Marker:
 
 
 def read_marker(folder: Path, step: int) -> Marker:
-    """Read a checkpoint's marker; DamagedCheckpointError if it is missing, damaged, or that of another checkpoint."""
+    """Read a checkpoint's marker; DamagedCheckpointError if it is missing, damaged, or of another checkpoint."""
     try:
         marker = read_json(folder / MARKER, Marker)
     except DamagedFileError as error:
@@ -105,7 +105,7 @@ def find_damage(folder: Path, marker: Marker, names: Iterable[str]) -> list[str]
 
 
 def list_checkpoints(layout: RunLayout) -> list[tuple[int, Path]]:
-    """Return the complete checkpoints with their steps, oldest first; none if they can't be listed."""
+    """Return the complete checkpoints with their steps, oldest first; empty if they can't be listed."""
     try:
         return layout.list_checkpoints()
     except OSError:
@@ -126,7 +126,7 @@ def find_best(layout: RunLayout) -> BestEvaluation | None:
     """Resolve `RUN@best`: by `evaluation.best`, else by the lowest validation loss; None if nothing was evaluated."""
     if selected := read_selection(layout):
         return selected
-    # Imported here: a plan reads a marker at most.
+    # Imported here because a plan needs at most a marker.
     from ftkit.runs.metrics_file import read_evaluations  # noqa: PLC0415
 
     steps, records = dict(layout.list_checkpoints()), read_evaluations(layout.metrics)

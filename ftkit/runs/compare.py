@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _SECTIONS = ("recipe", "data", "image", "versions", "cluster")
 _DERIVED = re.compile(r"(model|teacher)\.architecture\.counts\.|teacher\.(?!weights$|revision$|trained\.sha256$)")
-"""Keys of a resolved recipe that follow from others."""
+"""Keys of a resolved recipe that are derived from other keys."""
 _OF_OBJECTIVE = {"loss", "kl_per_token", *PREFERENCE_METRICS, *DISTILL_METRICS}
 """Metrics of an evaluation whose definitions depend on the objective and its options."""
 
@@ -48,13 +48,13 @@ class RunResults:
     step: int | None = None
     tokens: int | None = None
     loss: float | None = None
-    validated_step: int | None = None  # of the last evaluation: after training with `evaluation.best`, the best one's
+    validated_step: int | None = None  # of the last evaluation; with `evaluation.best`, after training, of the best one
     validation_loss: float | None = None
     execution_accuracy: float | None = None
-    accuracy: float | None = None  # of preferences, as `margin` and `kl_per_token`: of the last evaluation, or step
+    accuracy: float | None = None  # like `margin` and `kl_per_token`, of preferences: in the last evaluation or step
     margin: float | None = None
     kl_per_token: float | None = None
-    kl: float | None = None  # of distillation, as `agreement`
+    kl: float | None = None  # of distillation, like `agreement`
     agreement: float | None = None
     selected: float | None = None  # the recipe's `evaluation.best.metric` in the last evaluation
     tokens_per_second_per_process: float | None = None
@@ -83,7 +83,7 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class Difference:
-    """A value in which runs differ: one for each run; None where a run has no such value."""
+    """A key whose values differ between runs; `values` has one per run, None for a run without the key."""
 
     section: str
     key: str
@@ -95,7 +95,7 @@ AlignedBy = Literal["tokens", "step"]
 
 @dataclass(frozen=True)
 class AlignedLosses:
-    """Places where all of several runs have a record, by what is equal there, with each run's loss."""
+    """Points at which all runs have a record, aligned by tokens or step, with the loss of each run."""
 
     by: AlignedBy
     points: list[tuple[int, tuple[float, ...]]]
@@ -109,16 +109,16 @@ class AlignedLosses:
 
 @dataclass(frozen=True)
 class CurveComparison:
-    """A run's loss curve compared with the first run's, where both have a record."""
+    """A run's loss curve compared with the first run's, at points where both have a record."""
 
     by: AlignedBy
     num_common: int
     largest_difference: float | None  # of finite losses
-    first_difference: int | None  # the tokens or the step after which losses differ for the first time
+    first_difference: int | None  # tokens or step at the first difference
 
 
 def read_run(layout: RunLayout) -> ComparedRun:
-    """Read a run for a comparison, from its folder. Missing or damaged values are unknown."""
+    """Read a run from its folder for a comparison. Missing or damaged values are None."""
     manifest = read_json_if_valid(layout.manifest, dict[str, object]) or {}
     plan = read_json_if_valid(layout.plan, dict[str, object]) or {
         "recipe": manifest.get("resolved_recipe"),
@@ -146,7 +146,7 @@ def read_run(layout: RunLayout) -> ComparedRun:
         validation_loss=after.loss if after else None,
         execution_accuracy=after.execution_accuracy if after else None,
         **{name: scores.get(name) for name in ("accuracy", "margin", "kl_per_token", "agreement")},
-        kl=scores.get("kl") if "agreement" in scores else None,  # that of kto is its reference point
+        kl=scores.get("kl") if "agreement" in scores else None,  # `kl` of kto is its reference point
         selected=after.value_of(selection) if after and isinstance(selection, str) else None,
         tokens_per_second_per_process=history.speed,
         mfu=history.mfu,
@@ -220,7 +220,7 @@ def find_differences(runs: Sequence[ComparedRun]) -> list[Difference]:
 
 
 def differing_objectives(runs: Sequence[ComparedRun]) -> str:
-    """Return in what the definitions of the runs' losses differ; empty if their losses can be compared."""
+    """Describe how the definitions of the runs' losses differ; empty if the losses are comparable."""
     found = [_loss_options(run.inputs.get("recipe", {})) for run in runs]
     for key in dict.fromkeys(chain(*found)):
         values = dict.fromkeys(str(each.get(key, "-")) for each in found)
@@ -230,7 +230,7 @@ def differing_objectives(runs: Sequence[ComparedRun]) -> str:
 
 
 def comparable_losses(runs: Sequence[ComparedRun]) -> list[list[int]]:
-    """Return the runs by number, those together whose losses can be compared."""
+    """Group the indices of runs whose losses are comparable."""
     groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for number, run in enumerate(runs):
         options = _loss_options(run.inputs.get("recipe", {}))
@@ -246,13 +246,13 @@ def _loss_options(recipe: Mapping[str, object]) -> dict[str, object]:
     weights = (f"{other_model}.weights", f"{other_model}.revision")
     values = {prefix + key: value for key, value in (spec.model_validate({}).model_dump() if spec else {}).items()}
     values |= {key: value for key, value in recipe.items() if key.startswith(prefix) or key in weights}
-    values.pop(f"{prefix}reference", None)  # how it is computed
+    values.pop(f"{prefix}reference", None)  # only how the reference is computed
     return {"training.objective": name, **values}
 
 
 @dataclass(frozen=True)
 class BestRun:
-    """The best run by a metric, and how far its setting, a run's inputs but for the seed, is from the next one."""
+    """The best run by a metric, and the mean of each setting, which is a run's inputs except the seed."""
 
     run: str
     metric: str  # `validation_loss`, `loss` of training, or the recipe's `evaluation.best.metric`
@@ -297,7 +297,7 @@ def find_best(runs: Sequence[ComparedRun]) -> BestRun | None:
 
 
 def _values_of_metric(runs: Sequence[ComparedRun]) -> tuple[str, int, dict[str, float]]:
-    """Return the metric by which runs are compared, 1 if lower is better, else -1, and its finite values by run."""
+    """Return the metric that ranks the runs, its sign (1 if lower is better, else -1), and finite values by run."""
     recipes = [run.inputs["recipe"] for run in runs]
     chosen = {
         (str(each.get("evaluation.best.metric")), str(each.get("evaluation.best.mode", "auto"))) for each in recipes
@@ -313,9 +313,9 @@ def _values_of_metric(runs: Sequence[ComparedRun]) -> tuple[str, int, dict[str, 
 
 
 def find_run_step(reference: str, workspace: Workspace) -> tuple[RunFolder, str]:
-    """Find the run and the step of `RUN@STEP`, `RUN@best`, or `RUN@last`; the step is empty for a run alone.
+    """Find the run and the step of `RUN@STEP`, `RUN@best`, or `RUN@last`; the step is empty for `RUN`.
 
-    `SWEEP@best` is the best run of a sweep, unless a run has that name.
+    `SWEEP@best` is the best run of a sweep, unless a run has the sweep's name.
     """
     name, _, step = reference.rpartition("@")
     if not name or not (step.isdecimal() or step in ("best", "last")):
@@ -337,7 +337,7 @@ def find_run_step(reference: str, workspace: Workspace) -> tuple[RunFolder, str]
 
 
 def compare_curves(first: ComparedRun, other: ComparedRun) -> CurveComparison:
-    """Compare two loss curves where both have a record; those of different objectives have none in common."""
+    """Compare two loss curves where both have a record; curves of different objectives have no common points."""
     if differing_objectives([first, other]):
         return CurveComparison("tokens", 0, None, None)
     aligned = align_losses([first, other])
@@ -347,10 +347,10 @@ def compare_curves(first: ComparedRun, other: ComparedRun) -> CurveComparison:
 
 
 def align_losses(runs: Sequence[ComparedRun]) -> AlignedLosses:
-    """Return the losses that were recorded after the same number of tokens, or else at the same step.
+    """Align losses that were recorded after the same number of tokens, or else at the same step.
 
-    Runs on the same packs have the same tokens where their numbers of packs are equal, whatever their batches; with
-    another order of packs, only where an epoch ends.
+    Runs on the same packs have equal tokens after equal numbers of packs, whatever their batch sizes; if the order of
+    packs differs, only at the ends of epochs.
     """
     found: dict[AlignedBy, list[tuple[int, tuple[float, ...]]]] = {}
     for by in ("tokens", "step"):

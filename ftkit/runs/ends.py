@@ -1,8 +1,8 @@
-"""Why a start of a run's training ended: one value, from whoever knows it, for every command that shows it.
+"""Determine why a start of a run's training ended: one value, for all commands that show it.
 
-The words that Slurm wrote to the job's log come first: they need neither accounting nor network. Then comes the note of
-whoever ended the start: the job script, or `ftkit resume`, which has asked the scheduler; then the trainer's last
-record; then the errors of the ranks. What none of them knows is unknown, and is not guessed.
+The sources, in order of precedence: Slurm's messages in the job's log, which need neither accounting nor network; the
+note of the job script, or of `ftkit resume`, which asks the scheduler; the trainer's last record; and the errors of the
+ranks. If no source has the cause, it is unknown; it is never guessed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class End:
-    """How a start ended: the cause, and the node or the error of a rank, if there is one."""
+    """How a start ended: the cause, and, if there is one, the node or the error of a rank."""
 
     cause: Cause
     detail: str = ""
@@ -52,15 +52,15 @@ class End:
 
 
 def note_end(layout: RunLayout, end: End) -> None:
-    """Note why the last start ended, for the next one: its ranks can't know it."""
+    """Note why the last start ended, for the next start, whose ranks can't know it."""
     write_file(layout.end_reason, f"{end.cause}\t{end.detail}\n".encode())
 
 
 def find_end(layout: RunLayout, since: float) -> tuple[End, dict[str, str] | None]:
-    """Determine how the start that began at `since` ended, before its files are removed.
+    """Determine how the start that began at `since` ended; called before its files are removed.
 
-    Returns the end; and, if a rank recorded an error, the step and the error without what differs between occurrences,
-    to recognize the same failure.
+    Returns the end and, if a rank recorded an error, the step and the error without parts that vary between
+    occurrences, so that the same failure is recognized.
     """
     words, note = find_slurms_words(layout, since=since), None
     if words and words.cause not in _FOLLOWS:
@@ -88,7 +88,7 @@ def find_end(layout: RunLayout, since: float) -> tuple[End, dict[str, str] | Non
         cause = Cause.LOST_PEERS
     elif error.was_killed:
         cause = Cause.KILLED
-    # Addresses, ports and process ids differ each time; if all ranks fail alike, any of them may be first.
+    # Addresses, ports and process ids vary; if all ranks fail in the same way, any rank may be first.
     same = re.sub(r"0x[0-9a-f]+|\d+", "#", f"{error.type}: {one_line(error.message)}")
     return End(cause, detail), {"where": where, "error": same}
 
@@ -97,15 +97,15 @@ def find_end(layout: RunLayout, since: float) -> tuple[End, dict[str, str] | Non
 
 _LOG_BYTES = 2**20
 _TRAINING = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ) ftkit: training\b")
-"""What the job script logs before each start of training."""
+"""The line that the job script logs before each start of training."""
 _WORDS: Final = re.compile(
     r"error: \*\*\* (?P<unit>JOB|STEP) (?P<job>\d+)\S* ON (?P<node>\S+) CANCELLED AT \S+"
     r"(?: DUE TO (?P<why>PREEMPTION|TIME LIMIT|NODE FAILURE|JOB REQUEUE))?"
     r"|Detected \d+ oom[_-]kill event|: (?:task|tasks) \S+: Out Of Memory|exceeded memory limit"
 )
-"""Messages of slurmstepd (req.c, task/cgroup) and srun when a job or a step ends before its programs do.
+"""Messages of slurmstepd (req.c, task/cgroup) and srun when a job or a step is ended before its programs exit.
 
-Before `error` is slurmstepd's name; in Slurm 26.05, a time in brackets instead."""
+`error` is preceded by slurmstepd's name, or in Slurm 26.05 by a time in brackets."""
 _CAUSES_IN_WORDS: Final = {
     "PREEMPTION": Cause.PREEMPTED,
     "TIME LIMIT": Cause.TIME_LIMIT,
@@ -113,16 +113,16 @@ _CAUSES_IN_WORDS: Final = {
     "JOB REQUEUE": Cause.REQUEUED,
 }
 _FOLLOWS: Final = {Cause.CANCELED, Cause.REQUEUED}
-"""What Slurm also writes when a job script requeues its job, or the user cancels it for a known reason."""
+"""Causes that Slurm also logs when a job script requeues its job, or the user cancels it for a known reason."""
 _FAILED_NODE: Final = re.compile(r"srun: error: Node failure on (\S+)")
 
 
 def find_slurms_words(layout: RunLayout, *, since: float | None = None, job_id: str | None = None) -> End | None:
-    """Return why Slurm ended a start, by its words in the job's log; None if there are none.
+    """Return why Slurm ended a start, from its messages in the job's log; None if there are none.
 
-    The first word counts: what follows is its consequence. `since` is when that start recorded itself; another one has
-    begun since. By default, the start is the last one. If `job_id` is given, only words about that job count; but they
-    have another number than the id of a task of a job array.
+    The first message counts; later ones are consequences. `since` is when the start recorded itself, if another one
+    has begun since; the default is the last start. If `job_id` is given, messages about other jobs are ignored, except
+    for a task of a job array, whose messages have another number than its id.
     """
     lines = log_tail(layout, num_lines=None, num_bytes=_LOG_BYTES)
     starts = {index: match[1] for index, line in enumerate(lines) if (match := _TRAINING.match(line))}
@@ -141,20 +141,20 @@ def find_slurms_words(layout: RunLayout, *, since: float | None = None, job_id: 
             nodes = [match[1] for each in lines if (match := _FAILED_NODE.search(each))]
             cause = _CAUSES_IN_WORDS[found["why"]]
             return End(cause, ", ".join(dict.fromkeys(nodes)) if cause is Cause.NODE_FAILURE else "")
-        if found["unit"] == "JOB":  # srun also ends a step of which one task has failed, in the same words
+        if found["unit"] == "JOB":  # for a STEP, srun writes the same if one of its tasks failed
             return End(Cause.CANCELED)
     return None
 
 
 def find_wait(layout: RunLayout) -> str:
-    """Return since when a job script waits for Slurm's controller; empty if it has logged something else since."""
+    """Return since when a job script has been waiting for Slurm's controller; empty if it has logged anything since."""
     last = next((line for line in reversed(log_tail(layout, num_lines=None)) if "Z ftkit: " in line), "")
     found = re.search(r"Z ftkit: (waiting for Slurm's controller since \S+):", last)
     return found[1] if found else ""
 
 
 def log_tail(layout: RunLayout, num_lines: int | None = 20, num_bytes: int = 2**16) -> list[str]:
-    """Return the last lines of the job's log, of at most `num_bytes`; all of these if `num_lines` is null."""
+    """Return the last lines of the job's log within its last `num_bytes`; all of these lines if `num_lines` is None."""
     try:
         with open_regular(layout.job_log) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
@@ -175,9 +175,9 @@ def excluded_nodes(layout: RunLayout) -> dict[str, str]:
 
 
 def silent_nodes(layout: RunLayout) -> dict[str, tuple[float, str]]:
-    """Return the nodes of the current start that fell silent: when they were last heard, and who no longer hears them.
+    """Return the nodes of the current start without heartbeats: the time of the last one, and the node that missed it.
 
-    `ftkit.train.heartbeats` notes them; the job script forgets them when it starts training again.
+    `ftkit.train.heartbeats` notes them; the job script clears the notes when it starts training again.
     """
     found = {}
     with suppress(OSError):

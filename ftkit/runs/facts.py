@@ -1,4 +1,4 @@
-"""The facts of a run that its status and its report show, besides its records, read from its folder."""
+"""Data about a run for its status and its report, besides its records, read from its folder."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunFacts:
-    plan: RunPlan | ScriptPlan | None  # None if it can't be read: usually, another version of ftkit wrote it
+    plan: RunPlan | ScriptPlan | None  # None if unreadable, usually because another version of ftkit wrote it
     plan_problem: str
     stragglers: list[Straggler]
     doubts: list[str]  # why the run can't be repeated exactly
-    verdict: Verdict | None  # None if it repeats no run
+    verdict: Verdict | None  # None if it is not a repetition
     samples: list[NodeSample]
     gpus: GpuSummary | None
 

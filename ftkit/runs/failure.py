@@ -1,6 +1,6 @@
-"""Why a run failed: the errors of its ranks, and the reason, exit code and advice that follow from them.
+"""Why a run failed: the errors of its ranks, and the resulting reason, exit code and advice.
 
-A rank that fails, or its launcher, writes its error next to its log.
+A rank that fails, or its launcher, writes the error next to its log.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _LOST_PEER = re.compile(
     r"|timed out (waiting|after)|socket timeout",
     re.IGNORECASE,
 )
-"""Messages of gloo, NCCL and torch's store in the remaining ranks after one has ended."""
+"""Messages of gloo, NCCL and torch's store in the remaining ranks after another rank has ended."""
 _CLOCK_TOLERANCE_SECONDS = 60
 _CODES_OF_SCRIPTS = {
     error.exit_code for error in (NoAnswerError, NotFoundError, PrerequisiteError, SubmitError, UnfitMachineError)
 }
-"""Exit codes with which a job script itself ends; it has logged why."""
+"""Exit codes of the job script itself, which logs the reason."""
 
 
 @dataclass(frozen=True)
@@ -63,21 +63,21 @@ class RankError:
     traceback: str
     exit_code: Annotated[int, Field(ge=1, le=255)]
     can_resume: bool = True
-    cause: str = ""  # the fault of the node that explains it, if one is known
+    cause: str = ""  # the node's hardware or system fault that explains it, if known
 
     @property
     def is_actionable(self) -> bool:
-        """Whether the message suffices, and the traceback does not help the user."""
+        """Whether the message suffices and the traceback would not help the user."""
         return self.exit_code != 1
 
     @property
     def was_killed(self) -> bool:
-        """Whether a signal killed the rank: its launcher recorded the signal's name."""
+        """Whether a signal killed the rank; its launcher records the signal's name."""
         return self.type.startswith("SIG")
 
     @property
     def reports_lost_peer(self) -> bool:
-        """Whether it only reports that this rank lost another one, whose error is the cause."""
+        """Whether this error only reports the loss of another rank, whose error is the cause."""
         return self.exit_code == 1 and _LOST_PEER.search(self.message) is not None
 
     @classmethod
@@ -110,15 +110,15 @@ def record_rank_error(error: Exception, path: Path, disk_full: Path, *, rank: in
 
 
 def read_rank_error(path: Path) -> RankError | None:
-    """Read an error; None if the file is not one. An unknown exit code, of another version of ftkit, becomes 1."""
+    """Read an error; None if the file is invalid. An unknown exit code, from another version of ftkit, becomes 1."""
     error = read_json_if_valid(path, RankError)
     return error if error is None or error.exit_code in EXIT_CODES else replace(error, exit_code=1)
 
 
 def first_error(layout: RunLayout, *, since: float) -> RankError | None:
-    """Return the error of the rank that failed first, of those that failed after `since`.
+    """Return the error of the rank that failed first after `since`.
 
-    Other ranks mostly report that they lost a peer: these did not fail first, even if their clocks say so.
+    Ranks that only report a lost peer did not fail first, even if their clocks say so.
     """
     try:
         paths = list(layout.logs.glob("error-*.json"))
@@ -135,7 +135,7 @@ class Failure:
 
     exit_code: int  # the error's if the user can act on it, else that of a failed run
     error: RankError | None
-    can_resume: bool = True  # as planned, once the cause is fixed
+    can_resume: bool = True  # with the same plan, once the cause is fixed
     is_in_code: bool = False  # the user's code failed: `ftkit resume` would start the run's copy of it again
 
 
@@ -152,7 +152,7 @@ def explain_failure(run: SubmittedRun, seen: Job) -> Failure | None:
         return Failure(MemoryExhaustedError.exit_code, error, can_resume=False)
     if seen.exit_code in _CODES_OF_SCRIPTS:
         return Failure(seen.exit_code, None)
-    # If Slurm ended the job, or another rank or a signal ended this one, exceptions of ranks follow from that.
+    # If Slurm ended the job, or another rank or a signal ended this rank, exceptions of ranks are consequences.
     is_cause = seen.state is RunState.FAILED and error and not error.was_killed and not error.reports_lost_peer
     is_in_code = bool(is_cause and error and (layout.is_script or f'"{layout.code}/' in error.traceback))
     return Failure(RunFailedError.exit_code, error, can_resume=not is_in_code, is_in_code=is_in_code)

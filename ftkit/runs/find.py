@@ -1,4 +1,4 @@
-"""Find runs: all of a workspace, or the one that a user refers to. No pydantic: the shell completes run names."""
+"""Find all runs of a workspace, or one by reference. Imports no pydantic, because shell completion must be fast."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _from_name(workspace: Workspace, name: str) -> RunFolder | None:
 
 
 def find_run(reference: str, workspace: Workspace) -> RunFolder:
-    """Return a run by `last`, name, id or a part of it, job id, or folder; NotFoundError if none, PrivateFileError."""
+    """Return a run by `last`, name, id or part of it, job id, or folder. Raises NotFoundError or PrivateFileError."""
     is_folder = "/" in reference and os.path.isdir(reference)  # noqa: PTH112 - False for impossible paths
     if is_folder and Path(reference).resolve().parent != workspace.runs.resolve():
         raise NotFoundError(
@@ -116,7 +116,7 @@ def _select(reference: str, runs: list[RunFolder], workspace: Workspace) -> RunF
 
 
 def _job_ids(layout: RunLayout) -> set[str]:
-    """Return the ids of a run's jobs; none if the file with them is damaged."""
+    """Return the ids of a run's jobs; empty if the file with them is damaged."""
     try:
         submission = load_json(read_small(layout.submission))
         return {submission["job_id"], *submission.get("earlier_job_ids", ())}

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
 
 _MAX_GAP_SECONDS: Final = 300.0
-"""Maximum seconds between two samples of a node; longer gaps count no energy, since the job did not run."""
+"""Maximum seconds between two samples of a node. Longer gaps add no energy: the job did not run."""
 _TAIL_BYTES: Final = 2**16
 _MAX_BYTES: Final = 2**28
 _PARSED_BYTES: Final = 2**23  # of all nodes together: about 8,000 samples of 8 GPUs, in a second
 _MAX_STRIDE: Final = 25  # 250 seconds between two samples, less than the longest gap
-_MAX_PARTS: Final = 240  # maximum points of a curve: about as many as can be distinguished on a page
+_MAX_PARTS: Final = 240  # maximum points of a curve, about what a page can resolve
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class GpuSample:
     """Utilization of a GPU at one time; None for values that it does not measure."""
 
     index: int  # NVML's
-    utilization: float | None = None  # percentage of the last moments in which a kernel ran
-    sm_activity: float | None = None  # percent of the SMs that were busy since the last sample (Hopper and newer)
+    utilization: float | None = None  # percent of the last sampling period in which a kernel ran
+    sm_activity: float | None = None  # percent of SMs busy since the last sample (Hopper and newer)
     memory_gib: float | None = None
     power: float | None = None  # W
     temperature: float | None = None  # degrees Celsius
     clock: float | None = None  # of the SMs, in MHz
     energy: float | None = None  # J since the driver was loaded
-    throttle: tuple[str, ...] = ()  # why clocks are below the requested ones
+    throttle: tuple[str, ...] = ()  # reasons why clocks are below the requested ones
     nvlink_bytes: float | None = None  # sent and received since the driver was loaded
 
 
@@ -62,14 +62,14 @@ class GpuSummary:
     peak_memory_gib: float | None
     peak_temperature: float | None
     energy_kwh: float | None
-    throttled: dict[str, float]  # the fraction of the samples in which clocks were limited, by reason
+    throttled: dict[str, float]  # fraction of samples with limited clocks, by reason
 
 
 @dataclass(frozen=True)
 class GpuCurve:
-    """One number of all GPUs over a run's time, in equal parts of it; NaN where nothing was sampled."""
+    """One metric over all GPUs and equal intervals of a run's time; NaN where nothing was sampled."""
 
-    seconds: tuple[float, ...] = ()  # the middle of each part
+    seconds: tuple[float, ...] = ()  # the middle of each interval
     mean: tuple[float, ...] = ()
     lowest: tuple[float, ...] = ()  # of the GPUs' means
     highest: tuple[float, ...] = ()
@@ -80,7 +80,7 @@ def to_line(sample: NodeSample) -> str:
 
 
 def read_samples(layout: RunLayout) -> list[NodeSample]:
-    """Return the samples of all nodes, oldest first; damaged lines are skipped, and of many samples one in up to 25."""
+    """Return the samples of all nodes, oldest first. Damaged lines are skipped; large files are thinned to 1 in 25."""
     found = [sample for samples in _read(layout, _MAX_BYTES) for sample in samples]
     return sorted(found, key=lambda sample: sample.time)
 
@@ -156,9 +156,9 @@ def _energy(samples: Sequence[NodeSample]) -> float:
 def gpu_curve(
     samples: Sequence[NodeSample], value: Callable[[GpuSample], float | None], begin: float | None = None
 ) -> GpuCurve:
-    """Return one number of all GPUs over time, since `begin` or the first sample; empty if no sample has it.
+    """Return one metric over all GPUs since `begin` or the first sample; empty if no sample has it.
 
-    `samples` are those of all nodes, oldest first.
+    `samples` are from all nodes, oldest first.
     """
     known = [
         (sample.time, (sample.host, gpu.index), number)

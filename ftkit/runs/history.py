@@ -1,4 +1,4 @@
-"""The history of a run: its steps, its starts, its stages, and its time by activity; the time left, and stalls."""
+"""The history of a run: steps, starts, stages, time by activity, time left, and stalls."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ RecordT = TypeVar("RecordT", bound=Record)
 
 _MIN_STALL_SECONDS = 300.0  # clocks of nodes can differ by minutes
 _STAGE_STALL_SECONDS = 1800.0
-"""No records are written while weights are loaded, code is compiled, or a model is evaluated or exported."""
-_STALLED_STEPS = 10  # number of records missed until a run counts as stalled
+"""Limit in stages without records: loading weights, compiling, evaluating and exporting."""
+_STALLED_STEPS = 10  # missed records after which a run counts as stalled
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Restart:
     """A later start of a run's training."""
 
     time: float
-    step: int | None  # of the checkpoint that it continued from; None if it ended before
+    step: int | None  # of the checkpoint that it continued from; None if it ended earlier
     job_id: str  # of Slurm; empty without it
     host: str  # of rank 0
     reason: End | None  # why the previous start ended; None if it was not recorded
@@ -61,18 +61,18 @@ class Restart:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What the records of a run say apart from its steps between the first and the last; None for what is not there."""
+    """A summary of a run's records, without steps between the first and the last; None for values without a record."""
 
     starts: tuple[StartRecord, ...] = ()
     restarts: tuple[Restart, ...] = ()
     first_step: StepRecord | None = None
     last_step: StepRecord | None = None
-    memory: tuple[MemoryRecord, ...] = ()  # the one with the highest peak of each stage
+    memory: tuple[MemoryRecord, ...] = ()  # per stage, the record with the highest peak
     checks: VerificationRecord | None = None
     start_up: FirstStepRecord | None = None  # of the last start
     evaluations: tuple[EvaluationRecord, ...] = ()
     checkpoint: CheckpointRecord | None = None
-    failed_checkpoint: FailedCheckpointRecord | None = None  # after the newest checkpoint that could be written
+    failed_checkpoint: FailedCheckpointRecord | None = None  # if newer than the newest complete checkpoint
     anomalies: tuple[AnomalyRecord, ...] = ()  # in the order of steps
     end: EndRecord | None = None
     sharding: ShardingRecord | None = None  # of a script's model
@@ -98,11 +98,11 @@ class RunSummary:
 
     @property
     def peak_gib(self) -> float | None:
-        """The peak of a device's memory, the largest over ranks and stages."""
+        """The peak of device memory, the largest over ranks and stages."""
         return max((each.largest_peak_gib for each in self.memory), default=None)
 
     def seconds_left(self, log_every_steps: int) -> float | None:
-        """Return the time left at the last steps' speed, without checkpoints and evaluations; None if it is unknown."""
+        """Return the time left at the speed of the last steps, without checkpoints and evaluations; None if unknown."""
         last, begun_at = self.last_step, self.start.resumed_from if self.start else 0
         first = (begun_at // log_every_steps + 1) * log_every_steps if begun_at else 1
         if last is None or self.end or begun_at < last.step <= first:
@@ -115,11 +115,11 @@ class History(RunSummary):
     """The records of a run, in the order of time. A repeated step occurs once."""
 
     steps: dict[int, StepRecord] = field(default_factory=dict)
-    steady: tuple[StepRecord, ...] = ()  # for the throughput: not the first of each start, which compiles and allocates
-    speeds: tuple[float, ...] = ()  # tokens per second of one process in these
+    steady: tuple[StepRecord, ...] = ()  # for the throughput; without the first of each start, which compiles
+    speeds: tuple[float, ...] = ()  # tokens per second per process in `steady`
     records: tuple[Record, ...] = ()  # all, in the order of the file, without evaluations by separate jobs
     start_times: tuple[float, ...] = ()  # of the processes of each start, according to the manifest
-    training_seconds: float | None = None  # of all starts; of one without an end, between its first and last record
+    training_seconds: float | None = None  # of all starts; of one without an end, from first to last record
 
     @property
     def speed(self) -> float | None:
@@ -127,7 +127,7 @@ class History(RunSummary):
 
     @property
     def speed_curve(self) -> tuple[list[int], list[float]]:
-        """The tokens after each of the records for the throughput, and its speed; without steps that were repeated."""
+        """The tokens after each record in `steady`, and its speed, without steps that a later start repeated."""
         both = zip(self.steady, self.speeds, strict=True)
         kept = [(each.tokens, speed) for each, speed in both if self.steps.get(each.step) is each]
         return [tokens for tokens, _ in kept], [speed for _, speed in kept]
@@ -151,7 +151,7 @@ class History(RunSummary):
 
     @property
     def process_seconds(self) -> float | None:
-        """Seconds in which the run occupied its processes, times their number in each start: those that cost."""
+        """Seconds in which the run occupied its processes, times their number in each start, for the cost."""
         return self._timeline.process_seconds() if self.starts else None
 
     @property
@@ -160,7 +160,7 @@ class History(RunSummary):
         return sum(span.seconds for span in self.spans if span.kind != "down") if self.starts else None
 
     def tokens_at(self, step: int) -> float:
-        """Return the tokens after a step, for a place in a chart: between two records, in proportion to the steps."""
+        """Return the tokens after a step, for a chart; interpolated linearly between two records."""
         later = bisect_left(known := list(self.steps), step)
         right = self.steps[known[min(later, len(known) - 1)]] if known else None
         if right is None or right.step <= step:
@@ -171,7 +171,7 @@ class History(RunSummary):
 
     @property
     def time_use(self) -> dict[str, float]:
-        """Seconds by activity; the time of steps is divided according to their records."""
+        """Seconds by activity; the time of steps is split by the ratios in their records."""
         found: Counter[str] = Counter()
         for span in self.spans:
             parts: dict[str, float] = {span.kind: span.seconds}
@@ -188,14 +188,14 @@ class History(RunSummary):
 
 
 def read_history(layout: RunLayout) -> History:
-    """Read a run's history from its folder, with the paths that its files have now. Damaged records are skipped."""
+    """Read a run's history from the files in its folder. Damaged records are skipped."""
     found: list[Record] = []
     problem = find_damage(layout.metrics, records=found)
     return _history_of(layout, found, problem)
 
 
 def read_summary(layout: RunLayout) -> RunSummary:
-    """Read a run's history without the steps between the first of each start and the last: six times as fast."""
+    """Read a run's history without the steps between the first of each start and the last; six times faster."""
     found: list[Record] = []
     problem = find_damage(layout.metrics, records=found, skips_steps=True)
     if (last_step := read_last_step(layout.metrics)) and last_step not in found:
@@ -218,7 +218,7 @@ def _history_of(layout: RunLayout, found: list[Record], problem: str) -> History
         newest[type(record)] = record
         match record:
             case StartRecord():
-                newest.pop(EndRecord, None)  # the run continues: the end of an earlier start is none
+                newest.pop(EndRecord, None)  # the run continues after the end of an earlier start
                 trained.append((record.time, record.time))
                 steps = {step: each for step, each in steps.items() if step <= record.resumed_from}
                 num_processes, is_first = max(1, record.world_size), True
@@ -303,12 +303,12 @@ class Silence:
     """A running job that has written no record for some seconds."""
 
     seconds: float
-    is_stalled: bool  # that is much longer than the run's pace explains
+    is_stalled: bool  # the silence is much longer than the run's pace explains
     is_alive: bool  # its trainer still renews its lease
 
 
 def measure_silence(layout: RunLayout, seen: Job, log_every_steps: int, now: float) -> Silence | None:
-    """Return how long a running job has written no record; None if it does not run, or has ended its training."""
+    """Return how long a running job has written no record; None if it does not run or has ended training."""
     last = read_last_record(layout.metrics)
     if seen.state is not RunState.RUNNING or last is None or isinstance(last, EndRecord):
         return None

@@ -1,4 +1,4 @@
-"""The job of a run: its submission (submission.json), its id and state, and why it waits or ended."""
+"""The job of a run: its submission (submission.json), id and state, and the reason why it waits or ended."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ftkit.runs.records import Seconds
 
 SchedulerName = Literal["local", "slurm"]
 JobId = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,17}(_(0|[1-9][0-9]{0,17}))?$")]
-"""The id of a Slurm job or of a process, which is passed to programs: a decimal number; for a task of a job array,
-`ARRAY_TASK`. Such a task also has a number of its own, but that of one of them is the array's, and refers to all."""
+"""The id of a Slurm job or of a process, passed to programs: a decimal number; for a task of a job array, `ARRAY_TASK`.
+A task's own job number is not used: for one task, it equals the array's id, which refers to all tasks."""
 
 
 def own_job_id() -> str:
-    """Return the id of the Slurm job that this process belongs to; empty without one."""
+    """Return the id of the Slurm job of this process; empty without one."""
     job_id, task = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{os.environ.get('SLURM_ARRAY_JOB_ID', job_id)}_{task}" if task else job_id
 
 
 class RunState(StrEnum):
-    """State of a run, as users read it and scripts compare it. Slurm's own states are in capitals (CANCELLED)."""
+    """State of a run, for users and scripts. Slurm's own states are in capitals (CANCELLED)."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -46,11 +46,11 @@ class RunState(StrEnum):
 FAILURES = frozenset(
     {RunState.FAILED, RunState.NODE_FAILURE, RunState.TIMED_OUT, RunState.OUT_OF_MEMORY, RunState.PREEMPTED}
 )
-"""States of runs that failed; the user did not request their end."""
+"""States of runs that failed, rather than ended at the user's request."""
 
 
 class Cause(StrEnum):
-    """Why a start ended. The manifest, the job script's note and `--json` have these values."""
+    """Why a start ended. The manifest, the job script's note and `--json` use these values."""
 
     CANCELED = "canceled"
     DISK_FULL = "disk-full"
@@ -81,22 +81,22 @@ STATES = {
 }
 """States of a run whose last start ended so, and did not start again."""
 
-CAUSES = {state: cause for cause, state in STATES.items()}  # why a run's last start ended, if only the scheduler knows
+CAUSES = {state: cause for cause, state in STATES.items()}  # cause of a run's last end, if only the scheduler knows it
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run's job as its scheduler reports it, or as the run's files tell. Times are seconds since the epoch."""
+    """A run's job according to its scheduler, or to the run's files. Times are seconds since the epoch."""
 
-    id: JobId | None  # None if the run was never submitted, or that can't be read
+    id: JobId | None  # None if the run was never submitted, or its submission is unreadable
     state: RunState
-    is_final: bool = False  # it has ended and will not continue by itself
-    reason: str = ""  # why it waits or failed, according to the scheduler or ftkit
+    is_final: bool = False  # the job has ended and will not continue by itself
+    reason: str = ""  # why it waits or failed, from the scheduler or ftkit
     exit_code: int | None = None  # of the job script
     nodes: str = ""  # as the scheduler writes them
     started: Seconds | None = None  # or is expected to
     ended: Seconds | None = None
-    cause: Cause | None = None  # why it ended, if that is known and not in the state itself
+    cause: Cause | None = None  # why it ended, if known and not evident from the state
 
     def __str__(self) -> str:
         return f"{self.state}: {self.reason}" if self.reason else str(self.state)
@@ -108,14 +108,14 @@ class Submission:
     job_id: JobId
     submitted: Seconds  # since the epoch
     host: str  # where it was submitted; for `local`, where it runs
-    process_start: str = ""  # tells the process from a later one with the same id (`ftkit.process.start_time`)
+    process_start: str = ""  # distinguishes the process from a later one with the same id (`ftkit.process.start_time`)
     messages: str = ""  # the scheduler's output at submission
     earlier_job_ids: tuple[JobId, ...] = ()
-    preparation_job_id: JobId | None = None  # prepares data and weights; this one waits for it
-    after_job_id: JobId | None = None  # of an earlier job array of its sweep, for whose end this one waits
+    preparation_job_id: JobId | None = None  # prepares data and weights; this job waits for it
+    after_job_id: JobId | None = None  # an earlier job array of the sweep, which must end first
 
     def of_task(self, number: str) -> Submission:
-        """Return the submission of a task of the job arrays that this one submitted."""
+        """Return the submission of one task of these job arrays."""
         preparation = self.preparation_job_id and f"{self.preparation_job_id}_{number}"
         return replace(self, job_id=f"{self.job_id}_{number}", preparation_job_id=preparation)
 
@@ -135,12 +135,12 @@ class SubmittedRun:
 
     @property
     def job_number(self) -> JobId:
-        """The id of its job; of a task, that of its job array."""
+        """The id of the job; for a task, the id of its job array."""
         return self.job_id.partition("_")[0]
 
 
 def read_submission(layout: RunLayout) -> Submission | None:
-    """Read a run's newest submission; None if it never was submitted. Raises `DamagedFileError` if it can't be read."""
+    """Read a run's newest submission; None if it was never submitted. Raises `DamagedFileError` if unreadable."""
     return read_json(layout.submission, Submission)
 
 

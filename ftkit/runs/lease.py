@@ -1,19 +1,19 @@
 """The lease of a run's folder: one trainer at a time, on any node.
 
 Not every shared file system has locks, so this is a lease with a heartbeat. Leases are numbered files, and the
-highest number is the valid one. A lease is taken by creating the next number, which exactly one of several processes
-can do. Its holder touches the file every few seconds; a holder whose file does not change for long is dead, and the
-next number may be taken. A holder that only seemed dead finds the higher number and ends.
+highest number is valid. A process takes the lease by creating the next number, at which exactly one of several
+processes succeeds. The holder touches its file every few seconds; if the file does not change for long, the holder
+counts as dead, and the next number may be taken. A holder that only seemed dead finds the higher number and ends.
 
-Ages are not compared between nodes, whose clocks differ: a process that waits for the lease checks if it is touched.
+Clocks of nodes differ, so ages are not compared between nodes: a process that waits for the lease watches for a touch.
 On the holder's machine this takes no time, because the process can be looked up there.
 
 A holder from an earlier start of the same Slurm job is not watched. Slurm starts a job or its next step only after the
-previous processes have ended on every node that responds. A node that only lost Slurm's controller may still train, but
-it is the one that must end: the later start creates the next number immediately, removes the holder's file, and waits
-for two heartbeats before it writes anything else. If the holder is alive, its next touch fails, on NFS too, and it
-ends. A holder that can't reach the file system can't write to it either. A holder on the machine of the later start is
-killed: Slurm could not end it, because its slurmstepd was killed.
+previous processes have ended on every node that responds. A node that only lost Slurm's controller may still train, and
+must end: the later start creates the next number immediately, removes the holder's file, and waits for two heartbeats
+before it writes anything else. If the holder is alive, its next touch fails, also on NFS, and it ends. A holder that
+can't reach the file system can't write to it either. A holder on the machine of the later start is killed: Slurm could
+not end it, because its slurmstepd was killed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SURELY_DEAD_SECONDS = 600.0
 
 
 class FolderHeldError(TrainingError):
-    """Another process holds the run's folder: this process must not write records there, not even this error."""
+    """Another process holds the run's folder. This process must not write anything there, not even this error."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Holder:
     host: str
     machine: str  # identifies the machine and the process namespace of `pid`
     pid: int
-    process_start: str  # tells it from a later process with the same id
+    process_start: str  # distinguishes it from a later process with the same id
     job_id: str  # of Slurm; empty without it
     since: float  # seconds since the epoch
     start: tuple[int, int] = (0, 0)  # how often Slurm restarted the job, and the id of the job step since then
@@ -84,7 +84,7 @@ class Released:
 
 @dataclass(frozen=True)
 class Lease:
-    """A lease as it was read. `content` is None between the file's creation and its first write."""
+    """A lease as read. `content` is None between the file's creation and its first write."""
 
     number: int
     content: Holder | Released | None
@@ -96,7 +96,7 @@ class Lease:
 
     @property
     def is_local(self) -> bool:
-        """Whether its holder is a process of this machine, which can be looked up."""
+        """Whether the holder is a process of this machine, which can be looked up."""
         return self.holder is not None and self.holder.machine == _machine()
 
     @property
@@ -105,7 +105,7 @@ class Lease:
         return holder is not None and self.is_local and process.start_time(holder.pid) == holder.process_start
 
     def may_be_alive(self, max_silence: float = _SURELY_DEAD_SECONDS) -> bool:
-        """Return whether its holder may still train, judged by one read from this machine."""
+        """Return whether the holder may still train, judged by one read on this machine."""
         if isinstance(self.content, Released):
             return False
         return self.is_running_here if self.is_local else time.time() - self.touched < max_silence
@@ -115,13 +115,13 @@ class Lease:
 
 
 def current_holder(layout: RunLayout) -> Holder | None:
-    """Return the process that trains in a run's folder, for display: judged by one read, with synchronized clocks."""
+    """Return the process that trains in a run's folder, for display: one read, which assumes synchronized clocks."""
     lease = _read_newest(layout.leases)
     return lease.holder if lease and lease.may_be_alive(NUM_MISSED_BEATS * BEAT_SECONDS) else None
 
 
 def is_held_by_another_job(layout: RunLayout) -> bool:
-    """Return whether another Slurm job than this process's trains in the folder."""
+    """Return whether a Slurm job other than this process's trains in the folder."""
     holder = current_holder(layout)
     return holder is not None and holder.job_id != own_job_id()
 
@@ -133,7 +133,7 @@ def last_touch(layout: RunLayout) -> float:
 
 
 def revoke(layout: RunLayout) -> None:
-    """End the lease of a dead holder. A holder that is alive after all ends at its next heartbeat."""
+    """End the lease of a dead holder. If the holder is alive after all, it ends at its next heartbeat."""
     lease = _newest(layout.leases)
     if lease and not isinstance(lease.content, Released):
         with contextlib.suppress(FileExistsError):
@@ -161,9 +161,9 @@ def held_lease(
 ) -> Iterator[Callable[[], None]]:
     """Hold the lease of a run's folder; yield its heartbeat, which a thread calls.
 
-    `say` gets the reason if this takes a while; `pause` sleeps for a number of seconds. `on_loss` is called in a
-    separate thread when another process has taken over the lease; it must end this process. Raises `FolderHeldError` if
-    another process holds it.
+    `say` gets the reason if taking the lease takes a while; `pause` sleeps for a number of seconds. `on_loss` is called
+    in a separate thread when another process has taken over the lease; it must end this process. Raises
+    `FolderHeldError` if another process holds the lease.
     """
     number = _take(layout.leases, say, pause)
     ended = threading.Event()
@@ -186,14 +186,14 @@ def held_lease(
 
 
 def _touch(folder: Path, number: int) -> FolderHeldError | None:
-    """Touch the file of a lease; return the error if another process holds the lease by now."""
+    """Touch the file of a lease; return the error if another process has taken it over."""
     is_there = True
     try:
         os.utime(_path(folder, number))
     except FileNotFoundError:
         is_there = False
         if not folder.is_dir():
-            return None  # the folder is missing too: the file system is unavailable for now
+            return None  # the folder is missing too: the file system is temporarily unavailable
     except OSError:
         return None  # the file system stalls: the next heartbeat detects a takeover
     newest = _read_newest(folder)
@@ -299,7 +299,7 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _create(folder: Path, number: int, content: Holder | Released) -> None:
-    """Create a lease exclusively: only one of several processes succeeds."""
+    """Create a lease exclusively: only one process succeeds."""
     with _path(folder, number).open("x", encoding="utf-8") as file:
         file.write(to_json(content))
 

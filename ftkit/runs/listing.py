@@ -1,4 +1,4 @@
-"""A run in a listing: some values of its plan, and its newest submission."""
+"""Runs in listings: some values of the plan, and the newest submission."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class RunEntry:
     folder: RunFolder
     plan: PlanEntry | None
     run: SubmittedRun | None
-    damage: str  # what is wrong with the files
-    is_private: bool = False  # only that this user may not read them
+    damage: str  # why the files can't be read
+    is_private: bool = False  # the only problem is that this user may not read them
 
     @property
     def sweep(self) -> SweepEntry | None:
@@ -78,7 +78,7 @@ def read_entry(folder: RunFolder) -> RunEntry:
 
 
 def find_sweep(reference: str, workspace: Workspace) -> list[RunEntry]:
-    """Return a sweep's runs in their order, by its id, or its name for the newest; empty if there is no such sweep."""
+    """Return a sweep's runs in order. A name selects the newest sweep of that name; empty if there is no such sweep."""
     entries = [read_entry(folder) for folder in list_runs(workspace)]  # the newest first
     sweeps = [entry.sweep for entry in entries if entry.sweep]
     newest = next((each.id for each in sweeps if reference in (each.id, each.name)), None)

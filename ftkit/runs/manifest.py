@@ -1,4 +1,4 @@
-"""manifest.json: the inputs of a run, to repeat it elsewhere, and its submissions and starts."""
+"""manifest.json: the inputs of a run, for repeating it elsewhere, and its submissions and starts."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ _IMAGE = Path("/opt/ftkit")  # metadata file in an image that ftkit built
 
 
 def mapping(value: object) -> Values:
-    """Return a value of a manifest or a plan, which may be damaged, if it is an object; else an empty one."""
+    """Return a value of a manifest or a plan if it is an object; else an empty one, since the file may be damaged."""
     return value if isinstance(value, dict) else {}
 
 
 def mappings(value: object) -> list[Values]:
-    """Return the objects of a list in a manifest, which may be damaged."""
+    """Return the objects in a list of a manifest; other items, as in damaged files, are skipped."""
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the values of nested objects by their dotted keys; empty objects have none."""
+    """Yield the values of nested objects by dotted keys; empty objects yield nothing."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{key}.")
@@ -82,11 +82,11 @@ def add_submission(
     changes: Mapping[str, tuple[object, object]],
     facts: Mapping[str, object],
 ) -> None:
-    """Add a submission of a run to its manifest, which then has the values of the newest plan.
+    """Add a submission of a run to its manifest, and update the values of the plan.
 
-    Writes nothing if the run has no readable manifest. `changes` are values that differ from the previous plan, each
-    before and after; `facts` are more values, such as digests of the image, whose file depends on the cluster's format.
-    Raises `OSError` if it can't be written.
+    Writes nothing if the run has no readable manifest. `changes` are values that differ from the previous plan, before
+    and after; `facts` are more values, such as digests of the image, whose file depends on the cluster's format.
+    Raises `OSError` if the manifest can't be written.
     """
     values = read_json_if_valid(plan.layout.manifest, Values)
     earlier = None if values is None else values.get("submissions", [])
@@ -161,9 +161,9 @@ def _commit_of(folder: Path | None) -> Values | None:
 def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0) -> None:
     """Add this start to the `starts` of a run's manifest, if there is one. Requires the run's lease.
 
-    `image` is the folder with the image's metadata in the container; `num_restarts` tells how often training was
-    restarted within this job. Raises `TrainingError` if the container has another image than the manifest; or the last
-    two starts of this job failed in the same way at the same step.
+    `image` is the folder with the image's metadata in the container; `num_restarts` counts restarts of training within
+    this job. Raises `TrainingError` if the container's image differs from the manifest's, or if the last two starts of
+    this job failed in the same way at the same step.
     """
     values = read_json_if_valid(manifest, Values)
     earlier = None if values is None else values.get("starts", [])
@@ -235,12 +235,12 @@ def _check_inputs(values: Values, start: Values, data: Values, *, has_other_data
 
 
 def trained_data(starts: object) -> Values:
-    """Return the digests of the data of a run's last start that had any: a start on other data is refused."""
+    """Return the data digests of a run's last start that has any; a start on other data is refused."""
     return next((data for each in reversed(mappings(starts)) if (data := mapping(each.get("data")))), {})
 
 
 def describe_data(layout: RunLayout, fingerprint: object) -> dict[str, Values]:
-    """Return the prepared data's digests and numbers of documents; empty before it is prepared."""
+    """Return the digests and document counts of the prepared data; empty before preparation."""
     data = DataLayout(Workspace(layout.root.parents[1]).data / str(fingerprint))
     prepared = read_json_if_valid(data.manifest, Values) or {}
     return {
@@ -259,7 +259,7 @@ def _installed_versions() -> dict[str, str]:
 
 
 def _describe_image(image: Path) -> dict[str, str]:
-    """Return the image's own record; empty if ftkit did not build it, or there is no image."""
+    """Return the image's own metadata; empty if ftkit did not build it, or there is no image."""
     definition = read_json_if_valid(image / "image.json", Values) or {}
     if not {"name", "tag"} <= definition.keys():
         return {}
@@ -272,7 +272,7 @@ def _describe_image(image: Path) -> dict[str, str]:
 
 
 def explain_missing_digests(layout: RunLayout) -> list[str]:
-    """Return why a run can't be repeated exactly: the inputs without a digest in its manifest."""
+    """Return reasons why a run can't be repeated exactly: inputs without a digest in its manifest."""
     values = read_json_if_valid(layout.manifest, Values)
     if values is None:
         return ["there is no manifest"]

@@ -1,9 +1,9 @@
-"""Read metrics.jsonl, completely, thinned, or from its end, and append to it.
+"""Read metrics.jsonl completely, thinned, or from its end, and append to it.
 
-Beside it, metrics.index has the place of each record that is not a step. With it, a reader of a file of gigabytes reads
-these records and some steps: its first line is 0, or it is not used.
+metrics.index next to it has the byte offset of each record that is not a step, so that readers of a file of gigabytes
+can read only these records and some steps. An index whose first line is not 0 is not used.
 
-Reading never raises and takes bounded memory, for any content of the files: run folders are shared, and a damaged one
+Reading never raises and takes bounded memory, whatever the files contain: run folders are shared, and a damaged one
 must not hide the others.
 """
 
@@ -24,12 +24,12 @@ from ftkit.runs.records import EvaluationRecord, Record, StartRecord, StepRecord
 
 MAX_LINE_BYTES = 2**23
 """Longer lines are skipped: the longest records, evaluations with samples, take a few hundred KiB."""
-_MAX_TAIL_BYTES = 2**26  # number of bytes at the end of a file in which its newest record is searched
-_TAIL_BYTES = 2**14  # number of bytes that are read first in this search
+_MAX_TAIL_BYTES = 2**26  # maximum bytes at the end of a file to search for its newest record
+_TAIL_BYTES = 2**14  # bytes that this search reads first
 
 LARGE_BYTES = 2**25  # smaller files are read completely
 _NEIGHBOR_BYTES = 2**12
-_NUM_SAMPLED = 250  # number of steps in a thinned file, at most twice as many
+_NUM_SAMPLED = 250  # approximate number of steps in a thinned file, at most twice this
 _STEP, _NUM_STEPS_IN_LINE = re.compile(rb'"step": (\d+)'), re.compile(rb'"num_steps": (\d+)')
 
 _STEP_LINE, _START_LINE = b'{"event": "step"', b'{"event": "start"'
@@ -37,7 +37,7 @@ _STEP_LINE, _START_LINE = b'{"event": "step"', b'{"event": "start"'
 
 
 def read_records(path: Path, *, skips_steps: bool = False) -> list[Record]:
-    """Read the records of a run as `find_damage` does; none if there are none yet."""
+    """Read the records of a run as `find_damage` does; empty if there are none yet."""
     found: list[Record] = []
     find_damage(path, records=found, skips_steps=skips_steps)
     return found
@@ -49,7 +49,7 @@ def read_evaluations(path: Path) -> list[EvaluationRecord]:
 
 
 def read_job_evaluations(metrics: Path, evaluations: Path) -> list[EvaluationRecord]:
-    """Return evaluations by separate jobs that the trainer has not yet copied into metrics.jsonl."""
+    """Return evaluations by separate jobs that the trainer has not copied into metrics.jsonl yet."""
     records = read_evaluations(evaluations)
     known = {(each.step, each.time) for each in read_evaluations(metrics)} if records else set()
     return [record for record in records if (record.step, record.time) not in known]
@@ -60,10 +60,10 @@ def find_damage(
 ) -> str:
     """Return which records can't be read, and why; empty if all can, or if there is no file yet.
 
-    Readers skip such records, so a run with an unreadable file would look like one that has not started. With
-    `tail_bytes`, only the lines in so many bytes at the end of the file are checked. The readable ones are appended to
-    `records`; with `skips_steps`, without the steps after the first one of each start. Of a large file with an index,
-    only some steps are checked and appended.
+    Readers skip such records, so a run with an unreadable file would look as if it had not started. With `tail_bytes`,
+    only lines in that many bytes at the end of the file are checked. Readable records are appended to `records`; with
+    `skips_steps`, without the steps after the first one of each start. In a large file with an index, only some steps
+    are checked and appended.
     """
     num_damaged, where, has_step = 0, "", False
     thinned = _thinned(path, skips_steps=skips_steps) if records is not None else None
@@ -92,7 +92,7 @@ def find_damage(
 
 
 def read_last_step(path: Path) -> StepRecord | None:
-    """Read the newest step's record from the end of the file, without steps that a later start repeats."""
+    """Read the newest step's record from the end of the file; ignore steps that a later start repeats."""
     resumed_from: float = math.inf
     for line in _lines_backwards(path):
         record = from_line(line) if line.startswith((_STEP_LINE, _START_LINE)) else None
@@ -109,7 +109,7 @@ def read_last_record(path: Path) -> Record | None:
 
 
 class RecordTail:
-    """Reads the records that were added to a file since the last read, or with `skips_old`, since it was created."""
+    """Reads records added to a file since the last read; with `skips_old`, only those added after its creation."""
 
     def __init__(self, path: Path, *, skips_old: bool = False) -> None:
         self._path = path
@@ -118,7 +118,7 @@ class RecordTail:
             self._offset = path.stat().st_size
 
     def read_new(self) -> Iterator[Record]:
-        """Yield the records of new complete lines; a line counts as read once it was yielded."""
+        """Yield the records of new complete lines; a line counts as read after it is yielded."""
         try:
             with open_regular(self._path) as file:
                 file.seek(self._offset)
@@ -136,11 +136,11 @@ class RecordTail:
 def append_record(path: Path, record: Record, *, begins_line: bool = False) -> None:
     """Append a record in one write, so that a reader never sees half a line.
 
-    `begins_line` tells that the write before this one failed, and may have left a part of a line. Raises `OSError` if
-    it can't be written, or only in part.
+    `begins_line` tells that the previous write failed and may have left part of a line. Raises `OSError` if the record
+    can't be written completely.
     """
     with path.open("ab") as file:
-        if not isinstance(record, StepRecord):  # first, so that no record is missing if this process is killed
+        if not isinstance(record, StepRecord):  # index first: if this process is killed, it lacks no record
             with path.with_suffix(".index").open("a", encoding="ascii") as index:
                 index.write(f"{file.tell() + begins_line}\n")
         file.write(("\n" * begins_line + to_line(record) + "\n").encode())
@@ -150,9 +150,9 @@ def append_record(path: Path, record: Record, *, begins_line: bool = False) -> N
 
 
 def _thinned(path: Path, *, skips_steps: bool) -> list[bytes] | None:
-    """Return the lines of a large file that are not steps, those around them, and, unless skipped, some other steps.
+    """Return a large file's lines that are not steps, the lines around them, and, unless skipped, some other steps.
 
-    None if the file is small, or has no index.
+    None if the file is small or has no index.
     """
     try:
         places = sorted({int(place) for place in read_small(path.with_suffix(".index"), 2**28).split()})
@@ -178,10 +178,10 @@ def _thinned(path: Path, *, skips_steps: bool) -> list[bytes] | None:
 
 
 def _some_steps(file: IO[bytes], low: int, high: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the places and lines of some steps of one start: the same steps in each run of the same length."""
+    """Yield offsets and lines of some steps of one start; runs of the same length yield the same steps."""
 
     def find(place: int) -> tuple[float, int, bytes]:
-        """Return the first step that begins at or after a place, with its own place, and its line."""
+        """Return the first step that begins at or after an offset, with its own offset and its line."""
         file.seek(max(low, place - 1))
         if place > low:
             file.readline()  # the rest of the line before
@@ -213,7 +213,7 @@ def _short_lines(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _lines_backwards(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file from last to first, reading growing tails of it up to `_MAX_TAIL_BYTES`."""
+    """Yield the lines of a file from last to first, by reading growing tails up to `_MAX_TAIL_BYTES`."""
     tail_bytes = _TAIL_BYTES
     try:
         with open_regular(path) as file:

@@ -1,6 +1,6 @@
-"""Describe an export: model card, loss curve, and recipe, from the files of the run.
+"""Describe an export from the files of the run: model card, loss curve, and recipe.
 
-The card is README.md as the Hugging Face hub shows it.
+The card is README.md, which the Hugging Face hub displays.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def write_card(
 
 
 def _typed_recipe(recipe: RecipePlan) -> Values:
-    """Return a recipe that `ftkit run FILE` accepts: with all values, since defaults may change between versions."""
+    """Return a recipe for `ftkit run FILE` with all values, since defaults may change between versions."""
     values = recipe.model_dump(mode="json", include={"name", "model", "data", "training", "evaluation"})
     shape, model = values["model"].pop("architecture"), values["model"]
     kept: set[str] = set()  # pretrained weights define the shape
@@ -119,7 +119,7 @@ def _facts(
 
 
 def _too_long(layout: RunLayout) -> list[tuple[str, object]]:
-    """Return what happened with documents longer than a pack, if the data had any."""
+    """Return table rows about documents longer than a pack, if the data had any."""
     starts = (read_json_if_valid(layout.manifest, Values) or {}).get("starts")
     start = mapping(starts[-1]) if isinstance(starts, list) and starts else {}
     counts = {outcome: number for outcome, number in mapping(start.get("too_long")).items() if isinstance(number, int)}
@@ -131,7 +131,7 @@ def _list(facts: list[tuple[str, object]]) -> str:
 
 
 def _metrics(layout: RunLayout, step: int) -> str:
-    """Return a table with the evaluation before training, and the newest one of these weights."""
+    """Return a table with the evaluation before training and the newest evaluation of these weights."""
     evaluations = read_evaluations(layout.metrics)
     before = [("before training", record) for record in evaluations if record.when == "before"]
     these = [(f"after {plural(step, 'step')}", record) for record in evaluations if record.step == step > 0]
@@ -199,7 +199,7 @@ def loss_curve(metrics: Path, last_step: int) -> str | None:
     """Draw the loss of training and of validation up to the exported step; None if fewer than two were recorded."""
     trained: dict[int, float] = {}
     validated: dict[int, float] = {}
-    for record in read_records(metrics):  # the last record of a step that was repeated after a restart
+    for record in read_records(metrics):  # a step repeated after a restart keeps its last record
         if not isinstance(record, StepRecord | EvaluationRecord) or record.step > last_step:
             continue
         if math.isfinite(record.loss):

@@ -1,4 +1,4 @@
-"""The records of metrics.jsonl, and their JSON lines: the trainer writes them, everything else reads them."""
+"""The records of metrics.jsonl and their JSON lines. The trainer writes them; all other parts read them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pydantic_core import from_json
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
-"""A duration or a time since the epoch, in seconds: finite, so that it can be shown as hours and days."""
+"""A duration or a time since the epoch, in seconds; finite, so that it can be formatted as hours and days."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A record of metrics.jsonl, whose line has the event and the time in seconds since the epoch."""
+    """A record of metrics.jsonl. Its line includes the event and the time in seconds since the epoch."""
 
     event: ClassVar[str]
     time: Seconds
@@ -47,7 +47,7 @@ class StartRecord(Record, event="start"):
     versions: dict[str, str]
 
 
-Checks = dict[str, int | str]  # results of checks by their names: a number that was counted, or a text
+Checks = dict[str, int | str]  # results by check: a count or a text
 
 
 @dataclass(frozen=True)
@@ -93,21 +93,21 @@ class SourceLoss:
 
 @dataclass(frozen=True)
 class RouterStats:
-    """What the routers of a mixture of experts did in a step; the last two are None for families without such a loss.
+    """Router statistics of a mixture of experts in a step; the last two are None for families without such a loss.
 
     An expert's utilization is its number of tokens divided by the mean of its layer's experts.
     """
 
     max_utilization: float
-    mean_max_utilization: float  # the mean over the layers of each one's largest
-    dead_expert_ratio: float  # experts without a token
+    mean_max_utilization: float  # mean over layers of the largest utilization
+    dead_expert_ratio: float  # fraction of experts without a token
     router_entropy: float | None  # mean entropy of a token's probabilities, as a fraction of the largest possible
     load_balancing_loss: float | None  # without its coefficient: the experts per token if tokens are spread evenly
 
 
 @dataclass(frozen=True)
 class StepRecord(Record, event="step"):
-    """The state after an optimizer step; speed, MFU, and ratios are those of the time since the last record."""
+    """The state after an optimizer step; speed, MFU, and ratios cover the time since the last record."""
 
     step: Count
     num_steps: Count
@@ -116,7 +116,7 @@ class StepRecord(Record, event="step"):
     learning_rate: float
     grad_norm: float
     tokens: Count  # of all documents so far, without padding
-    targets: Count  # those of them in the loss
+    targets: Count  # of these, tokens in the loss
     tokens_per_second: float  # over all processes
     step_seconds: Seconds
     overhead_ratio: float  # part of the time that was not forward, backward or optimizer
@@ -124,7 +124,7 @@ class StepRecord(Record, event="step"):
     mfu: float | None  # model FLOPs utilization; None if the GPUs' peak is unknown
     memory_gib: float | None  # peak of rank 0 so far, as in a `MemoryRecord`
     sources: dict[str, SourceLoss] = field(default_factory=dict)  # of a mixture, with target tokens in this step
-    scores: dict[str, float] = field(default_factory=dict)  # metrics of pairs: means over those of this step
+    scores: dict[str, float] = field(default_factory=dict)  # metrics of pairs: means over this step's pairs
     routers: RouterStats | None = None  # of a mixture of experts
 
 
@@ -151,7 +151,7 @@ class Sample:
     reference: str
     answer: str
     correct: bool
-    picture: str | None = None  # a small one, as a `data:` URI
+    picture: str | None = None  # thumbnail, as a `data:` URI
 
 
 @dataclass(frozen=True)
@@ -201,19 +201,19 @@ class FailedCheckpointRecord(Record, event="failed_checkpoint"):
 
 @dataclass(frozen=True)
 class ShardingRecord(Record, event="sharding"):
-    """How a script's model is sharded at its first optimizer step, or when it failed before."""
+    """How a script's model is sharded at its first optimizer step, or when it fails before that."""
 
     sharding: str  # `fsdp2`, `fsdp1`, `zero3`, `ddp` or `none`
     num_units: Count  # modules whose parameters are sharded together
     num_parameters: Count
-    num_held: Count  # those of the parameters that are on rank 0
+    num_held: Count  # parameters on rank 0
     world_size: Count
     warning: str  # empty if the model is sharded as expected
 
 
 @dataclass(frozen=True)
 class ScriptStepRecord(Record, event="script-step"):
-    """The progress of a script: its optimizer steps, and what else its output shows."""
+    """The progress of a script: optimizer steps, and values from its output."""
 
     step: Count
     num_steps: Count | None = None
@@ -224,7 +224,7 @@ class ScriptStepRecord(Record, event="script-step"):
 
 @dataclass(frozen=True)
 class EndRecord(Record, event="end"):
-    """The trainer ended normally: all steps done, or stopped on request after a checkpoint."""
+    """The trainer ended normally: all steps are done, or it stopped on request after a checkpoint."""
 
     outcome: Literal["completed", "stopped"]
     step: Count
@@ -246,7 +246,7 @@ def _adapter(event: str) -> TypeAdapter[Record]:
 def to_line(record: Record) -> str:
     """Return a record as one line of JSON, without the line break."""
     values = {"event": record.event, **asdict(record)}
-    for optional in ("sources", "scores", "routers"):  # omitted for one source, without completions, if dense
+    for optional in ("sources", "scores", "routers"):  # omitted if empty
         if not values.get(optional):
             values.pop(optional, None)
     return json.dumps(values, allow_nan=True)
@@ -262,7 +262,7 @@ def from_line(line: str | bytes) -> Record | None:
 
 
 def is_damaged(line: bytes) -> bool:
-    """Return whether a line is no record of any version of ftkit. Writers leave an empty line after a failed write."""
+    """Return whether a line is not a record of any version of ftkit. A failed write leaves an empty line."""
     if line.isspace():
         return False
     try:

@@ -37,7 +37,7 @@ _PLACE_KEYS = ("num_nodes", "processes_per_node", "device")
 
 @dataclass(frozen=True)
 class Original:
-    """A run that is to be repeated; `run.curve` is empty without its metrics."""
+    """A run to repeat; `run.curve` is empty without its metrics."""
 
     run: ComparedRun
     manifest: dict[str, Any]
@@ -45,11 +45,11 @@ class Original:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a run reproduced its original, the run with that id."""
+    """Whether a run reproduced the original run."""
 
     original: str
     num_common: int  # records of both runs after the same number of tokens
-    is_complete: bool  # these are all of the original's records
+    is_complete: bool  # the common records are all of the original's
     is_same_size: bool  # both trained on the same number of devices of the same kind
     first_step: int | None  # with a different loss; None if all are equal, bit for bit
     largest_ratio: float  # relative difference of a loss; infinite if one is NaN
@@ -78,7 +78,7 @@ class Verdict:
 
 
 def read_original(place: str) -> Original:
-    """Read a run to be repeated, from its folder, manifest.json, bundle, or copy; DamagedFileError if damaged."""
+    """Read a run to repeat from its folder, manifest.json, bundle, or copy; DamagedFileError if damaged."""
     path = Path(place)
     with tempfile.TemporaryDirectory(prefix="ftkit-") as temporary:
         # Two levels down: a run's folder is in `runs` of a workspace.
@@ -159,8 +159,8 @@ _MAX_MEMBER_BYTES = 2**30
 def write_bundle(layout: RunLayout, path: Path, lock: Path | None = None) -> list[str]:
     """Write a run's bundle and return the names of its members.
 
-    `lock` is that of the image's packages, if it is on this machine. Raises `DamagedFileError` if a file of the run
-    can't be read, or is too large.
+    `lock` is the lock of the image's packages, if it is on this machine. Raises `DamagedFileError` if a file of the run
+    can't be read or is too large.
     """
     manifest = read_json(layout.manifest, Values)
     if manifest is None:
@@ -195,7 +195,7 @@ def write_bundle(layout: RunLayout, path: Path, lock: Path | None = None) -> lis
 
 
 def unpack(path: Path, folder: Path) -> None:
-    """Write the plain files of a bundle that have names of a run's files; DamagedFileError if it is damaged."""
+    """Write the regular files of a bundle whose names are those of run files; DamagedFileError if it is damaged."""
     layout = RunLayout(folder)
     known = {layout.manifest.name, layout.plan.name, layout.metrics.name, layout.original.name, layout.report.name}
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Checks of a script that ftkit did not write: facts about the first steps of each rank in, findings out.
+"""Check a user's script: facts about the first steps of each rank in, findings out.
 
-`ftkit.train.step_watch` observes the facts. A check yields what is wrong with a change that repairs it, or raises
-`NotCheckedError` with why it can't look.
+`ftkit.train.step_watch` observes the facts. A check yields findings with a change that fixes them, or raises
+`NotCheckedError` with the reason why it does not apply.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ftkit.runs.script_facts import ParamFacts, RankFacts
 ADAPTER: Final = re.compile(r"(^|[._])lora_")
 _ADAPTER_PAIR: Final = re.compile(r"lora_(embedding_)?[AB](?=[._]|$)")
 _EXPERT: Final = re.compile(r"(?<=experts\.)\d+")
-_SAME: Final = 1.03  # ratio up to which sums of weights are equal
-_DIFFERENT: Final = 1.1  # ratio from which weights of targets differ
+_SAME: Final = 1.03  # sums of weights within this ratio are equal
+_DIFFERENT: Final = 1.1  # weights of targets differ from this ratio on
 _MOST: Final = 0.9
 _HALF: Final = 0.5
-_FEWEST: Final = 8  # targets that show a shift
+_FEWEST: Final = 8  # minimum targets that show a shift
 _SHOWN: Final = 3  # names in a finding
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault of the script: what and where, and a change that repairs it."""
+    """A bug in the script: its description, its place, and a change that fixes it."""
 
     check: str
     what: str
@@ -47,7 +47,7 @@ class Verdict:
 
 
 class NotCheckedError(Exception):
-    """A check can't look; the text says why."""
+    """A check can't be made; the message is the reason."""
 
 
 Ranks = Sequence[RankFacts]
@@ -89,7 +89,7 @@ def _names(params: Sequence[ParamFacts]) -> str:
 
 
 def _merged(ranks: Ranks) -> list[ParamFacts]:
-    """Merge what happened on any rank into the parameters of rank 0, because ranks can hold other shards."""
+    """Merge the facts of all ranks into the parameters of rank 0, because ranks can hold different shards."""
     others = [{param.name: param for param in rank.params} for rank in ranks]
     keys = ("has_received", "is_nonzero", "is_nonfinite", "has_changed", "is_called", "in_optimizer")
     same = {param.name: [each[param.name] for each in others if param.name in each] for param in ranks[0].params}
@@ -98,7 +98,7 @@ def _merged(ranks: Ranks) -> list[ParamFacts]:
 
 
 def _without_idle_experts(params: Sequence[ParamFacts]) -> list[ParamFacts]:
-    """Leave out experts without a token, if others of their layer had one."""
+    """Leave out experts without a token if other experts of their layer had one."""
     busy = {_EXPERT.sub("", param.name) for param in params if param.is_nonzero and _EXPERT.search(param.name)}
     return [param for param in params if param.is_nonzero or _EXPERT.sub("", param.name) not in busy]
 
@@ -212,7 +212,7 @@ def _(ranks: Ranks) -> Result:
         if not is_of_optimizer:
             what = "The scheduler changes the learning rate of an optimizer that does not step."
             yield what, "Create the scheduler with the optimizer that trains."
-        # accelerate's scheduler takes a step for each process.
+        # accelerate's scheduler steps once per process.
         elif num_steps == num_backwards > facts.num_steps and num_steps != facts.num_steps * facts.world_size:
             what = f"The scheduler stepped {num_steps} times in {plural(facts.num_steps, 'optimizer step')}: "
             yield what + "once for each micro-batch.", "Call scheduler.step() after optimizer.step() only."

@@ -1,4 +1,4 @@
-"""What the first steps of a script show: `ftkit.train.step_watch` observes it, `ftkit.runs.script_checks` judges it."""
+"""Facts about the first steps of a script; `ftkit.train.step_watch` records them for `ftkit.runs.script_checks`."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass, field
 
 @dataclass
 class ParamFacts:
-    """A parameter of the trained model; what ever happened in one of the observed steps."""
+    """A parameter of the trained model. A flag is set if it was true in any observed step."""
 
     name: str
     num_dims: int
     is_trained: bool  # whether it requires gradients
-    is_comparable: bool  # whether it is equal on all ranks: not sharded
+    is_comparable: bool  # whether all ranks should hold equal values: not sharded
     digest: str = ""  # of a sample of its values, at the end
     has_changed: bool = False
     is_called: bool = False  # whether the forward pass called its module
-    in_optimizer: bool = False  # in that of an optimizer that stepped
+    in_optimizer: bool = False  # in an optimizer that stepped
     has_received: bool = False  # a gradient
     is_nonzero: bool = False  # its gradient
     is_nonfinite: bool = False  # its gradient
     began_zero: bool = False  # all its elements, before step 1
     was_zero: bool = False  # all its elements, before the last step
-    rounded: float | None = None  # fraction of the elements with a gradient that the last step left as they were
+    rounded: float | None = None  # fraction of elements with a gradient that the last step did not change
 
 
 @dataclass
@@ -34,8 +34,8 @@ class CallFacts:
     is_training: bool  # whether a dropout module is active
     rows: list[str] = field(default_factory=list)  # digests of its input rows
     backward: int = 0  # number of the backward pass through it, from 1; 0 without one
-    counts: dict[str, int] | None = None  # of its targets: `ftkit.train.step_readings.count_targets`
-    weight: float | None = None  # of a target's cross entropy in the loss; None if the loss is another
+    counts: dict[str, int] | None = None  # from `ftkit.train.step_readings.count_targets`
+    weight: float | None = None  # of a target's cross entropy in the loss; None for another loss
 
 
 @dataclass
@@ -47,7 +47,7 @@ class ReplayFacts:
     later_documents: float | None = None
     earlier_tokens: float | None = None
     padding: float | None = None  # at the tokens of rows whose padding changed
-    evaluation: float | None = None  # between two calls in evaluation mode, with other random numbers
+    evaluation: float | None = None  # between two calls in evaluation mode with different random numbers
 
 
 @dataclass
@@ -65,7 +65,7 @@ class RankFacts:
     moves_weights: bool = False  # between the backward passes of a step of the first optimizer, as with L-BFGS or a GAN
     num_dropouts: int = 0
     is_untied: bool = False
-    num_others: int = 0  # parameters in the optimizer that are none of the model
+    num_others: int = 0  # parameters in the optimizer that do not belong to the model
     splits_samples: bool = False  # tensor or context parallelism: several ranks work on one sample
     corrects_rounding: bool = False
     replay: ReplayFacts | None = None
@@ -75,6 +75,6 @@ class RankFacts:
 
     @property
     def has_masters(self) -> bool:
-        """Whether the optimizer holds other tensors than the model, which changes nevertheless."""
+        """Whether the optimizer holds master copies: tensors other than the model's, although the model changes."""
         trained = [param for param in self.params if param.is_trained]
         return not any(p.in_optimizer for p in trained) and any(p.has_changed for p in trained)

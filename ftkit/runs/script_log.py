@@ -1,4 +1,4 @@
-"""The progress of a script, from what it prints: bars of tqdm and Keras, dicts of the Trainer, lines with a loss."""
+"""Parse a script's progress from its output: tqdm and Keras bars, the Trainer's dicts, and lines with a loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ftkit.runs.records import EndRecord, ScriptStepRecord
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
 
-_MAX_LINE = 2_000  # characters; longer lines are no progress
+_MAX_LINE = 2_000  # characters; longer lines are ignored
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _RANK = re.compile(r"^(?:\[\w{1,20}\]:? ?)+")  # torchrun's and accelerate's prefix of a line
 _FLOAT = r"""\s{0,9}[:=]?\s{0,9}\[?(?:tensor\()?['"]?([-+]?(?:\d{1,30}\.?\d{0,30}(?:e[-+]?\d{1,3})?|nan|inf)\b)"""
@@ -35,7 +35,7 @@ _OF_EVALUATION = re.compile(r"^(?:val|eval|test|dev|aux|best)", re.IGNORECASE)
 
 @dataclass
 class _Count:
-    """A count of steps in the output. `num_losses` were printed while it was the newest count, or on its lines."""
+    """A count of steps in the output; `num_losses` counts losses on its lines, or while it was the newest count."""
 
     step: int
     total: int | None
@@ -45,13 +45,13 @@ class _Count:
 
     @property
     def rank(self) -> tuple[int, bool, bool, int]:
-        """The larger, the likelier it counts training steps; an evaluation's bar begins while the Trainer's is open."""
+        """Larger if it more likely counts training steps; an evaluation's bar begins while the Trainer's is open."""
         is_open = self.total is not None and self.step < self.total
         return self.num_losses, self.total is not None, is_open, -self.first_line if is_open else self.first_line
 
 
 def read_script_step(layout: RunLayout) -> ScriptStepRecord | None:
-    """Read a script's progress from the ends of its log and of metrics.jsonl; None if neither shows any."""
+    """Read a script's progress from the ends of its log and metrics.jsonl; None if neither has any."""
     last = read_last_record(layout.metrics)
     known = last if isinstance(last, ScriptStepRecord | EndRecord) else None
     found = parse_progress(log_tail(layout, None), known.step if known else 0)
@@ -61,8 +61,8 @@ def read_script_step(layout: RunLayout) -> ScriptStepRecord | None:
 def parse_progress(lines: Iterable[str], num_counted: int = 0) -> ScriptStepRecord:
     """Return the progress in lines of output, where a carriage return ends a line too; the step is 0 if it shows none.
 
-    `num_counted` optimizer steps are known to be taken: a bar with fewer in total counts something else, such as
-    the steps of one epoch.
+    `num_counted` is the known number of optimizer steps so far: a bar with a smaller total counts something else,
+    such as the steps of one epoch.
     """
     counts: dict[int | None, _Count] = {}
     newest: _Count | None = None
@@ -92,12 +92,12 @@ def parse_progress(lines: Iterable[str], num_counted: int = 0) -> ScriptStepReco
 
 
 def without_control(text: str) -> str:
-    """Remove colors, and the codes with which nested bars move the cursor."""
+    """Remove colors, and the control codes that nested bars use to move the cursor."""
     return _CONTROL.sub("", text)
 
 
 def _read_count(text: str, number: int, *, has_loss: bool) -> _Count | None:
-    """Return the count of steps in a line; None if it has none, or a bar that its description says is another's."""
+    """Return the count of steps in a line; None if it has none, or if a bar's description shows another count."""
     if bar := _TQDM.search(text):
         about = text[: bar.start()].strip(" :")
         if about and (_OF_EVALUATION.match(about) or not _OF_TRAINING.search(about)):

@@ -1,4 +1,4 @@
-"""Detached SSH signatures of files (`ssh-keygen -Y`), made with an SSH key and verified with a public one."""
+"""Detached SSH signatures of files (`ssh-keygen -Y`), made with an SSH key and verified with its public key."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _MAX_KEY_BYTES: Final = 1 << 20
 
 
 class SignatureError(UnusableFileError):
-    """A signature does not match its file, or the key."""
+    """A signature does not match its file or the key."""
 
 
 def require_signing_key(key: Path) -> None:
-    """Refuse to sign with a file that is no SSH key, before any work is done."""
+    """Refuse a file that is not an SSH key, before any work is done."""
     _require_ssh_keygen()
     text = _key_text(key)
     if "PRIVATE KEY" not in text and not _is_public_key(text.split()):
@@ -32,7 +32,7 @@ def require_signing_key(key: Path) -> None:
 
 
 def signature_file(path: Path) -> Path:
-    """Return the path of a file's signature, as ssh-keygen names it."""
+    """Return the path that ssh-keygen gives to a file's signature."""
     return path.with_name(f"{path.name}.sig")
 
 

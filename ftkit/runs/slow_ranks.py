@@ -1,4 +1,4 @@
-"""Which ranks hold up a run, from what each rank writes about itself: slow ones, and those that make others hang."""
+"""Find ranks that hold up a run, from each rank's own reports: slow ranks, and ranks that make others hang."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ftkit.runs.records import Count, Seconds
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
 
-MIN_STEPS = 20  # steps after which ranks are compared: documents of different lengths make single steps differ
+MIN_STEPS = 20  # steps before ranks are compared: document lengths make single steps differ
 _MIN_SLOWDOWN = 0.1
 _MAX_SHOWN = 8
 
 
 @dataclass(frozen=True)
 class RankTiming:
-    """What one rank measured: medians over the last `num_steps` steps, in seconds; `step` is the last one."""
+    """Timings of one rank: medians over the last `num_steps` steps, in seconds; `step` is the last one."""
 
     rank: Count
     host: str
@@ -37,9 +37,9 @@ class RankTiming:
 
 @dataclass(frozen=True)
 class Straggler:
-    """Slow ranks of a host, of which the slowest takes longer by the fraction `slowdown` than those of other hosts.
+    """Slow ranks of a host. The slowest takes longer than the ranks of other hosts by the fraction `slowdown`.
 
-    On a run's only host, it is compared with the other ranks: the host itself can't be slow, only some of its GPUs.
+    On a single host, ranks are compared with each other: only some of its GPUs can be slow.
     """
 
     host: str
@@ -69,8 +69,8 @@ def read_timings(layout: RunLayout) -> list[RankTiming]:
 def find_stragglers(timings: Iterable[RankTiming]) -> list[Straggler]:
     """Return hosts with GPUs slower than others, the slowest first; on a single host, its GPUs are compared.
 
-    Fast ranks wait for slow ones in collectives, so steps take equally long on all; the times between collectives
-    differ. Ranks on CPUs are not compared: how long they compute depends on what else the machine does.
+    Fast ranks wait for slow ones in collectives, so steps take equally long on all ranks; only the times between
+    collectives differ. Ranks on CPUs are not compared, because other load on the machine affects their times.
     """
     known = [
         each for each in timings if each.device == "cuda" and each.num_steps >= MIN_STEPS and each.compute_seconds > 0
@@ -91,9 +91,9 @@ def find_stragglers(timings: Iterable[RankTiming]) -> list[Straggler]:
 
 @dataclass(frozen=True)
 class HangReport:
-    """What a rank does while a step takes far too long; or `state`, of a rank that does not report, by a neighbor.
+    """A rank's activity while a step takes far too long; `state` is a neighbor's report about a rank without one.
 
-    `collective` is the one it waits in, with the group in brackets, and `number` counts those of that group.
+    `collective` is the collective that it waits in, with the group in brackets; `number` counts that group's.
     """
 
     host: str
@@ -123,7 +123,7 @@ def read_hang_reports(layout: RunLayout) -> dict[int, HangReport]:
 
 
 def describe_hang(reports: Mapping[int, HangReport], hosts: Mapping[int, str]) -> str:
-    """Describe which ranks the others wait for, what they do, and where the others wait; `hosts` has all ranks."""
+    """Describe which ranks hang and what they do, and where the others wait for them; `hosts` has all ranks."""
     silent = [rank for rank in hosts if rank not in reports]
     if silent:
         where = ", ".join(sorted({hosts[rank] for rank in silent}))
@@ -162,7 +162,7 @@ def _others(reports: Mapping[int, HangReport], causes: list[int]) -> str:
 
 
 def _listed(noun: str, numbers: Sequence[int]) -> str:
-    """Return numbers with their noun: the first ones, and how many more there are."""
+    """Format numbers with their noun: the first few, and how many more there are."""
     more = len(numbers) - _MAX_SHOWN
     shown = ", ".join(map(str, numbers[:_MAX_SHOWN])) + (f" and {more} more" if more > 0 else "")
     return f"{noun}{'s' if len(numbers) > 1 else ''} {shown}"

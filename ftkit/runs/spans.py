@@ -18,7 +18,7 @@ from ftkit.runs.records import (
 )
 
 SpanKind = Literal["start-up", "training", "repeated", "evaluation", "checkpoint", "other", "down"]
-"""`repeated`: steps after the newest checkpoint of an interrupted start, which the next start repeats."""
+"""`repeated`: steps of an interrupted start after its newest checkpoint, which the next start repeats."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Timeline:
         self._sizes: dict[int, int] = {}  # number of processes of each start, by the index of its first span
 
     def process_seconds(self) -> float:
-        """Return the seconds without downtime, times the processes: of the start before for one that never trained."""
+        """Return the seconds without downtime, times the processes; a start that never trained has the last one's."""
         total, size = 0.0, next(iter(self._sizes.values()), 0)
         for index, span in enumerate(self.spans):
             size = self._sizes.get(index, size)

@@ -1,4 +1,4 @@
-"""Files under an address: a folder, or a prefix in an object store that fsspec has a driver for."""
+"""Files under an address: a folder, or a prefix in an object store with an fsspec driver."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 ResultT = TypeVar("ResultT")
-Progress = Callable[..., None]  # to call when bytes were copied; arguments are ignored
+Progress = Callable[..., None]  # called when bytes were copied; arguments are ignored
 
 ADVICE: Final[Mapping[str, str]] = {
     "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run 'aws configure'",
     "gs": "run 'gcloud auth application-default login', or set GOOGLE_APPLICATION_CREDENTIALS",
     "hf": "run 'hf auth login', or set HF_TOKEN",
 }
-"""What to do about missing credentials, by scheme."""
+"""Fixes for missing credentials, by scheme."""
 _LOGGERS = ("gcsfs", "google.auth", "s3fs")
 """Libraries that log a warning or a traceback for each attempt, and then raise the error."""
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
@@ -38,23 +38,23 @@ _HOSTS: Final = {
     "gs": ("storage.googleapis.com", (*_PROXIES, "STORAGE_EMULATOR_HOST")),
     "s3": ("s3.amazonaws.com", (*_PROXIES, "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")),
 }
-"""Hosts of stores; and variables that reach a store by another one, so that its name need not be resolved here."""
+"""Hosts of stores, and variables that select another host or a proxy, so that the name need not resolve here."""
 
 _PART_BYTES = 64 * 2**20
 """Part size of multipart uploads. S3's ETag of a file is a digest of its parts, so their size must be known."""
-_PARTS_AT_ONCE = 4  # parts that s3fs uploads at the same time; it reports none before all of them are there
+_PARTS_AT_ONCE = 4  # parts that s3fs uploads in parallel; it reports progress only after all of them
 _READ_BYTES = 2**24
 _PROBE = ".ftkit-write-test"
 _PATIENCE_SECONDS = 60.0
-"""Maximum time without progress: drivers wait long, some forever, for a store that does not answer."""
-_MIN_BYTES_PER_SECOND = 2**20  # minimum transfer rate of a store that works
+"""Maximum time without progress: drivers wait a long time, or forever, for a store that does not answer."""
+_MIN_BYTES_PER_SECOND = 2**20  # minimum transfer rate of a working store
 
 
 def call_patiently(call: Callable[[Progress], ResultT], unseen_bytes: int = 0) -> ResultT:
-    """Return what a call returns; it runs in a thread, which is left behind if it hangs.
+    """Return the result of a call that runs in a thread, which is abandoned if it hangs.
 
-    The call gets a function to call at least after each `unseen_bytes` bytes. Raises `TimeoutError` if the call made no
-    progress.
+    The call gets a progress function, to be called at least once per `unseen_bytes` bytes. Raises `TimeoutError` if
+    the call makes no progress.
     """
     last = [time.monotonic()]
     patience = _PATIENCE_SECONDS + unseen_bytes / _MIN_BYTES_PER_SECOND
@@ -69,7 +69,7 @@ def call_patiently(call: Callable[[Progress], ResultT], unseen_bytes: int = 0) -
 
 
 class Store:
-    """A place for files: a folder or a bucket's prefix. All methods raise PrerequisiteError if it can't be accessed."""
+    """A folder or a bucket's prefix for files. All methods raise PrerequisiteError if it can't be accessed."""
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
@@ -93,7 +93,7 @@ class Store:
         self._call("write to", write)
 
     def sizes(self) -> dict[str, int]:
-        """Return the files by their names below the address, with their sizes in bytes."""
+        """Return the sizes in bytes of the files, by name below the address."""
         start = len(self._root) + 1
         try:
             found = self._call("list", lambda _: self._system.find(self._root, detail=True))
@@ -159,7 +159,7 @@ class Store:
     def _call(
         self, verb: str, call: Callable[[Progress], ResultT], unseen_bytes: int = 0, local: Path | None = None
     ) -> ResultT:
-        """Call a driver, and convert its errors, whose classes differ; but not that a local file no longer exists."""
+        """Call a driver and convert its various errors, except that a local file no longer exists."""
         try:
             return call_patiently(call, unseen_bytes)
         except FtkitError:
@@ -184,9 +184,9 @@ class Store:
 
 
 def upload_folder(folder: Path, store: Store, last: str, report: Callable[[str], None]) -> None:
-    """Copy the missing files of a folder; the file `last`, which marks it as complete, is copied last.
+    """Copy the missing files of a folder. The file `last`, which marks the copy as complete, is copied last.
 
-    Raises `PrerequisiteError` if the store can't be written to, or has other content than was written;
+    Raises `PrerequisiteError` if the store can't be written to, or returns other content than was written;
     `FileNotFoundError` if a local file no longer exists.
     """
     existing = store.sizes()
@@ -199,7 +199,7 @@ def upload_folder(folder: Path, store: Store, last: str, report: Callable[[str],
 
 
 def upload_file(path: Path, store: Store, name: str, report: Callable[[str], None]) -> None:
-    """Copy a file, and compare the copy with it. Raises as `upload_folder` does."""
+    """Copy a file and verify the copy. Raises as `upload_folder` does."""
     report(f"copying {name}")
     store.put(path, name)
     if not store.holds(name, path):
@@ -239,7 +239,7 @@ def _digest(path: Path, algorithm: str, progress: Progress) -> bytes:
 
 
 def _etag(path: Path, progress: Progress) -> str:
-    """Return S3's ETag: the MD5 of a file, or of the MD5s of its parts with their number."""
+    """Return S3's ETag: the MD5 of a file, or for several parts, the MD5 of their MD5s with the number of parts."""
     if path.stat().st_size < 2 * _PART_BYTES:  # s3fs uploads these in one part
         return _digest(path, "md5", progress).hex()
     parts = []
@@ -274,7 +274,7 @@ def open_driver(scheme: str, **options: object) -> AbstractFileSystem:
 
 
 def is_unreachable(error: BaseException, scheme: str) -> bool:
-    """Return whether an error of a driver is the network's, as that of missing credentials is without a network."""
+    """Return whether an error of a driver is due to the network; without one, even credentials seem missing."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, socket.gaierror | ConnectionError | TimeoutError):
@@ -284,7 +284,7 @@ def is_unreachable(error: BaseException, scheme: str) -> bool:
 
 
 def _resolve_host(scheme: str) -> UnreachableError | None:
-    """Return the error if the host of a store has no address here; None if it has one, or is not needed."""
+    """Return the error if the host of a store does not resolve here; None if it does or need not."""
     host, other_ways = _HOSTS.get(scheme, ("", ()))
     if not host or any(map(os.environ.get, other_ways)):
         return None

@@ -43,14 +43,14 @@ _MAX_PAUSE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class SyncStatus:
-    """Progress of a run's copy at an address: sync.json, written at a time by the process that copies, on a host."""
+    """Progress of a run's copy at an address (sync.json), with the time, the host and the process that copies."""
 
     destination: str
     time: float
     host: str
-    done: tuple[str, ...] = ()  # checkpoints and exports that are copied completely
+    done: tuple[str, ...] = ()  # completely copied checkpoints and exports
     waiting: tuple[str, ...] = ()
-    error: str | None = None  # of the last attempt, which will be repeated
+    error: str | None = None  # of the last attempt; it will be retried
 
 
 def read_status(layout: RunLayout) -> SyncStatus | None:
@@ -59,7 +59,7 @@ def read_status(layout: RunLayout) -> SyncStatus | None:
 
 
 class RunCopy:
-    """The copy of a run. Two processes may copy it to the same place: that is only slower."""
+    """The copy of a run. Two processes may safely copy to the same place; it is only slower."""
 
     def __init__(self, layout: RunLayout, destination: str, report: Callable[[str], None]) -> None:
         """Prepare to copy a run below `destination`, under its id; `report` gets a line for each copied file."""
@@ -74,19 +74,19 @@ class RunCopy:
         error = None
         try:
             self._copy(Store(self._address))
-        except FtkitError as problem:  # with what to do, such as the package to install or the credentials to set
+        except FtkitError as problem:  # its fix mentions the package to install or the credentials to set
             error = redact("; ".join(part for part in (problem.what, problem.fix) if part), os.environ)
         except OSError as problem:
             error = redact(one_line(problem), os.environ)
         waiting = tuple(name for name in self._folders() if name not in self._done)
         done = tuple(sorted(self._done))
         status = SyncStatus(self._address, time.time(), socket.gethostname(), done, waiting, error)
-        with suppress(PermissionError):  # of another user's run, this user may copy the files, and not record it there
+        with suppress(PermissionError):  # another user's run can be copied, but its folder is not writable
             write_json(self._layout.sync, status)
         return status
 
     def follow(self, is_over: Callable[[], bool], wait: Callable[[float], object]) -> SyncStatus:
-        """Update the copy until the run has ended, with one last update after that, even if it fails.
+        """Update the copy until the run has ended, and once more after that, even if an update fails.
 
         The pause doubles with each error. `wait` sleeps for a number of seconds, or until the run has ended.
         """
@@ -100,7 +100,7 @@ class RunCopy:
             wait(pause)
 
     def _folders(self) -> dict[str, Path]:
-        """Return checkpoints, the newest first, and exports, by their names in the copy."""
+        """Return checkpoints, newest first, and exports, by their names in the copy."""
         layout = self._layout
         exports = [layout.export, *sorted(layout.exports.glob("[!.]*"))]
         folders = [
@@ -143,7 +143,7 @@ def check_destination(destination: str) -> None:
 
 
 def fetch_run(address: str, workspace: Workspace, report: Callable[[str], None]) -> RunPlan:
-    """Download a run with its newest complete checkpoint, unless it is here; return its plan in this workspace."""
+    """Download a run with its newest complete checkpoint unless it exists here; return its plan in this workspace."""
     store = Store(address)
     names = store.sizes()
     if "plan.json" not in names:
@@ -201,8 +201,8 @@ def _fetch_checkpoint(store: Store, step: int, folder: Path, names: dict[str, in
 def copied_while_trained(plan: RunPlan) -> Iterator[None]:
     """Copy a run to its recipe's `sync` address while the block trains it.
 
-    If the run completes, wait for the rest of the copy. After a stop request, don't wait: the job's time is up, and the
-    next job copies the rest. The copying process ends if this one is killed.
+    If the run completes, this waits for the rest of the copy. After a stop request it does not: the job's time is up,
+    and the next job copies the rest. The copying process ends if this process is killed.
     """
     layout, destination = plan.layout, plan.recipe.sync
     if destination is None:
