@@ -1,4 +1,4 @@
-"""Build an image from its definition, with the docker engine, on a base that is selected by digest and recorded."""
+"""Build an image from its definition with the docker engine, on a base that is pinned by digest."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SELF_CHECK = ("python3", "-m", "ftkit.images.inside")
 
 @dataclass(frozen=True)
 class BaseRequest:
-    """How a build selects its base: by another name, by its tag again (`repin`), or from docker without a digest."""
+    """How a build selects its base: under another name, by resolving its tag again (`repin`), or without a digest."""
 
     name: str | None = None
     repin: bool = False
@@ -44,7 +44,7 @@ class BaseRequest:
 
 @dataclass(frozen=True)
 class SelectedBase:
-    """The base to build on: its reference, whether a lock has its digest, and whether one is to record it."""
+    """The base to build on: its reference, whether a lock has its digest, and whether a lock should record it."""
 
     image: RegistryImage
     is_recorded: bool = False
@@ -53,7 +53,7 @@ class SelectedBase:
 
 @dataclass(frozen=True)
 class BuildResult:
-    """The image and its base; the lock that `recorded` its digest, and the digest that its tag `moved_to`, if any."""
+    """The image and its base; the lock that now records the base's digest, and the digest its tag moved to, if any."""
 
     name: str
     image: DockerImage
@@ -105,7 +105,7 @@ def build(
 
 
 def select_base(definition: ImageDefinition, request: BaseRequest, report: Report) -> SelectedBase:
-    """Return the base with its digest: from the definition, from a lock, or of the tag in the registry."""
+    """Return the base with its digest: from the definition, from a lock, or resolved from its tag in the registry."""
     spec = definition.spec
     written = parse_reference(request.name or spec.base.reference)
     digest, is_recorded = spec.base.digest, definition.is_base_recorded
@@ -207,11 +207,11 @@ _ADVICE: Final = {
     **dict.fromkeys(("python3: not found", "no module named pip", 'exec: "/bin/sh"'), _NO_PYTHON),
     "": "see the lines above; --no-cache runs every step again",
 }
-"""By a text in the output of a failed step, in lower case; the first one counts."""
+"""Meanings by lowercase text in the output of a failed step; the first match counts."""
 
 
 def follow_build(events: Iterable[Mapping[str, object]], report: Report) -> Digest:
-    """Follow a build to its end, and return the image's id; `report` gets each step and each line of its output."""
+    """Follow a build to its end and return the image's id; `report` gets each step and each line of output."""
     image_id, step = None, "sending the build context"
     lines: deque[str] = deque(maxlen=_MAX_SHOWN_LINES)
     for event in events:

@@ -1,8 +1,8 @@
-"""What an image is built from: its lock, the build context, and a Singularity definition with the same steps.
+"""The inputs of an image build: the lock, the build context, and a Singularity definition with the same steps.
 
-A lock has all packages that an image adds to its base, with hashes. It has none of the packages that the base provides
-(torch, triton, numpy): these are excluded from the resolution, or pinned to the base's version. The build refuses a
-lock that has one of them.
+A lock lists all packages that an image adds to its base, with hashes. Packages that the base provides (torch, triton,
+numpy) are excluded from the resolution or pinned to the base's version. The build refuses a lock that contains one of
+them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def write_lock(definition: ImageDefinition) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         requirements, overrides = Path(folder, "packages.in"), Path(folder, "overrides.txt")
         requirements.write_text("".join(f"{line}\n" for line in _requirements(spec)), encoding="utf-8")
-        # numpy is pinned to the base's version. Of the others no index has versions such as NVIDIA's pre-releases.
+        # numpy is pinned to the base's version. No index has versions of the others such as NVIDIA's pre-releases.
         provided = (f"{name}=={version}" if name == "numpy" and re.fullmatch(r"\d+(\.\d+)+", version)
                     else f"{name}; {_EXCLUDED}" for name, version in sorted(spec.provided.items()))  # fmt: skip
         overrides.write_text("".join(f"{line}\n" for line in provided), encoding="utf-8")
@@ -69,7 +69,7 @@ def write_lock(definition: ImageDefinition) -> dict[str, str]:
         ]  # fmt: skip
         for name in sorted(spec.provided):
             command += ["--no-emit-package", name]
-        bundle = os.environ.get("PIP_CERT")  # uv has another name for it
+        bundle = os.environ.get("PIP_CERT")  # uv reads another variable
         environment = ({"SSL_CERT_FILE": bundle} if bundle else {}) | dict(os.environ)
         done = process.run(command, timeout_seconds=_TIMEOUT_SECONDS, environment=environment)
     if done.returncode != 0:

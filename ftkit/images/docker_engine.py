@@ -1,4 +1,4 @@
-"""The docker engine, through its SDK; its errors become ftkit's. The labels of the images that ftkit builds."""
+"""Access the docker engine through its SDK, and convert its errors; labels of images that ftkit builds."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _TIMEOUT_SECONDS = 600
 _CHUNK = 1 << 20
 _MAX_TIME = (1 << 32) - 1  # the latest time that squashfs can store, in seconds since 1970
 _OWNER_LABEL = "ftkit.process"
-"""Label of a container: the process that created it, as `HOST:PID`; the container must not outlive it."""
+"""Label with the process that created a container, as `HOST:PID`; the container must not outlive that process."""
 
 
 @dataclass(frozen=True)
 class DockerImage:
-    """An image by its configuration's digest, with its unpacked bytes, and its manifest's digest by repository."""
+    """An image: the digest of its configuration, its unpacked size, and its manifest's digest by repository."""
 
     id: Digest
     size: int
@@ -55,7 +55,7 @@ def docker_sdk() -> ModuleType:
 
 @contextmanager
 def connect() -> Iterator[APIClient]:
-    """Connect to the engine of docker's variables and configuration; PrerequisiteError if none responds."""
+    """Connect to the engine that docker's variables and configuration select; PrerequisiteError if none responds."""
     docker = docker_sdk()
     options = docker.utils.kwargs_from_env() or {}
     if "base_url" not in options:
@@ -82,7 +82,7 @@ def connect() -> Iterator[APIClient]:
 
 
 def _current_context(docker: ModuleType) -> dict[str, object]:
-    """Return address and TLS settings of docker's current context, which rootless installations set."""
+    """Return the address and TLS settings of docker's current context, which rootless installations set."""
     name = os.environ.get("DOCKER_CONTEXT") or docker.context.config.get_current_context_name()
     reason = "it does not exist"
     try:
@@ -101,7 +101,7 @@ def _current_context(docker: ModuleType) -> dict[str, object]:
 
 
 def inspect(client: APIClient, name: str) -> DockerImage | None:
-    """Return an image; None if the engine has none of that name."""
+    """Return an image; None if the engine has no image of that name."""
     docker = docker_sdk()
     try:
         found = client.inspect_image(name)
@@ -129,7 +129,7 @@ def inspect_required(client: APIClient, name: str, fix: str) -> DockerImage:
 
 
 def image_config(config: RunConfig, created: object) -> ImageConfig:
-    """Return how an image is run; `created` is an RFC 3339 time, and counts as 1970 if it is missing or invalid."""
+    """Return an image's runtime configuration; `created` is RFC 3339 time; a missing or invalid one becomes 1970."""
     epoch = 0
     if isinstance(created, str):
         with suppress(ValueError, OverflowError):
@@ -159,7 +159,7 @@ def _container(client: APIClient, image: str, **options: object) -> Iterator[str
 
 
 def remove_abandoned(client: APIClient) -> None:
-    """Remove containers that killed processes of this machine left: each keeps its image from being removed."""
+    """Remove containers left by killed processes of this machine, which prevent removing their images."""
     for left in client.containers(all=True, filters={"label": _OWNER_LABEL}):
         host, _, pid = left["Labels"][_OWNER_LABEL].rpartition(":")
         if host == socket.gethostname() and not Path("/proc", pid).exists():
@@ -201,7 +201,7 @@ def _reason(error: Exception) -> str:
 
 
 def as_digest(value: object) -> Digest | None:
-    """Return a digest that the engine reported; None if the value is not one, or of another algorithm."""
+    """Return a digest that the engine reported; None if the value is not a SHA-256 digest."""
     try:
         return Digest(str(value))
     except ValueError:

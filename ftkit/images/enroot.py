@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 _TIMEOUT_SECONDS: Final = 4 * 3600
 _CLEAN_UP_SECONDS: Final = 120
 _WRONG_IMAGE, _WRONG_LAYERS, _HAS_DEVICES = 65, 66, 67  # exit codes of enroot-import.sh
-_ENDED: Final = "ftkit-import-ended"  # the last line of enroot-on-node.sh, unless it was ended
+_ENDED: Final = "ftkit-import-ended"  # the last line of enroot-on-node.sh, unless it was killed
 
 
 @dataclass(frozen=True)
 class Address:
-    """The address of exactly one image for enroot: by digest, or by the engine's id."""
+    """An enroot address that identifies exactly one image: by digest, or by the engine's id."""
 
     uri: str
     by_tag: str  # for enroot before 4.0, which does not support digests in registries
-    config: Digest | None = None  # that the imported image must have; None if `by_tag` is exact too
+    config: Digest | None = None  # required of the imported image; None if `by_tag` is exact too
     layers: tuple[tuple[Digest, Digest], ...] = ()  # digests of each layer's blob, and of its uncompressed content
     host: str = ""
 
@@ -92,7 +92,7 @@ def import_to(output: Path, address: Address, node: ComputeNode | None = None) -
 
 
 def _on_node(words: list[str], node: ComputeNode, output: Path, environment: dict[str, str]) -> process.ProgramOutput:
-    """Run on a compute node, as a batch job: srun's own job would be killed immediately on cancellation."""
+    """Run on a compute node as a batch job, because a job of srun would be killed immediately on cancellation."""
     job, log = f"ftkit-import-{secrets.token_hex(4)}", output.with_name(f"{output.name}.log")
     on_node = (assets.SHELL / "enroot-on-node.sh").read_text(encoding="utf-8")
     script = shlex.join(["exec", "bash", "-c", on_node, "ftkit", node.local_folder, *words])
@@ -116,7 +116,7 @@ def _on_node(words: list[str], node: ComputeNode, output: Path, environment: dic
 
 
 def _cancel(job: str) -> None:
-    """Let a job clean up: after scancel's own signal, KillWait can be too short to remove an unpacked image."""
+    """Cancel a job so that it can clean up: KillWait can be too short to remove an unpacked image."""
     name, environment = f"--name={job}", process.slurm_environment(os.environ)
     process.run(["scancel", "--state=PENDING", name], environment=environment)
     process.run(["scancel", "--full", "--signal=TERM", name], environment=environment)

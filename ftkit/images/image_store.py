@@ -1,6 +1,6 @@
 """The folder of imported images: files named by digest, each with a manifest, and links named `NAME+TAG`.
 
-Also where else images are, and which ones may be removed.
+Also find images in other places, and images that may be removed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ftkit.images.squashfs import check_squashfs, disk_full
 from ftkit.runs.signing import signature_file
 
 _MANIFEST_VERSION = 2
-"""Version of ftkit's conversion. It is part of a file's name, so that no new file replaces one that a job has open."""
+"""Version of ftkit's conversion. It is part of file names, so a new file never replaces one that a job has open."""
 
 _PARTIAL = ".partial-"
 
@@ -77,7 +77,7 @@ class ImageStore:
 
     @contextmanager
     def partial(self, final: Path, on_wait: Callable[[], object]) -> Iterator[Path]:
-        """Yield a temporary path for a file under its lock, without what killed imports left; remove it afterwards."""
+        """Yield a temporary path for a file under its lock, after removing leftovers; remove the path afterwards."""
         path = final.with_name(f"{_PARTIAL}{final.name}.{secrets.token_hex(4)}")
         with file_lock(self.root / f".{final.name}.lock", on_wait):
             for left in self.root.glob(f"{_PARTIAL}{final.name}.*"):
@@ -168,12 +168,12 @@ class ImageStatus:
 
     @property
     def pushed(self) -> tuple[str, ...]:
-        """Repositories that have it, each with its digest there."""
+        """Repositories that have the image, each with its digest there."""
         return tuple(f"{repository}@{digest}" for repository, digest in self.built.repo_digests) if self.built else ()
 
     @property
     def is_current(self) -> bool:
-        """Whether the imported files are of the built image; true if it was not imported, or not built."""
+        """Whether imported files match the built image; true if it was not imported or not built."""
         ids = {file.manifest.image_id for file in self.imported if file.manifest}
         return not ids or self.built is None or ids == {self.built.id}
 
@@ -210,7 +210,7 @@ class Removable:
 
 
 def find_removable(store: ImageStore, in_use: Iterable[Path]) -> list[Removable]:
-    """Return what may be removed: images that no link and no run uses, what killed imports left, and older builds."""
+    """Return images that no link and no run uses, leftovers of killed imports, and older builds."""
     kept = {path.resolve() for path in (*in_use, *(link for link in store.files("*") if link.is_symlink()))}
     found = []
     for path in store.files("sha256-*"):

@@ -41,12 +41,12 @@ _SIF_MAGIC_END: Final = 32 + len(b"SIF_MAGIC")
 @dataclass(frozen=True)
 class ImageSource:
     origin: str
-    image_id: Digest  # of its configuration, which lists the layers, and so identifies it everywhere
+    image_id: Digest  # digest of its configuration, which lists the layers and so identifies the image everywhere
     config: ImageConfig
     digests: tuple[Digest, ...]  # in a registry: those that lead to its manifest, its own last; empty if unknown
     make_file: Callable[[Path, Report], MadeFile]
     address: enroot.Address  # of exactly this image
-    is_vouched_for: bool = False  # the docker engine has compared the layers with the configuration already
+    is_vouched_for: bool = False  # the docker engine has already verified the layers against the configuration
     format: ImageFormat = "sqsh"
 
     @property
@@ -100,7 +100,7 @@ def registry_source(reference: RegistryImage, registry: Registry) -> ImageSource
 
 
 def _download(registry: Registry, layers: Iterable[Descriptor], folder: Path, report: Report) -> None:
-    """Download each layer, a few at once. If one fails or is interrupted, the others stop at their next chunk."""
+    """Download layers, a few in parallel. If one fails or is interrupted, the others stop at their next chunk."""
     distinct = {layer.digest: layer for layer in layers}.values()
     num_bytes = sum(layer.size for layer in distinct)
     if num_bytes > shutil.disk_usage(folder).free:
@@ -125,7 +125,7 @@ def _download(registry: Registry, layers: Iterable[Descriptor], folder: Path, re
 
 
 def by_enroot(known: ImageSource, node: enroot.ComputeNode | None = None) -> ImageSource:
-    """Return a known image with enroot as the program that makes its file, on a compute node if one is given."""
+    """Return a known image whose file enroot makes, on a compute node if one is given."""
 
     def make_file(partial: Path, report: Report) -> MadeFile:
         report(ProgressEvent(f"enroot imports {known.address.uri}"))

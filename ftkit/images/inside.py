@@ -1,8 +1,8 @@
-"""What runs inside an image: the list of its packages, and the check that it matches its definition.
+"""Code that runs inside an image: list its packages, and check that it matches its definition.
 
 The Dockerfile runs `python3 -m ftkit.images.inside --sbom FILE`, which writes all packages as an SBOM (CycloneDX
-JSON); without arguments it checks. Only the standard library, `ftkit.process`, and the modules that the definition
-lists are imported.
+JSON); without arguments it runs the check. It imports only the standard library, `ftkit.process`, and the modules that
+the definition lists.
 """
 
 from __future__ import annotations

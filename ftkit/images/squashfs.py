@@ -1,9 +1,9 @@
 """Build squashfs files from the members of an image, and check that a file is complete.
 
-The tar stream from which a file is built depends only on the image: it has no current time, no owners, and no trace of
-the exported container. Files that enroot reads replace the image's own: /etc/environment has its variables, /etc/rc its
-working directory, entrypoint and command, and /etc/fstab its volumes. /etc/rc.local does nothing. With the image's own
-files, enroot would run its rc.local and mount its fstab, which no image expects.
+A file is built from a tar stream that depends only on the image: no current time, no owners, and no trace of the
+exported container. Files that enroot reads replace the image's own: /etc/environment has the image's variables, /etc/rc
+its working directory, entrypoint and command, and /etc/fstab its volumes; /etc/rc.local does nothing. Otherwise enroot
+would run the image's rc.local and mount its fstab, which no image expects.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def disk_full(folder: Path) -> ImageError:
 
 
 def check_squashfs(path: Path) -> None:
-    """Check that a file has a squashfs superblock, and is not shorter than its superblock says."""
+    """Check that a file has a squashfs superblock and is not truncated."""
     size = path.stat().st_size
     with open_regular(path) as file:
         head = file.read(_SUPERBLOCK.size)
@@ -105,7 +105,7 @@ def check_squashfs(path: Path) -> None:
 
 @dataclass(frozen=True)
 class MadeFile:
-    """An image file: what made it, and its SBOM if it is known; it lacks `left_out`, devices and pipes."""
+    """A new image file: the program that made it, its SBOM if known, and the devices and pipes in `left_out`."""
 
     made_by: str = ""
     sbom: bytes = b""
@@ -213,7 +213,7 @@ def write_root(
 
 
 def _select(entries: Iterable[Entry], left_out: list[str]) -> Iterator[Entry]:
-    """Yield what is of the image, and not of docker's export; add what only root can unpack to `left_out`."""
+    """Yield members of the image, without those that docker's export adds; `left_out` gets those that need root."""
     for member, chunks in entries:
         path = member.path
         if not path or path in _NOT_OF_THE_IMAGE or path.startswith(b"dev/"):
@@ -228,7 +228,7 @@ def _select(entries: Iterable[Entry], left_out: list[str]) -> Iterator[Entry]:
 
 
 def _parts(folder: str) -> list[bytes]:
-    """Return the components of a path; none if it leads out of the image."""
+    """Return the components of a path; empty if it leads out of the image."""
     parts = [part for part in folder.encode().split(b"/") if part not in (b"", b".")]
     return [] if b".." in parts else parts
 

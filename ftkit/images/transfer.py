@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def push(
     image: NamedImage, registry: str, *, given: Credentials | None = None, report: Report = ignore_progress
 ) -> tuple[RegistryImage, Digest]:
-    """Push an image, with the given credentials, or those of docker's configuration; return where and what it is."""
+    """Push an image with the given credentials or docker's configured ones; return its address and digest."""
     wanted = image.in_registry(registry)
     known = given or find_credentials(wanted.host)
     login = {"username": known.username, "password": known.password} if known else None

@@ -1,7 +1,7 @@
 """Copies of code in a run's folder: a script's folder, a user's package, the working tree's ftkit.
 
-They are made when the run is submitted, so edits while the job is pending don't affect it. The plan and the manifest
-have the digest of each copy.
+Copies are made at submission, so edits while the job is pending don't affect it. The plan and the manifest record the
+digest of each copy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ftkit.planning.plan import CodePlan
 _LIMIT_BYTES: Final = 64 * 2**20
 _MAX_FILES: Final = 20_000
 _SKIPPED: Final = {"__pycache__", "node_modules", "wandb"}
-"""Folders without code, skipped in projects without a .gitignore, as are hidden folders."""
+"""Folders without code. They and hidden folders are skipped in projects without a .gitignore."""
 _NEVER_COPIED: Final = {".env", "__pycache__"}  # secrets and Python's bytecode: never copied, even if git tracks them
 _PLANS: Final = "code.json"
 DEV_CODE: Final = "ftkit"  # name of the copy of the working tree's ftkit
@@ -40,10 +40,10 @@ class CodeCopy:
 def copy_code(
     folder: Path, name: str, option: str, *, is_package: bool = False, needs: str = "", exclude: Sequence[Path] = ()
 ) -> CodeCopy:
-    """Copy the code in a folder: in a git checkout, all files that git does not ignore; elsewhere, all but hidden ones.
+    """Copy the code in a folder: in a git checkout, all files that git does not ignore; else all except hidden files.
 
-    `option` sets the folder, for messages. A folder that is itself a package needs its parent on PYTHONPATH. `needs` is
-    a file that the copy must contain, even if git ignores it.
+    `option` is the option that sets the folder, for messages. A folder that is a package needs its parent on
+    PYTHONPATH. `needs` is a file that the copy must contain, even if git ignores it.
     """
     folder = Path(os.path.abspath(folder))  # noqa: PTH100 - without '..', and links stay links
     if not folder.is_dir():
@@ -55,7 +55,7 @@ def copy_code(
     try:
         listed = [Path(name) for name in list_files(folder) or ()]  # git's index still has deleted files
         paths = [path for path in listed if _NEVER_COPIED.isdisjoint(path.parts) and (folder / path).is_file()]
-        if not (Path(needs) in paths if needs else paths):  # no checkout, or one that ignores this folder
+        if not (Path(needs) in paths if needs else paths):  # not a checkout, or one that ignores this folder
             paths = _walk(folder)
         for path in paths:
             if any((folder / path).is_relative_to(each) for each in excluded):
@@ -77,8 +77,8 @@ def copy_code(
 def copy_selected(with_code: Sequence[Path], *, is_dev: bool, sent: Path | None = None) -> list[CodeCopy]:
     """Copy the code that the options select: packages or modules, and the running ftkit, to replace the image's.
 
-    `sent` is a folder of copies that another machine sent, which are read instead. Raises `ConfigError` if two packages
-    have the same name, or the sent copies were changed; or as `copy_code` does.
+    `sent` is a folder of copies from another machine, to read instead. Raises `ConfigError` if two packages have the
+    same name, or if the sent copies were changed; also raises as `copy_code` does.
     """
     if sent is not None:
         plans = json.loads((sent / _PLANS).read_bytes())
@@ -98,7 +98,7 @@ def copy_selected(with_code: Sequence[Path], *, is_dev: bool, sent: Path | None 
 
 
 def copies_of_run(manifest: Mapping[str, Any], folder: Path, *, allows_changes: bool) -> list[CodeCopy]:
-    """Read the copies of a run to repeat it; `allows_changes` accepts changed and missing ones, else a ConfigError."""
+    """Read the copies of a run to repeat it. ConfigError if one is changed or missing, unless `allows_changes`."""
     copies, problems = [], []
     for name, values in manifest.get("code", {}).items():
         try:
@@ -124,7 +124,7 @@ def copies_of_run(manifest: Mapping[str, Any], folder: Path, *, allows_changes: 
 
 
 def sent_files(copies: Sequence[CodeCopy], folder: str) -> dict[str, bytes]:
-    """Return the files of copies for another machine, by their paths, in a folder that `copy_selected` reads there."""
+    """Return the files of copies by path, in a folder that `copy_selected` reads on another machine."""
     plans = {copy.plan.name: asdict(copy.plan) for copy in copies}
     contents = {f"{folder}/{copy.plan.name}/{path}": data for copy in copies for path, data in copy.files.items()}
     return {f"{folder}/{_PLANS}": json.dumps(plans).encode(), **contents}

@@ -44,7 +44,7 @@ _TOKENIZER_FILES = (
 
 
 def data_stamp(recipe: RecipeSpec) -> str:
-    """Return a value that changes with the files of the prepared data; a new one if a store can't be reached."""
+    """Return a value that changes with the input files of the prepared data, or always if a store can't be reached."""
     stamps = []
     for key, place in recipe.data.files:
         if is_address(place):
@@ -65,7 +65,7 @@ def data_stamp(recipe: RecipeSpec) -> str:
 
 
 def local_paths(recipe: RecipeSpec) -> Iterator[tuple[str, Path]]:
-    """Yield the files and folders in a recipe, each with its key, except the teacher, which no data depends on."""
+    """Yield the files and folders in a recipe, each with its key. The data does not depend on the teacher: skip it."""
     files = recipe.data.files
     for key, place in recipe.paths:
         if key != "training.distill.teacher":
@@ -80,7 +80,7 @@ def data_files(recipe: RecipeSpec) -> Iterator[tuple[str, Path]]:
 
 
 def _files_of(key: str, path: Path, patterns: Sequence[str]) -> list[Path]:
-    """Return the files that the prepared data depends on: of a model, the tokenizer's; of a dataset, all."""
+    """Return the files that the prepared data depends on: a model's tokenizer files, or all files of a dataset."""
     about = stat_path(key, path)
     if about is None or not stat.S_ISDIR(about.st_mode):
         return [] if about is None else [path]
@@ -106,7 +106,7 @@ def stat_path(key: str, path: Path) -> os.stat_result | None:
 
 
 def read_available(data: DataSpec) -> Iterator[tuple[Row, Format]]:
-    """Yield the rows that can be read from here, with their format."""
+    """Yield the first rows that this machine can read, with their format."""
     with suppress(UnreachableError):  # `check_examples` warns
         yield from with_formats(data, peek_rows(data))
 
@@ -126,7 +126,7 @@ def with_formats(data: DataSpec, rows: list[Row]) -> Iterator[tuple[Row, Format]
 
 
 def available_formats(data: DataSpec) -> list[Format]:
-    """Return the format that a recipe sets, or those that its first rows have; none if they can't be read from here."""
+    """Return the recipe's format, or the detected formats of its first rows; empty if this machine can't read them."""
     if not isinstance(data.format, AutoFormat):
         return [data.format]
     try:
@@ -136,7 +136,7 @@ def available_formats(data: DataSpec) -> list[Format]:
 
 
 def find_pictures(data: DataSpec) -> bool | None:
-    """Return whether the first rows of a recipe's data have pictures; None if they can't be read from here."""
+    """Return whether the first rows of a recipe's data have pictures; None if this machine can't read them."""
     try:
         rows = [row.columns for row in peek_rows(data)]
     except FtkitError:
@@ -145,7 +145,7 @@ def find_pictures(data: DataSpec) -> bool | None:
 
 
 def describe_detected(data: DataSpec) -> str:
-    """Describe the formats that the first rows of a recipe's data have, if the recipe sets none, in one line."""
+    """Describe in one line the detected formats of a recipe's data, if the recipe sets none."""
     try:
         forms = [describe_format(form) for _, form in read_available(data)]
     except FtkitError:
@@ -154,11 +154,11 @@ def describe_detected(data: DataSpec) -> str:
 
 
 MAX_ROWS_WITH_PICTURES = 32  # maximum number of rows whose pictures are processed for a plan
-MAX_CHARACTERS = 4 << 20  # maximum length of the texts that are tokenized for a plan, which takes about a second
+MAX_CHARACTERS = 4 << 20  # maximum characters that are tokenized for a plan, in about a second
 
 
 def count_documents(plans: Sequence[RunPlan], environment: Mapping[str, str]) -> list[RunPlan]:
-    """Return plans with the numbers of documents that fit their packs, if known; rows of several are read once."""
+    """Return plans with the number of documents that fit in their packs, if known; shared rows are read once."""
     read: list[tuple[RecipePlan, tuple[list[tuple[str, int]], float | None]]] = []
     counted = []
     for plan in plans:
@@ -194,9 +194,9 @@ def _count_prepared(plan: RunPlan) -> DocumentFit | None:
 
 
 def _read_lengths(plan: RunPlan, environment: Mapping[str, str]) -> tuple[list[tuple[str, int]], float | None]:
-    """Return the tokens of each document of the first rows, with what happens if that is more than a pack.
+    """Return for each document of the first rows its number of tokens, and its fate if it is longer than a pack.
 
-    Also what `share_saved` returns. None if the rows or the tokenizer can't be read from here.
+    Also return the result of `share_saved`. Both are empty or None if this machine can't read rows or tokenizer.
     """
     recipe = plan.recipe
     environment = {**environment, **plan.cluster.environment}

@@ -1,7 +1,7 @@
 """The state of runs, from their scheduler and their own files.
 
 A final state is written to the run's folder (state.json), so that ftkit can show a finished run without the scheduler,
-and after the scheduler has forgotten it.
+or after the scheduler has purged the job.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from ftkit.runs.listing import RunEntry
 
 
-LOST = "Slurm no longer knows the job, and it left no exit code"  # of an unknown state, although Slurm answered
+LOST = "Slurm no longer knows the job, and it left no exit code"  # reason of state unknown, if Slurm answered
 
 
 @dataclass(frozen=True)
 class _FinalState:
-    """The content of state.json: a final state, and when it was observed."""
+    """The content of state.json: a final state, and the time of the observation."""
 
     observed: Seconds
     job: Job
@@ -40,7 +40,7 @@ class _FinalState:
 
 @dataclass(frozen=True)
 class Overview:
-    """The states of several runs by id, and why some schedulers could not be queried."""
+    """The states of several runs by id, and the reasons why some schedulers could not be queried."""
 
     states: dict[str, Job]
     warnings: tuple[str, ...]
@@ -108,7 +108,7 @@ def _conclude(run: SubmittedRun, seen: Job | None) -> Job:
             return seen
     last = seen or _state_from_files(run, stopped_at)
     holder = current_holder(run.layout)
-    # When Slurm reports the end of a job, it has also ended the processes, unless it lost a node with them.
+    # When Slurm reports the end of a job, its processes have ended too, except on lost nodes.
     has_ended = seen is not None and seen.state is not RunState.NODE_FAILURE
     if holder and not (has_ended and holder.job_id == run.job_id):
         reason = f"its job has ended, but a process still trains in its folder: {holder}"
@@ -133,7 +133,7 @@ def _conclude(run: SubmittedRun, seen: Job | None) -> Job:
 
 
 def _judge_active(run: SubmittedRun, seen: Job, stopped_at: str) -> Job:
-    """Return the state of a run whose job the scheduler lists as active; it is final if the job's script has ended."""
+    """Return the state of a run whose job the scheduler lists as active; final if the job's script has ended."""
     if seen.state is RunState.PENDING and stopped_at:
         waits = f"{stopped_at}; waits to continue" + (f" ({seen.reason})" if seen.reason else "")
         return replace(seen, state=RunState.STOPPED, reason=waits)
@@ -141,7 +141,7 @@ def _judge_active(run: SubmittedRun, seen: Job, stopped_at: str) -> Job:
         return seen
     if _exit_code(run) is None:
         return replace(seen, reason=seen.reason or find_wait(run.layout))
-    # Slurm lists a job for up to a minute after its script has ended, while it cleans up the nodes.
+    # Slurm lists a job for up to a minute after the script's end, while it cleans up the nodes.
     ended = run.layout.job_exit_code(run.job_id).stat().st_mtime
     return replace(_state_from_files(run, stopped_at), nodes=seen.nodes, started=seen.started, ended=ended)
 
@@ -162,7 +162,7 @@ def _failed_preparation(run: SubmittedRun, last: Job) -> Job | None:
 
 def _state_from_files(run: SubmittedRun, stopped_at: str) -> Job:
     exit_code = _exit_code(run)
-    if by_slurm := _read_slurms_words(run):  # it may have been asked to stop, and have left an exit code
+    if by_slurm := _read_slurms_words(run):  # a stop request may also have left an exit code
         return replace(by_slurm, exit_code=exit_code)
     if exit_code is not None or stopped_at:
         state = RunState.FAILED if exit_code else RunState.COMPLETED
@@ -179,13 +179,13 @@ def _state_from_files(run: SubmittedRun, stopped_at: str) -> Job:
 
 
 def _read_slurms_words(run: SubmittedRun) -> Job | None:
-    """Return how Slurm ended the run, by its words in the job's log; None if it did not."""
+    """Return how Slurm ended the run, from its messages in the job's log; None if it did not."""
     end = find_slurms_words(run.layout, job_id=run.job_id)
     return Job(run.job_id, STATES[end.cause], is_final=True, reason=end.detail) if end and end.cause in STATES else None
 
 
 def _completed_from_files(run: SubmittedRun) -> Job | None:
-    """Recognize a completed run by its files, without asking the scheduler, and record that."""
+    """Detect a completed run from its files, without querying the scheduler, and record its state."""
     end = _end(run.layout) if _exit_code(run) == 0 else None
     if end is None or end.outcome != "completed":
         return None
@@ -196,13 +196,13 @@ def _completed_from_files(run: SubmittedRun) -> Job | None:
 
 
 def _end(layout: RunLayout) -> EndRecord | None:
-    """Return the trainer's last record if it is an end; None if training continues, or died without one."""
+    """Return the trainer's last record if it is an end; None if training continues or died."""
     last = read_last_record(layout.metrics)
     return last if isinstance(last, EndRecord) else None
 
 
 def _exit_code(run: SubmittedRun, job_id: str | None = None) -> int | None:
-    """Return the exit code that the run's job, or another one of it, left; None if it left none."""
+    """Return the exit code that the run's job, or the given job, left; None if there is none."""
     try:
         code = int(read_small(run.layout.job_exit_code(job_id or run.job_id)))
     except (OSError, ValueError):
@@ -211,7 +211,7 @@ def _exit_code(run: SubmittedRun, job_id: str | None = None) -> int | None:
 
 
 def _read_final(run: SubmittedRun, *, even_if_old: bool = False) -> Job | None:
-    """Read the final state back, unless the run was since submitted again or requeued."""
+    """Read the final state, unless the run was submitted again or requeued since."""
     known = read_json_if_valid(run.layout.state, _FinalState)
     if known is None or known.job.id != run.job_id or not known.job.is_final:
         return None
@@ -219,7 +219,7 @@ def _read_final(run: SubmittedRun, *, even_if_old: bool = False) -> Job | None:
 
 
 def _write_final(run: SubmittedRun, seen: Job) -> None:
-    """Record a final state; do nothing in another user's folder that is not writable."""
+    """Record a final state; do nothing if the folder is another user's and not writable."""
     with suppress(OSError):
         write_json(run.layout.state, _FinalState(max(time.time(), _last_change(run.layout)), seen))
 

@@ -23,12 +23,12 @@ from ftkit.runs.manifest import Values, mapping
 if TYPE_CHECKING:
     from ftkit.planning.layout import Workspace
 
-_YOUNG_SECONDS = 24 * 3600  # data that was prepared since then may be waiting for its run
+_YOUNG_SECONDS = 24 * 3600  # newer prepared data may be waiting for its run
 
 
 @dataclass(frozen=True)
 class Prunable:
-    """A folder that is no longer needed, and why; `folder` is the run, None for prepared data."""
+    """A folder that is no longer needed, and the reason; `folder` is the run, or None for prepared data."""
 
     kind: Literal["run", "data"]
     path: Path
@@ -39,11 +39,11 @@ class Prunable:
 
 @dataclass(frozen=True)
 class Findings:
-    """Folders that can be removed, and why some folders were not checked."""
+    """Folders that can be removed, and reasons why others were not checked."""
 
     items: list[Prunable]
     warnings: list[str]
-    images: list[Path]  # image files of runs that may still train, which includes damaged runs
+    images: list[Path]  # image files of runs that may still train, including damaged runs
 
 
 def find_prunable(workspace: Workspace, *, with_checkpoints: bool = False, now: float | None = None) -> Findings:
@@ -84,7 +84,7 @@ def _unused_data(workspace: Workspace, used: set[str], now: float) -> Iterator[P
 
 
 def find_dependents(workspace: Workspace, removed: Mapping[str, RunFolder]) -> dict[str, list[str]]:
-    """Return, for each run that would be removed, the other runs whose adapters are for its model."""
+    """Return, for each run to remove, other runs whose adapters were trained on its model."""
     found: dict[str, list[str]] = {}
     for folder in list_runs(workspace):
         recipe = mapping((read_json_if_valid(folder.layout.plan, Values) or {}).get("recipe"))
@@ -96,7 +96,7 @@ def find_dependents(workspace: Workspace, removed: Mapping[str, RunFolder]) -> d
 
 
 def prune(items: Sequence[Prunable]) -> int:
-    """Remove folders, and return the freed bytes. Resumed runs are kept; raises an `ExceptionGroup` if some stay."""
+    """Remove folders and return the freed bytes. Keeps resumed runs; raises an `ExceptionGroup` if some remain."""
     freed, errors = 0, []
     for item in items:
         try:

@@ -1,8 +1,8 @@
 """Render the scripts of jobs. Rendering is pure, apart from reading templates.
 
 A file in a project's `sbatch/` folder replaces the shipped template of the same name (`ftkit.launch.templates`); with
-`project=None`, only shipped ones are used. All functions raise `ConfigError` if a value can't be expressed for Slurm,
-pyxis or bash.
+`project=None`, only shipped templates are used. All functions raise `ConfigError` if a value can't be expressed for
+Slurm, pyxis or bash.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _SET_BY_SCRIPT = (
     "TRITON_CACHE_DIR",
     "XDG_CACHE_HOME",
 )
-"""Variables that the script sets, and that the image may also set."""
+"""Variables that the script sets and that the image may set too."""
 
 _PASSED_BY_PREFIX = ("FTKIT_", "GLOO_", "HF_", "MLFLOW_", "NCCL_", "WANDB_")
-"""Prefixes of variables that the script looks up at run time, because a site's script or the user may set them."""
+"""Prefixes of variables that the script reads at run time, because a site's script or the user may set them."""
 _PREFLIGHT_SECONDS: Final = 600  # starting a container of a large image takes minutes on a slow disk
 _CHECK_SECONDS: Final = 300
 
@@ -56,9 +56,9 @@ def render_preparation(plan: RunPlan, project: Path | None = None) -> str:
 
 
 def render_array(plan: RunPlan, script: Path, text: str, project: Path | None = None) -> str:
-    """Render the script of the job array whose tasks are runs of a sweep; runs with equal ones can be in one array.
+    """Render the script of a job array whose tasks are runs of a sweep; runs with equal scripts can share one array.
 
-    `script` is the path of a script of the run for Slurm, and `text` its content, from which the array has its options.
+    `script` is the path of the run's Slurm script, and `text` its content, from which the array takes its options.
     """
     name, suffix = (text.removesuffix(plan.number) for text in (plan.name, plan.id.removeprefix(plan.name)))
     options = "\n".join(line for line in text.splitlines() if line.startswith("#SBATCH "))
@@ -78,8 +78,8 @@ class SideJob:
     log: Path
     time_limit: str | None = None  # Slurm's time limit; the profile's if null
     mounts: tuple[str, ...] = ()  # folders to mount in addition to those of the run
-    environment: tuple[str, ...] = ()  # variables of the submitting shell to pass into the container, if they are set
-    training_job: str | None = None  # the Slurm job that it ends after; None if it depends on none
+    environment: tuple[str, ...] = ()  # variables of the submitting shell to pass into the container, if set
+    training_job: str | None = None  # the Slurm job after which it ends; None without one
     script: str = ""  # its script, once it is rendered
 
     @property
@@ -88,12 +88,12 @@ class SideJob:
 
     @property
     def address_file(self) -> Path:
-        """Prefix of the file to which a serving job writes its address once it answers; `-JOB_ID` follows."""
+        """Prefix of the file to which a serving job writes its address when it is ready; `-JOB_ID` is appended."""
         return self.plan.layout.root / "serving"
 
 
 def render_side_job(job: SideJob, project: Path | None = None, **values: object) -> SideJob:
-    """Return the job with its script; `values` are those of its template."""
+    """Return the job with its rendered script; `values` fill its template."""
     plan, cluster, cpus = job.plan, job.plan.cluster, job.plan.cluster.cpus_per_node
     threads = max(1, cpus // cluster.max_processes) if cpus else plan.placement.threads_per_process
     place = replace(plan.placement, num_nodes=1, processes_per_node=job.num_gpus, threads_per_process=threads)
@@ -183,7 +183,7 @@ def _render(
 def _site_values(
     cluster: ClusterProfile, place: PlacementPlan, folders: Iterable[str], variables: Sequence[str] = ()
 ) -> dict[str, object]:
-    """Return the values about cluster and container, into which `variables` are passed besides the site's."""
+    """Return template values for cluster and container; `variables` are passed into it in addition to the site's."""
     nccl = nccl_for(cluster, place.num_nodes)
     names = {*_SET_BY_SCRIPT, *variables, *cluster.environment, *(nccl.environment if nccl else ())}
     starts = cluster.runtime in ("docker", "apptainer")
@@ -200,7 +200,7 @@ def _site_values(
 
 
 def _mounts(cluster: ClusterProfile, folders: Iterable[str]) -> list[str]:
-    """Return the mounts as FROM:TO, without folders inside one that is mounted at the same path anyway."""
+    """Return the mounts as FROM:TO, without folders that an outer mount already provides at the same path."""
     mounts: list[str] = []
     mounted: list[PurePosixPath] = []
     for wanted in (*cluster.mounts, *folders) if cluster.runtime != "none" else ():

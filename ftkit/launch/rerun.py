@@ -38,18 +38,18 @@ _SAME = {
 }
 """Keys that must be equal in a repetition, by section, if both runs have them."""
 _EXPECTED = ("ftkit has uncommitted changes", "fingerprint", "image_sha256", "image_size", "image_modified")
-"""Keys that may differ although the content is the same, or that follow from another key."""
+"""Keys that may differ for equal content, or that are derived from other keys."""
 
 
 def plan_rerun(
     original: Original, args: RunArgs, ctx: Context, workspace: Workspace, default: str | None, *, is_own: bool = True
 ) -> RunPlan:
-    """Plan a run that repeats `original`; `default` is the image from the settings, for a run that had no container.
+    """Plan a run that repeats `original`; `default` is the image from the settings, for a run without a container.
 
-    A run that is not this workspace's own has setup lines in its manifest that must not run here.
+    Setup lines in the manifest of a run from another workspace are not run here.
 
-    On the original's nodes, the resolved values of `auto` stay, so that losses can be equal bit for bit. Elsewhere they
-    are resolved again; the global batch stays.
+    On the original's nodes, resolved values of `auto` are kept, so that losses can be equal bit for bit. On other
+    nodes they are resolved again; the global batch is kept.
     """
     manifest = original.manifest
     if "script" in manifest:
@@ -85,7 +85,7 @@ def plan_rerun(
 
 
 def changed_inputs(original: Original, plan: RunPlan, manifest: Mapping[str, Any]) -> list[Difference]:
-    """Return the differences between a planned run, with its manifest, and its original before it starts."""
+    """Return the differences between a planned run, with its manifest, and its original, before the run starts."""
     inputs = describe_inputs(plan.layout, json.loads(plan_to_json(plan)), manifest, None)
     found = find_differences([original.run, ComparedRun(plan.id, inputs, original.run.results, ())])
     known = [each for each in found if None not in each.values and each.key not in _EXPECTED]
@@ -93,7 +93,7 @@ def changed_inputs(original: Original, plan: RunPlan, manifest: Mapping[str, Any
 
 
 def changes_between_starts(original: Original) -> list[str]:
-    """Return how the original's training was changed when it was resumed, which one run can't repeat."""
+    """Return the changes made when the original was resumed, which a single run can't repeat."""
     schedule = mapping(mapping(original.manifest.get("resolved_recipe")).get("training")).get("schedule")
     changes = [
         (submission.get("from_step"), Change(key, mapping(values).get("before"), mapping(values).get("after")))
@@ -115,7 +115,7 @@ def repetition_record(original: Original, allowed: Sequence[str]) -> dict[str, A
 
 
 def check_inputs(differences: Sequence[Difference], allowed: Sequence[str]) -> None:
-    """Raise ConfigError with each other input of a repetition that is not allowed, and each unknown section."""
+    """Raise ConfigError with each difference that is not allowed, and each unknown section."""
     choices = f"Choose from {', '.join(_SAME)}."
     unknown = [name for name in allowed if name not in _SAME]
     problems = [Problem("", f"--allow {name}", "is not an input that can differ.", choices) for name in unknown]

@@ -79,7 +79,7 @@ def read_settings(args: RunArgs, ctx: Context) -> LoadedSettings:
 
 
 class Place(NamedTuple):
-    """Where runs go: the settings, the cluster, and the image if one is chosen."""
+    """Where runs go: the settings, the cluster, and the selected image, if any."""
 
     settings: LoadedSettings
     cluster: ClusterProfile
@@ -94,7 +94,7 @@ def load_place(args: RunArgs, ctx: Context) -> Place:
 
 
 def _check_cluster_is_chosen(args: RunArgs, loaded: LoadedSettings, ctx: Context) -> None:
-    """Refuse to train on a cluster's login node by accident: it has Slurm, even if the controller does not respond."""
+    """Refuse to train on a login node by accident: on one, Slurm is installed, even if its controller is down."""
     if loaded.has_cluster or args.gpu:
         return
     from ftkit.health.site import list_partitions  # noqa: PLC0415 - few commands ask Slurm
@@ -118,7 +118,7 @@ def resolve(args: RunArgs, ctx: Context) -> RunPlan:
     """
     loaded = read_settings(args, ctx)
     _check_cluster_is_chosen(args, loaded, ctx)
-    # The default profile has no containers: with --image, a plan without a cluster is for any Slurm cluster.
+    # The default profile has no containers, so a plan with --image but no cluster is for any Slurm cluster.
     is_assumed = args.image is not None and not loaded.has_cluster and not args.gpu
     errors: list[FtkitError] = []
 
@@ -162,9 +162,9 @@ def resolve(args: RunArgs, ctx: Context) -> RunPlan:
 
 
 def resolve_recipe(args: RunArgs, ctx: Context) -> RecipePlan:
-    """Resolve the recipe without a cluster, for commands that only read its data, which `auto` values don't change.
+    """Resolve the recipe without a cluster, for commands that only read its data; `auto` values don't affect the data.
 
-    Raises as `resolve` does, for problems that do not depend on where it runs.
+    Raises as `resolve` does, for problems that do not depend on the cluster.
     """
     loaded = read_settings(args, ctx)
     if args.cluster:
@@ -183,7 +183,7 @@ def resolve_recipe(args: RunArgs, ctx: Context) -> RecipePlan:
 def _resolve_model(
     recipe: RecipeSpec, ctx: Context, workspace: Workspace, origins: Origins
 ) -> tuple[RecipeSpec, ModelPlan]:
-    """Return the model, and the recipe with a length that the model can have, and whether the data has pictures."""
+    """Return the recipe with a length that the model supports and `data.pictures` resolved, and the model."""
     try:
         model = resolve_model(recipe.model, ctx.environment, workspace)
     except ConfigError as error:
@@ -218,7 +218,7 @@ def _resolve_teacher(recipe: RecipeSpec, ctx: Context, workspace: Workspace, ori
 
 
 def recipe_name(args: RunArgs, ctx: Context) -> str | None:
-    """Return the recipe that the arguments select, by name or by the image's default; None if nothing does."""
+    """Return the name of the selected recipe, from the arguments or the image's default; None if there is none."""
     if args.recipe:
         return args.recipe
     image = _load_defined(_image_of(read_settings(args, ctx)), ctx)
@@ -236,7 +236,7 @@ def resolve_image_link(plan: PlanT) -> PlanT:
 
 
 def _load_cluster(name: str, loaded: LoadedSettings, ctx: Context, args: RunArgs) -> Loaded[ClusterProfile]:
-    """Read a profile, or make that of `--gpu`; if it does not exist, the error reports where its name comes from."""
+    """Read a profile, or make one for `--gpu`; the error for an unknown profile reports the origin of its name."""
     if args.gpu:
         return Loaded(profile_of_gpu(args.gpu, args.gpus_per_node), Layers())
     try:
@@ -268,7 +268,7 @@ def _load_defined(image: AnyImage | None, ctx: Context) -> ImageSpec | None:
 
 
 def new_request(args: RunArgs, image: AnyImage | None, workspace: Workspace, origins: Origins) -> RunRequest:
-    """Return the inputs of a new run that are the same for recipes and scripts."""
+    """Return the inputs of a new run that recipes and scripts share."""
     return RunRequest(
         name=args.name,
         num_nodes=args.num_nodes,

@@ -1,8 +1,8 @@
-"""Plan the continuation of a run: on other nodes, on another cluster, or with other values of its recipe.
+"""Plan the continuation of a run on other nodes, on another cluster, or with changed recipe values.
 
-Model, data, and the format of the checkpoints stay. The order of the data follows from `training.data_seed` (or else
+Model, data, and checkpoint format stay the same. The order of the data depends only on `training.data_seed` (or else
 `training.seed`) and the global batch, so a run that keeps both reads the same packs in the same order with any number
-of processes. Another `training.seed` does not change the order.
+of processes. A changed `training.seed` does not change the order.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _CHANGEABLE = ("training", "evaluation", "tracking", "profile", "resources")
 _FIXED = tuple(
     f"training.{key}" for key in ("method", "lora*", "sequence_length", "optimizer", "engine", "distill.teacher")
 )
-"""Keys with whose changed values no checkpoint of the run can be loaded."""
+"""Keys that can't change, because no checkpoint of the run could be loaded."""
 _GLOBAL_BATCH = "training.global_batch_size"
-"""The place in the data is the step times this: with another value, packs would be trained twice, or skipped."""
+"""The position in the data is the step times this; with another value, packs would be repeated or skipped."""
 _SEED, _DATA_SEED = "training.seed", "training.data_seed"
-_CODE = "code"  # what `--allow` accepts besides keys of the recipe: other code than the run's copies
+_CODE = "code"  # `--allow code` accepts code that differs from the run's copies
 _LENGTHS = ("training.max_steps", "training.num_epochs")
 _HARMLESS_TRAINING = (
     "activation_checkpointing", "activation_offload", "checkpoint_every_steps", "checkpointed_layers", "collectives",
@@ -69,7 +69,7 @@ class Change:
 
     @property
     def is_harmless(self) -> bool:
-        """Whether the optimizer's inputs stay."""
+        """Whether the optimizer's inputs stay the same."""
         if self.key in _LENGTHS:
             before, after = self.before, self.after
             return isinstance(before, int | float) and isinstance(after, int | float) and after > before
@@ -88,9 +88,9 @@ class ResumedPlan(Generic[PlanT]):
 
 
 def renew_code(resumed: ResumedPlan[PlanT]) -> ResumedPlan[PlanT]:
-    """Copy the code of a run again, as it is now in the folders that it was copied from.
+    """Copy a run's code again from its original folders.
 
-    Raises `ConfigError` if the run has no code of the user's; or as `copy_code` does.
+    Raises `ConfigError` if the run has no user code; also raises as `copy_code` does.
     """
     plan = resumed.plan
     if not plan.code:
@@ -117,7 +117,7 @@ def replan(
 ) -> ResumedPlan[RunPlan]:
     """Plan a run again with the same id, model, and data.
 
-    The keys `allowed` may change although they affect the result; `default_image` is for a run that had no container.
+    The keys `allowed` may change although they affect the result; `default_image` is for a run without a container.
     """
     typed = list(dict.fromkeys(key for each in args.overrides for key in _leaves(parse_override(each).values)))
     _check_sections(typed)
@@ -175,7 +175,7 @@ def replan(
 
 
 def open_values(recipe: RecipePlan, chosen: Collection[str], engine: str) -> dict[str, Any]:
-    """Return a planned recipe with `auto` again for the `chosen` keys of `training`; the planned engine stays."""
+    """Return a planned recipe with the `chosen` keys of `training` reset to `auto`; the planned engine is kept."""
     values = recipe.model_dump(mode="json", include=set(_CHANGEABLE))
     values["training"] |= dict.fromkeys(chosen, "auto") | {"engine": engine}
     if "activation_checkpointing" in chosen:  # it includes the numbers of layers
@@ -192,7 +192,7 @@ def _leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[str]:
 
 
 def _check_sections(keys: Sequence[str]) -> None:
-    """Refuse changes with which no checkpoint of the run can be loaded, before the whole recipe is checked."""
+    """Refuse changes that prevent loading checkpoints, before the whole recipe is checked."""
     problems = []
     for key in keys:
         is_fixed = any(fnmatchcase(key, pattern) for pattern in (*_FIXED, _GLOBAL_BATCH))
@@ -230,9 +230,9 @@ def _check_changes(changes: Sequence[Change], allowed: Sequence[str]) -> None:
 
 
 def changes_losses(change: Change, schedule: str) -> bool:
-    """Return whether a resumed run with this change computes other losses than a run that had the value from step 1.
+    """Return whether a resumed run with this change has other losses than a run with the new value from step 1.
 
-    All schedules of the learning rate but `constant` are stretched over all steps.
+    All learning-rate schedules except `constant` stretch over all steps.
     """
     if change.key in _LENGTHS:
         return schedule != "constant"

@@ -1,4 +1,4 @@
-"""Schedulers: they submit job scripts, report the states of jobs, and cancel them."""
+"""Schedulers submit job scripts, report the states of jobs, and cancel them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LocalScheduler:
     grace_seconds: ClassVar[float] = 10.0
 
     def submit(self, layout: RunLayout, environment: Mapping[str, str], **_: object) -> Submission:
-        """Start the script of a run, with these variables; it prepares its data, and runs follow one another anyway."""
+        """Start the script of a run with these variables. It prepares its own data, and local runs are sequential."""
         pid = process.start_detached(
             ["bash", str(layout.script)], log=layout.job_log, cwd=layout.root, environment=environment
         )
@@ -46,7 +46,7 @@ class LocalScheduler:
         )
 
     def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Job]:
-        """Return the runs whose processes are alive; the final state of the others is in their files."""
+        """Return the jobs of runs whose processes are alive; the final states of other runs are in their files."""
         here = socket.gethostname()
         states = {}
         for run in runs:
@@ -58,10 +58,10 @@ class LocalScheduler:
         return states
 
     def cancel(self, runs: Sequence[SubmittedRun]) -> None:
-        """Send SIGTERM to the script of each, then to its group, then SIGKILL."""
+        """Send SIGTERM to each script, then to its process group, then SIGKILL."""
         for run in runs:
             pid = int(run.job_id)
-            # First only the script: the other processes of its group would die before it could request a checkpoint.
+            # Signal only the script first: its other processes would die before it could request a checkpoint.
             if process.start_time(pid) is None:
                 process.signal_group(pid, signal.SIGTERM)
             else:
@@ -103,10 +103,10 @@ class SlurmScheduler:
         self, layout: RunLayout, environment: Mapping[str, str], *, has_preparation: bool = False,
         tasks: str = "", after: SubmittedRun | None = None,
     ) -> Submission:  # fmt: skip
-        """Submit the script with sbatch in the run's folder, after the preparation job if there is one, and `after`.
+        """Submit the script with sbatch in the run's folder, after the preparation job, if any, and after `after`.
 
-        With `tasks` (as for `--array`: `1-12%4`), they are job arrays of a sweep, of which this run is the first; a
-        task starts after the task that prepares it. The ids are those of the arrays.
+        With `tasks` (as for `--array`: `1-12%4`), the jobs are arrays for a sweep whose first run is this one; each
+        task starts after its preparation task. The returned ids are those of the arrays.
 
         Raises `SubmitError` if Slurm refused the job; `UncertainSubmitError` if the job may exist; `PrerequisiteError`
         if Slurm's programs are not on this machine.
@@ -141,11 +141,11 @@ class SlurmScheduler:
     observe = staticmethod(slurm.observe)
 
     def cancel(self, runs: Sequence[SubmittedRun]) -> None:
-        """Cancel their jobs with scancel, which accepts those that have ended; also those submitted by hand."""
-        tasks: dict[str, list[str]] = {}  # by job: scancel sends a request for each word, and sites limit their rate
+        """Cancel the jobs of runs with scancel, which accepts ended jobs, including jobs submitted by hand."""
+        tasks: dict[str, list[str]] = {}  # by job: scancel sends one request per argument, and sites limit the rate
         for run in runs:
             holder = current_holder(run.layout)
-            # The number alone would cancel a whole array.
+            # The job number alone would cancel the whole array.
             other = holder.job_id if holder and holder.job_id != run.job_number else None
             for job_id in filter(None, dict.fromkeys((run.job_id, run.submission.preparation_job_id, other))):
                 number, _, task = job_id.partition("_")
@@ -188,10 +188,10 @@ def sbatch(args: list[str], layout: RunLayout, environment: Mapping[str, str]) -
 
 
 def _expedites_requeues(environment: Mapping[str, str]) -> bool:
-    """Return whether Slurm restarts jobs that lose a node before all others: from Slurm 25.11 on, if enabled."""
+    """Return whether Slurm requeues jobs that lose a node ahead of all others (Slurm 25.11 or newer, if enabled)."""
     try:
         configuration = slurm.ask(["scontrol", "show", "config"], environment).stdout
-    except FtkitError:  # sbatch has the last word
+    except FtkitError:  # sbatch itself will report problems
         return False
     return re.search(r"^SlurmctldParameters *=.*\benable_expedited_requeue\b", configuration, re.MULTILINE) is not None
 
@@ -211,7 +211,7 @@ def warn_of_variables(environment: Mapping[str, str]) -> list[str]:
     return warnings
 
 
-# --- Why sbatch refuses a job -------------------------------------------------------------------
+# --- Explain why sbatch refuses a job ------------------------------------------------------------
 
 _REFUSALS = {
     "accounting/qos policy|submit.*limit|maxsubmit":
@@ -251,7 +251,7 @@ _REFUSALS = {
         ("this Slurm does not know an option that the job script uses",
          "print the script with --dry-run; remove the option from the cluster's profile"),
 }  # fmt: skip
-"""Parts of sbatch's messages, with their usual meaning and what to do."""
+"""Parts of sbatch's messages, with the usual meaning and the fix."""
 
 
 class UncertainSubmitError(NoAnswerError):

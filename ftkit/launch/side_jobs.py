@@ -53,8 +53,8 @@ def plan_serving(  # noqa: PLR0913 - one for each option
 ) -> SideJob:  # fmt: skip
     """Render the script of the job that serves an export of a run: weights or adapters.
 
-    The cluster shares the run's workspace. Without an image, the shipped one serves; a cluster without containers uses
-    none. `words` are passed to vLLM unchanged.
+    The cluster shares the run's workspace. The default is the shipped serving image; clusters without containers use
+    no image. `words` are passed to vLLM unchanged.
     """
     plan = replace(plan, cluster=cluster)
     _check_on_slurm(plan, "ftkit serve", "choose a Slurm cluster with --cluster; here: vllm serve FOLDER")
@@ -82,7 +82,7 @@ def plan_verification(  # noqa: PLR0913 - one for each option
 def _served(
     plan: RunPlan, image: AnyImage | None, num_gpus: int | None, words: Sequence[str], ctx: Context
 ) -> tuple[RunPlan, int]:
-    """Return the plan with the image that serves, and the number of GPUs, by default as many as the weights need."""
+    """Return the plan with the serving image, and the number of GPUs; by default, the number that the weights need."""
     cluster = plan.cluster
     if any(word.partition("=")[0] == "--port" for word in words):
         what, fix = "the job script sets the server's port.", "Omit it; 'ftkit serve' has an option --port of its own."
@@ -125,8 +125,8 @@ def _with_image(plan: RunPlan, image: AnyImage, ctx: Context) -> RunPlan:
 def serve_command(folder: Path, plan: RunPlan, num_gpus: int) -> list[str]:
     """Return the command line of vLLM's server for an export, without the port.
 
-    Adapters are served by their run's name, on their base model. Tokenizer, chat template and end tokens are those of
-    the export: vLLM would take them from the base. Raises `ConfigError` if vLLM can't serve adapters of this kind.
+    Adapters are served under their run's name on their base model. Tokenizer, chat template and end tokens are set from
+    the export, since vLLM would take the base model's. Raises `ConfigError` if vLLM can't serve this kind of adapters.
     """
     adapter = read_json_if_valid(folder / ADAPTER_CONFIG, dict[str, object])
     shared = ["--host", "0.0.0.0", "--tensor-parallel-size", str(num_gpus)]  # noqa: S104 - other machines must reach it
@@ -191,8 +191,8 @@ def plan_evaluation(
 ) -> SideJob:
     """Render the script of the job that evaluates a run's checkpoints.
 
-    `settings` are those of the evaluation, as JSON (`ftkit.evaluate.source.MeasureSettings`). It evaluates on the rows
-    of `file`; on the validation split if null.
+    `settings` are the evaluation's, as JSON (`ftkit.evaluate.source.MeasureSettings`). It evaluates on the rows of
+    `file`, or on the validation split if None.
     """
     _check_on_slurm(plan, "--as-job", "omit --as-job to evaluate the checkpoint here")
     layout, submission = plan.layout, read_submission(plan.layout)
@@ -237,7 +237,7 @@ _REPORT: Final = "ftkit-report "
 
 @dataclass(frozen=True)
 class NodeResult:
-    """The result of one node: its report (`NodeReport` in `health`), and why it can't be used; empty if it can."""
+    """The result of one node: its report (`NodeReport` in `health`), and the reason if it can't be used, else empty."""
 
     host: str
     report: dict[str, Any] | None
@@ -247,7 +247,7 @@ class NodeResult:
 def check_nodes(
     checks: NodeChecks, hosts: Sequence[str], environment: Mapping[str, str], project: Path | None = None
 ) -> list[NodeResult]:
-    """Wait for these nodes, or for any if `hosts` is empty; run the checks on them, and read the results."""
+    """Wait for `hosts`, or for any nodes if it is empty; run the checks on them and read the results."""
     script = checks.folder / "checks.sh"
     script.write_text(render_checks(checks, project), encoding="utf-8")
     (checks.folder / "marker").touch()
@@ -285,7 +285,7 @@ def check_nodes(
 
 
 def idle_nodes(cluster: ClusterProfile) -> tuple[list[str], int]:
-    """Return idle nodes of the profile's partition, and how many others it has; PrerequisiteError without Slurm."""
+    """Return the idle nodes of the profile's partition, and the number of others; PrerequisiteError without Slurm."""
     partition = [f"--partition={cluster.partition}"] if cluster.partition else []
     done = process.run(["sinfo", "--noheader", "--Node", "--format=%N %t", *partition])
     if done.returncode != 0:

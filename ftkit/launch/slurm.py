@@ -1,8 +1,8 @@
-"""Slurm's command-line programs, and the states of jobs as squeue and sacct print them.
+"""Call Slurm's command-line programs, and parse the states of jobs from squeue and sacct.
 
 Their JSON output is not used, because its structure differs between releases (22.05 to 26.05).
-Both programs also print each job's folder: job ids start again at 1 when a cluster is reinstalled, and another cluster
-on the same file system has its own. A job in another folder than the run's is not the run's.
+Each job's folder is queried too: job ids restart at 1 when a cluster is reinstalled, and another cluster on the same
+file system has its own ids. A job whose folder is not the run's does not belong to the run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _IDS_IN_A_QUERY = 400
 
 
 def ask(args: list[str], environment: Mapping[str, str], *, cwd: Path | None = None) -> process.ProgramOutput:
-    """Run a program of Slurm; PrerequisiteError if it is not here, ProgramTimeoutError if it does not respond."""
+    """Run a Slurm program; PrerequisiteError if it is not installed, ProgramTimeoutError if it does not respond."""
     try:
         return process.run(args, cwd=cwd, environment=process.slurm_environment(environment))
     except PrerequisiteError as error:
@@ -44,10 +44,10 @@ def clean_stderr(stderr: str) -> str:
 
 
 def observe(runs: Sequence[SubmittedRun]) -> dict[str, Job]:
-    """Return the states of runs. squeue is queried first: it lists a requeued job, while sacct may report it as ended.
+    """Return the states of runs. squeue is queried first, because sacct may report a requeued job as ended.
 
-    Tasks of a job array are queried together, by its id. sacct fails on clusters without accounting; then the runs' own
-    files decide. Raises `NoAnswerError` if squeue does not respond.
+    Tasks of a job array are queried together, by the array's id. sacct fails on clusters without accounting; the runs'
+    own files then decide. Raises `NoAnswerError` if squeue does not respond.
     """
     states: dict[str, Job] = {}
     numbers = list(dict.fromkeys(run.job_number for run in runs))
@@ -61,7 +61,7 @@ def observe(runs: Sequence[SubmittedRun]) -> dict[str, Job]:
             with suppress(PrerequisiteError, process.ProgramTimeoutError):
                 answer = ask(["sacct", "-P", "-X", "-n", f"--format={_SACCT_FIELDS}", f"--jobs={jobs}"], os.environ)
                 states |= read_sacct(answer.stdout, rest) if answer.returncode == 0 else {}
-        # Slurm forgets a task that is canceled before it starts, while it lists others of the job array.
+        # Slurm purges a task that is canceled before it starts, while it still lists other tasks of the array.
         arrays = set(re.findall(r"^(\d+)_", squeue, re.MULTILINE))
         for run in rest:
             if run.id not in states and run.job_number in arrays and not run.layout.job_log.exists():
@@ -80,7 +80,7 @@ def find_job(layout: RunLayout, environment: Mapping[str, str]) -> JobId | None:
 
 
 def _folder_of(job_id: str, run: str) -> str:
-    """Return a pattern of the folder in which a run's job was submitted: its own, or of an array, any of the sweep."""
+    """Return a pattern of the folder where a run's job was submitted: the run's, or for an array any of the sweep's."""
     name, created, suffix = run.rsplit("-", 2)
     number = job_id.partition("_")[2]
     any_number = r"\d+" if number else ""
@@ -88,7 +88,7 @@ def _folder_of(job_id: str, run: str) -> str:
 
 
 def _ask_squeue(options: list[str], environment: Mapping[str, str]) -> str:
-    """Return what squeue prints of jobs, an id in front of each; NoAnswerError if it prints something else."""
+    """Return squeue's lines, each with a leading id; NoAnswerError if it prints anything else."""
     answer = ask(["squeue", "--noheader", "--array", *options], environment)
     problem = clean_stderr(answer.stderr)
     if answer.stdout.strip() and not re.search(r"^ *\d\S*\|", answer.stdout, re.MULTILINE):
@@ -104,7 +104,7 @@ def _ask_squeue(options: list[str], environment: Mapping[str, str]) -> str:
 
 # --- Their output -----------------------------------------------------------------------------
 
-# The folder comes last, because only it may contain the separator.
+# The folder is the last field, because only it may contain the separator.
 _SQUEUE_FORMAT = "%i|%T|%r|%S|%e|%N|%Z"
 _SACCT_FIELDS = "JobID,State,Start,End,NodeList,ExitCode,WorkDir"
 _NUM_FIELDS = 7
@@ -167,7 +167,7 @@ _LIMIT = re.compile("(?:Assoc|QOS)(?:Grp|Max|Min)|Max[A-Z]+Per")
 
 
 def read_squeue(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Job]:
-    """Parse squeue's output: the state of each run. A job that is listed exists, also in a state unknown here."""
+    """Parse the state of each run from squeue's output. A listed job exists, even if its state is unknown here."""
     states = {}
     for run, (state, reason, start, end, nodes) in _rows(text, runs):
         seen = _read_job(run, state, start, end, nodes)
@@ -181,8 +181,8 @@ def read_squeue(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Job]:
 def read_sacct(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Job]:
     """Parse sacct's output: the final state of each run.
 
-    A job that sacct lists as active but squeue does not list is lost. sacct's reason is not used: it is why the job was
-    once pending.
+    A job that sacct lists as active but squeue does not list is lost. sacct's reason is not used: it tells why the job
+    was pending.
     """
     states = {}
     for run, (state, start, end, nodes, exit_code) in _rows(text, runs):
@@ -221,7 +221,7 @@ def _word(state: str) -> str:
 
 
 def _explain(state: str, reason: str, submission: Submission) -> str:
-    """Return squeue's reason with its meaning. It prints some reasons in words, others with details after a comma."""
+    """Return squeue's reason with its meaning. Some reasons are printed as text, others have details after a comma."""
     word = _word(state)
     if word in _STATES_IN_WORDS:
         return _STATES_IN_WORDS[word]

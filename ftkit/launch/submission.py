@@ -1,4 +1,4 @@
-"""Submit a run, submit it again, cancel it, and remove it."""
+"""Submit, resubmit, cancel, and remove runs."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ class NewJob(Generic[PlanT]):
 def submit(job: NewJob[Any]) -> SubmittedRun:
     """Create the run's folder and submit its scripts.
 
-    Raises `SubmitError` if the scheduler refused it, and the run's folder was removed; or its answer was unclear;
+    Raises `SubmitError` if the scheduler refuses the job, after removing the run's folder, or if its answer is unclear;
     `PrerequisiteError` if the workspace or the scheduler can't be used.
     """
     return submit_all([job])[0]
 
 
 def submit_all(jobs: Sequence[NewJob[Any]], tasks: str = "", after: SubmittedRun | None = None) -> list[SubmittedRun]:
-    """Submit new runs as `submit` does: one, or the `tasks` of a job array, which starts after the end of `after`'s.
+    """Submit one new run, or the `tasks` of a job array that starts after the job of `after` has ended.
 
-    The first job has the array's script among its files. Either all runs are submitted, or none.
+    Raises as `submit` does. The first job's files include the array's script. Either all runs are submitted or none.
     """
     created: list[Path] = []
     try:
@@ -80,7 +80,7 @@ def submit_all(jobs: Sequence[NewJob[Any]], tasks: str = "", after: SubmittedRun
 
 
 def _create_folder(job: NewJob[Any]) -> None:
-    """Write plan, manifest and other files under a temporary name, then give the folder its own."""
+    """Write plan, manifest and other files into a temporary folder, then rename it."""
     layout, final = job.plan.layout, job.plan.layout.root
     contents: dict[str, str | bytes] = {
         layout.plan.name: plan_to_json(job.plan),
@@ -106,7 +106,7 @@ def _create_folder(job: NewJob[Any]) -> None:
 
 
 def read_resumable_plan(layout: RunLayout) -> RunPlan | ScriptPlan:
-    """Read a run's plan to submit it again; PlanError if it is unreadable, or that of a run in another folder."""
+    """Read a run's plan to submit it again; PlanError if it is unreadable or belongs to a run in another folder."""
     plan = read_job_plan(layout)
     try:
         is_same = plan.layout.root.samefile(layout.root)
@@ -131,9 +131,9 @@ def resume(
 ) -> SubmittedRun:
     """Submit a run again; training continues from the newest checkpoint.
 
-    `command` and `image_facts` are for the manifest. `changed` replaces the run's plan and script, which are submitted
-    unchanged if it is null. A project's `sbatch/` overrides parts of new scripts. Raises `SubmitError` if the run has
-    not ended, or there is nothing left to do; or as `submit` does. Then the run keeps its plan and script.
+    `command` and `image_facts` are for the manifest. `changed` replaces the run's plan and script; if None, they are
+    submitted unchanged. A project's `sbatch/` overrides parts of new scripts. Raises `SubmitError` if the run has not
+    ended or has no steps left; also raises as `submit` does. On an error, the run keeps its plan and script.
     """
     layout, new = plan.layout, changed.plan if changed else plan
     submission, end = read_submission(layout), None
@@ -174,7 +174,7 @@ def resume(
 
 
 def _forget_job(layout: RunLayout, submission: Submission | None) -> None:
-    """Remove what a run's former job left about its end: state, exit code, requests."""
+    """Remove files of a run's former job about its end: state, exit code, requests."""
     revoke(layout)  # no process trains anymore, so the next job need not wait for the lease to expire
     ended = [layout.canceled, layout.disk_full, layout.stop_request, layout.state]
     if submission:
@@ -185,7 +185,7 @@ def _forget_job(layout: RunLayout, submission: Submission | None) -> None:
 
 
 def adopt_job(layout: RunLayout) -> Submission | None:
-    """Record a run's job that Slurm accepted although its answer was lost; FtkitError if Slurm does not respond."""
+    """Record a job that Slurm accepted although its answer was lost; FtkitError if Slurm does not respond."""
     try:
         if read_job_plan(layout).cluster.scheduler != "slurm":
             return None
@@ -201,7 +201,7 @@ def adopt_job(layout: RunLayout) -> Submission | None:
 
 @contextmanager
 def _restored_if_refused(*paths: Path) -> Iterator[None]:
-    """Restore files if the block raises, unless a job may read them."""
+    """Restore files if the block raises an error, unless a job may already read them."""
     former = {path: path.read_bytes() if path.is_file() else None for path in paths}
     try:
         yield
@@ -249,7 +249,7 @@ def _submit(
 
 
 def _check_it_ended(run: SubmittedRun, plan: RunPlan | ScriptPlan) -> Job:
-    """Return the final state of a run that may be submitted again; it is unknown if Slurm forgot the job."""
+    """Return the final state of a run that may be submitted again; unknown if Slurm purged the job."""
     seen = observe(run)
     if seen.state is RunState.COMPLETED and not _has_steps_left(plan):
         longer = ""
@@ -285,10 +285,10 @@ def _override_for_more_steps(plan: RunPlan) -> str:
 
 
 def cancel(runs: Sequence[SubmittedRun]) -> dict[str, Job]:
-    """Cancel runs; return the final states of those that had already ended. Slurm is called once for all.
+    """Cancel runs with one call of Slurm; return the final states of runs that had already ended.
 
-    The files that mark them as canceled are written first, so that no job script requeues itself. Raises `FtkitError`
-    if the scheduler could not end all of them.
+    Files that mark runs as canceled are written first, so that no job script requeues itself. Raises `FtkitError` if
+    the scheduler could not end all of them.
     """
     states = observe_all(runs).states
     to_cancel = [run for run in runs if not states[run.id].is_final]
@@ -306,7 +306,7 @@ def cancel(runs: Sequence[SubmittedRun]) -> dict[str, Job]:
 
 
 def check_removable(folder: RunFolder) -> None:
-    """Raise SubmitError if a job trains in a run's folder or is pending, or Slurm can't tell."""
+    """Raise SubmitError if a run's job is pending or running, or if Slurm can't tell."""
     run = read_entry(folder).run
     seen = observe(run) if run else None
     if holder := current_holder(folder.layout):
@@ -322,7 +322,7 @@ def check_removable(folder: RunFolder) -> None:
 
 
 def remove_folder(root: Path) -> None:
-    """Remove a folder of the workspace: rename it first, so that no reader sees half of it, then remove its files.
+    """Remove a folder of the workspace. It is renamed first, so that no reader sees a partial folder.
 
     Raises `PrerequisiteError` if it can't be removed completely; if a folder in it is read-only, nothing is removed.
     """

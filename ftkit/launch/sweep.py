@@ -1,7 +1,7 @@
-"""Sweeps: one command line for several runs, one for each combination of values and clusters.
+"""Sweeps: a command line for several runs, one run per combination of values and clusters.
 
 `training.learning_rate=1e-5,3e-5` is two values, because a learning rate can't contain a comma. A value that is valid
-as a whole is one value: commas in lists, mappings, quotes and texts don't split it.
+as a whole is not split: commas in lists, mappings, quotes and texts are kept.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 MAX_RUNS = 200  # more are probably a mistake
 _BEFORE_QUOTE = ("", "[", "{", ",", ":")
-"""Characters before an opening quotation mark; elsewhere it is an ordinary character."""
+"""Characters that may precede an opening quotation mark; after any other, it is an ordinary character."""
 _CHOOSE_DOCUMENTS = ("data.source", "data.validation")
 _PAIRS = {"[": "]", "{": "}"}
 
 
 class Trial(NamedTuple):
-    """The arguments of one run of a sweep, and its values of the swept keys."""
+    """The arguments of one run of a sweep, and its values for the swept keys."""
 
     args: RunArgs
     values: dict[str, str]
 
 
 def expand(args: RunArgs, ctx: Context) -> list[Trial]:
-    """Return the runs of a command line, the last key changing fastest; ConfigError if too many or equal."""
+    """Return the runs of a command line; the last key varies fastest. ConfigError for too many runs or duplicates."""
     axes = [(override, _alternatives(override, args, ctx)) for override in args.overrides]
     clusters = (args.cluster or "").split(",")
     if len(clusters) == 1 and all(len(found) == 1 for _, found in axes):
@@ -68,7 +68,7 @@ def _format_values(trial: Trial) -> str:
 
 
 def plan_sweep(trials: Sequence[Trial], ctx: Context) -> list[RunPlan]:
-    """Plan all runs of a sweep. Raises as `resolve` does, with the problems of all impossible runs."""
+    """Plan all runs of a sweep. Raises as `resolve` does, with the problems of all invalid runs."""
     plans: list[RunPlan] = []
     problems: list[Problem] = []
     first: RunPlan | None = None
@@ -91,7 +91,7 @@ def plan_sweep(trials: Sequence[Trial], ctx: Context) -> list[RunPlan]:
 
 
 def find_other_documents(plans: Sequence[RunPlan]) -> str | None:
-    """Return a warning if the runs of a sweep train on different documents; None if not, or if that is not known."""
+    """Return a warning if the runs of a sweep train on different documents; None if they don't, or if unknown."""
     fits = {plan.name: plan.documents for plan in plans if plan.documents}
     is_same_part = len({fit.num_read for fit in fits.values()}) == 1  # data that is prepared already is read as a whole
     keys = {key for plan in plans if plan.sweep for key in plan.sweep.values if key.startswith(_CHOOSE_DOCUMENTS)}
@@ -108,10 +108,10 @@ def find_other_documents(plans: Sequence[RunPlan]) -> str | None:
 def make_arrays(
     jobs: Sequence[NewJob[RunPlan]], max_parallel: int | None, project: Path | None
 ) -> list[tuple[list[NewJob[RunPlan]], str]]:
-    """Return what is submitted together: on Slurm, a job array of the runs with equal resources; else a single run.
+    """Group the jobs to submit together: on Slurm, runs with equal resources form a job array; else each run is alone.
 
-    The first job of an array has its scripts; the text is the value of sbatch's `--array`. All tasks of an array get
-    the same resources, so runs with others are in another array.
+    The first job of an array has the array's scripts; the text is the value of sbatch's `--array`. All tasks of an
+    array get the same resources, so runs with different resources need separate arrays.
     """
     groups: dict[tuple[str, str], list[NewJob[RunPlan]]] = {}
     for job in jobs:
@@ -141,7 +141,7 @@ def _make_array(
 
 
 def _alternatives(override: str, args: RunArgs, ctx: Context) -> list[str]:
-    """Return the overrides in one override: itself, unless only its parts are valid values."""
+    """Split an override at commas if only its parts are valid values; else return it unchanged."""
     key, equals, value = override.partition("=")
     parts = [part.strip() for part in split(value)]
     if len(parts) == 1 or not equals or not all(parts):
@@ -153,7 +153,7 @@ def _alternatives(override: str, args: RunArgs, ctx: Context) -> list[str]:
 
 
 def _is_valid(recipe: str, override: str, ctx: Context) -> bool:
-    """Return whether a recipe accepts a value; problems of other values don't matter."""
+    """Return whether a recipe accepts a value, ignoring problems of other values."""
     key = override.partition("=")[0]
     try:
         read_recipe(recipe, ctx, (override,))

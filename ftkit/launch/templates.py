@@ -1,6 +1,6 @@
 """Fill in the templates of job scripts.
 
-Every value in a script passes through one of the filters below: Jinja refuses a value without a filter. A file in a
+Every value in a script must pass through one of the filters below; Jinja refuses a value without a filter. A file in a
 project's `sbatch/` folder overrides the shipped template of the same name.
 """
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from jinja2.bccache import Bucket
 
 OVERRIDDEN_PARTS: Final = "overridden_parts"
-"""Key of a run's manifest: the parts that the project overrides in its job scripts, each with its SHA-256."""
+"""Key in a run's manifest for the parts of job scripts that the project overrides, each with its SHA-256."""
 
 
 def fill(template: str, project: Path | None, /, **values: object) -> str:
-    """Fill in a template; a project's `sbatch/` overrides parts of it, only shipped ones are used if it is null.
+    """Fill in a template. A project's `sbatch/` overrides parts of it; without a project, only shipped parts are used.
 
-    Raises `ConfigError` if a value can't be expressed for Slurm or bash, or there is an error in a project's own part.
-    Errors in shipped templates are bugs, and raised unchanged.
+    Raises `ConfigError` if a value can't be expressed for Slurm or bash, or if a project's own part has an error.
+    Errors in shipped templates are bugs and raised unchanged.
     """
     try:
         return _environment(project).get_template(template).render(values)
@@ -59,7 +59,7 @@ def fill(template: str, project: Path | None, /, **values: object) -> str:
 
 @cache
 def _environment(project: Path | None) -> ImmutableSandboxedEnvironment:
-    compiler = Path(jinja2.__file__).stat().st_mtime_ns  # another Jinja can't run the bytecode
+    compiler = Path(jinja2.__file__).stat().st_mtime_ns  # bytecode depends on Jinja's version
     environment = ImmutableSandboxedEnvironment(
         loader=FunctionLoader(partial(_load, project)),
         bytecode_cache=_CompiledTemplates(str(cache_folder(os.environ) / f"templates-{__version__}-{compiler}")),
@@ -81,7 +81,7 @@ def _environment(project: Path | None) -> ImmutableSandboxedEnvironment:
 
 
 class _CompiledTemplates(FileSystemBytecodeCache):
-    """Keeps compiled templates in the user's cache folder: compiling them takes a tenth of a dry run."""
+    """Caches compiled templates in the user's cache folder: compiling them takes a tenth of a dry run."""
 
     def load_bytecode(self, bucket: Bucket) -> None:
         try:
@@ -137,7 +137,7 @@ def show_in_comment(value: object) -> str:
 
 
 def as_bash(value: object) -> str:
-    """Pass text that already is bash unchanged, such as the lines of a site's profile."""
+    """Mark text as bash and leave it unchanged, such as the lines of a site's profile."""
     return _Safe(value)
 
 
@@ -158,7 +158,7 @@ def find_overrides(project: Path) -> dict[str, str]:
 
 
 def find_misnamed(project: Path) -> list[str]:
-    """Return the templates of a project that override none, because no shipped one has their name."""
+    """Return a project's templates that override nothing, because no shipped template has their name."""
     folder = project / "sbatch"
     names = (path.relative_to(folder) for path in folder.rglob("*.j2"))
     return sorted(str(name) for name in names if not (assets.JOB_TEMPLATES / name).is_file())
@@ -174,7 +174,7 @@ def _override(project: Path | None, name: str) -> Path | None:
 
 
 def _load(project: Path | None, template: str) -> tuple[str, str, Callable[[], bool]] | None:
-    """Return a template's text, its path, and whether that is still current; None if there is no such template.
+    """Return a template's text, its path, and a check whether it is current; None if there is no such template.
 
     Raises `ConfigError` if the project's part can't be read, or lacks a placeholder of the shipped part.
     """
@@ -201,7 +201,7 @@ def _read(path: Path) -> str:
 
 
 def _placeholders(template: str) -> set[str]:
-    """Return the names that a template fills in and the parts it includes; names in a condition are optional."""
+    """Return the names that a template uses and the parts that it includes, except optional names in conditions."""
     filled, conditions = (
         {name for text in re.findall(pattern, template) for name in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", text)}
         for pattern in (r"{{(.*?)}}", r"{%-? *(?:el)?if (.*?)%}")

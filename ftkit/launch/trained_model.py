@@ -32,7 +32,7 @@ _WITHOUT_EFFECT = frozenset(
         "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
     ]
 )  # fmt: skip
-"""Keys of adapter_config.json about the adapters' origin or initialization, and those that are compared separately."""
+"""Keys of adapter_config.json about the adapters' origin or initialization, and keys that are compared separately."""
 _INIT_KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mini_ca")
 """Values of `init_lora_weights` that do not change the base model's weights."""
 
@@ -49,7 +49,7 @@ class Continued(NamedTuple):
 def continue_run(model: ModelSpec, workspace: Workspace) -> Continued:
     """Resolve `run:NAME` or `run:NAME@STEP`.
 
-    A checkpoint is exported when the data is prepared, into a folder with its digest in the name.
+    A checkpoint is exported during data preparation, into a folder whose name contains its digest.
     """
     run, wanted = find_run_step(model.weights.removeprefix(RUN), workspace)
     layout = run.layout
@@ -117,14 +117,14 @@ def _on_base(model: ModelSpec, base: ModelPlan, folder: str) -> ModelSpec:
 
 
 def _plan_of_export(model: ModelSpec, base: ModelPlan, trained: TrainedWeights) -> ModelPlan:
-    """Return the plan of a model that is not exported yet: it has the shape that the run trained."""
+    """Return the plan of a model that is not exported yet; its shape is that of the trained model."""
     changed = [key for key in ("architecture", "added_tokens") if key in model.model_fields_set]
     if changed:
         what = f"can't be changed before the checkpoint of step {trained.step} is exported."
         fix = f"Export it first: ftkit export {trained.run} --step {trained.step} --to {trained.folder}"
         raise ConfigError([Problem("", f"model.{key}", what, fix) for key in changed])
     update = {name: field.get_default() for name, field in ModelPlan.model_fields.items() if not field.is_required()}
-    shape = base.architecture.model_copy(update={"rope_scaling": None})  # the export's own
+    shape = base.architecture.model_copy(update={"rope_scaling": None})  # the export has its own
     own = {"weights": trained.folder, "architecture": shape, "tokenizer": model.tokenizer}
     return base.model_copy(update=update | own)
 
@@ -135,8 +135,8 @@ def _plan_of_export(model: ModelSpec, base: ModelPlan, trained: TrainedWeights) 
 def continue_adapters(model: ModelSpec) -> Continued:
     """Return the base model of a folder of peft adapters.
 
-    Raises `ConfigError` if they are of a kind that ftkit does not train, or their configuration lacks the base model;
-    `NotFoundError` if it can't be read.
+    Raises `ConfigError` if ftkit does not train this kind of adapters, or if their configuration lacks the base model;
+    `NotFoundError` if the configuration can't be read.
     """
     folder = Path(model.weights)
     stored, where = read_adapter_config(folder), str(folder / ADAPTER_CONFIG)
@@ -189,7 +189,7 @@ def check_adapter(recipe: RecipePlan) -> None:
     if folder.is_dir():
         there = read_adapter_config(folder)
         check_adapters(folder)
-    else:  # a checkpoint, which is exported when the data is prepared
+    else:  # a checkpoint, which is exported during data preparation
         trained = read_plan(RunLayout(folder.parents[1])).recipe.training.adapters
         there = {name: getattr(trained, key) for key, name in _LORA_KEYS.items()} if trained else {}
         there |= {"target_modules": list(trained.targets)} if trained else {}
@@ -221,7 +221,7 @@ def check_adapter(recipe: RecipePlan) -> None:
 
 
 def _find_idle_targets(folder: Path, targets: object) -> set[str]:
-    """Return the target modules that have no adapter in a folder's file: peft ignores names that match no layer."""
+    """Return target modules without an adapter in the folder's file: peft ignores names that match no layer."""
     adapted = {name.partition(".lora_A")[0].rpartition(".")[2] for name in readable_tensors(folder / ADAPTER_FILE)}
     if not adapted or not isinstance(targets, list):
         return set()

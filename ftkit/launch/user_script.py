@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ScriptArgs:
     path: Path
-    args: tuple[str, ...] = ()  # arguments of the script, which follow `--`
+    args: tuple[str, ...] = ()  # arguments of the script, given after `--`
     accelerate_config: Path | None = None
     stop_signal: StopSignal = "TERM"
     can_restart: bool = False  # whether it continues from its own checkpoint when it is restarted
@@ -47,7 +47,7 @@ class ScriptArgs:
 
 
 class _OnlyResources(Spec):
-    """The keys of a recipe that apply to a script without one."""
+    """The recipe keys that apply to a script without a recipe."""
 
     resources: ResourcesSpec = ResourcesSpec.model_construct()
 
@@ -57,8 +57,8 @@ def resolve_script(
 ) -> tuple[ScriptPlan, list[CodeCopy]]:
     """Make the plan of a script, and copy its folder.
 
-    With a recipe, accelerate's configuration is derived from the recipe's plan on the same cluster. `copies` are those
-    of other code; also the script's if another machine sent it.
+    With a recipe, accelerate's configuration is derived from the recipe's plan on the same cluster. `copies` are copies
+    of other code, and of the script if another machine sent it.
     """
     base = resolve(run_args, ctx) if run_args.recipe else None
     if base and args.accelerate_config:
@@ -127,10 +127,10 @@ def _resources(overrides: Sequence[str]) -> ResourcesSpec:
 
 
 def accelerate_config(plan: RunPlan) -> dict[str, object]:
-    """Return the configuration with which accelerate shards a model like a plan of ftkit's trainer.
+    """Return an accelerate configuration that shards a model as ftkit's trainer would under this plan.
 
-    The model itself defines the layers to wrap (`_no_split_modules`): a wrong class name would silently match none.
-    With FSDP2, accelerate can offload everything or nothing. Batch, accumulation and clipping are the script's:
+    The layers to wrap come from the model (`_no_split_modules`), since a wrong class name would silently match nothing.
+    With FSDP2, accelerate can offload everything or nothing. The script sets batch, accumulation and clipping:
     DeepSpeed gets `auto` for them, which the Trainer and accelerate fill in.
     """
     training = plan.recipe.training

@@ -79,7 +79,7 @@ STATES = {
     Cause.PREEMPTED: RunState.PREEMPTED,
     Cause.TIME_LIMIT: RunState.TIMED_OUT,
 }
-"""States of a run whose last start ended so, and did not start again."""
+"""State of a run by the cause of its last end, if it did not start again."""
 
 CAUSES = {state: cause for cause, state in STATES.items()}  # cause of a run's last end, if only the scheduler knows it
 

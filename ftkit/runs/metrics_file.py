@@ -109,7 +109,7 @@ def read_last_record(path: Path) -> Record | None:
 
 
 class RecordTail:
-    """Reads records added to a file since the last read; with `skips_old`, only those added after its creation."""
+    """Reads records added to a file since the last read; `skips_old` skips records that exist at construction."""
 
     def __init__(self, path: Path, *, skips_old: bool = False) -> None:
         self._path = path
