@@ -1,1 +1,1 @@
-"""The command line. click and rich live here and nowhere else."""
+"""The command line. Only this package imports click and rich."""

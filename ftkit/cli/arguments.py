@@ -94,7 +94,7 @@ def _words_of_overrides() -> dict[str, list[str]]:
     return words_of_overrides(RecipeSpec)
 
 
-# --- Arguments and options: one definition of each, so that it means the same everywhere -----------
+# --- Shared arguments and options ------------------------------------------------------------------
 
 
 def together(*options: Decorator) -> Decorator:
@@ -132,7 +132,7 @@ def image_option(about: str) -> Decorator:
 
 
 def check_run_name(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """Return the name of a run, which folders and Slurm jobs get: it has the form of a recipe's name."""
+    """Validate the name of a run, which folders and Slurm jobs get; its form is that of a recipe's name."""
     if value is None:
         return None
     from ftkit.spec import check_name
@@ -248,7 +248,7 @@ def run_args(words: Sequence[str], *, code: tuple[CodePlan, ...] = (), **options
 def job_environment(hf_token_file: Path | None) -> dict[str, str]:
     """Return the environment of the job and of requests to the hub.
 
-    With a token file, it has only the path: the job script reads the token, so that no process list shows it.
+    With a token file, it contains only the path: the job script reads the token, so that no process list shows it.
     """
     environment = dict(os.environ)
     if hf_token_file is not None:
@@ -284,7 +284,7 @@ def get_run_step(reference: str) -> tuple[RunFolder, str]:
 
 
 def get_sweep(reference: str) -> list[RunEntry]:
-    """Return the runs of the sweep with that id or name; none if there is no such sweep."""
+    """Return the runs of the sweep with that id or name; empty if there is no such sweep."""
     from ftkit.runs.listing import find_sweep
 
     return find_sweep(reference, current_workspace())
@@ -304,7 +304,7 @@ def get_run_or_sweep(reference: str) -> list[RunFolder]:
 def get_runs(references: Sequence[str]) -> list[RunFolder]:
     """Return the selected runs without duplicates; the name of a sweep selects all of its runs.
 
-    If a single reference could be a run or a sweep, it selects the sweep, since a comparison needs two runs.
+    A single reference that matches both a run and a sweep selects the sweep, since a comparison needs two runs.
     """
     found: dict[str, RunFolder] = {}
     for reference in references:

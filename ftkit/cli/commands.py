@@ -16,7 +16,7 @@ from ftkit.config.context import Context
 from ftkit.errors import closest
 
 SERVED = "FTKIT_FORWARDED"
-"""Variable that is set where a forwarded command runs: it is not forwarded again."""
+"""Variable that is set for a forwarded command, so that it is not forwarded again."""
 SUBMITTING = ("run", "resume", "rerun")  # commands that submit a job, and then follow it
 _SHARED_HELP = {
     "{RUN}": "RUN is a name (the newest run with that name), an id or the beginning or end of an id, a Slurm job id, "
@@ -25,11 +25,11 @@ _SHARED_HELP = {
     "newest step with an export or a checkpoint. RUN@STEP is the model after a step, RUN@best the best one (else by "
     "validation loss), RUN@0 the model before training. MODEL is a folder (./model) or a hub id (org/model).",
 }
-"""Texts in the help of several commands, by what stands for them in docstrings."""
+"""Texts in the help of several commands, by their placeholder in docstrings."""
 
 
 class ExamplesCommand(click.Command):
-    """A command with the output options, also before its name, and examples at the end of its help."""
+    """A command with output options, which may precede its name, and examples at the end of its help."""
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -50,7 +50,7 @@ class ExamplesCommand(click.Command):
 
 @add_completion_class
 class BashCompletion(BashComplete):
-    """Completes in bash, which splits words at `=`, `@` and `:` too, and expects the last part alone."""
+    """Completion for bash, which also splits words at `=`, `@` and `:`, and expects only the last part."""
 
     def get_completion_args(self) -> tuple[list[str], str]:
         line = os.environ["COMP_WORDS"]
@@ -82,7 +82,7 @@ class LazyCommand(NamedTuple):
 class LazyGroup(ExamplesCommand, click.Group):
     """A group that lists its commands in sections without importing them.
 
-    `default` runs if the words name no command; `renamed` are names of commands in other tools, with what to type.
+    `default` runs if no word is a command; `renamed` maps names of commands in other tools to the words to type.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class LazyGroup(ExamplesCommand, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; for a known other name, say what to type; suggest the closest one for an unknown name."""
+        """Find the command; for a name from another tool, show the command to type; else suggest the closest name."""
         name = args[0]
         if name not in self._by_name and not name.startswith("-") and not ctx.resilient_parsing:
             if name in self.renamed:

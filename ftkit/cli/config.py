@@ -29,7 +29,7 @@ _SCRIPT_EDITS = {
     },
     "zsh": {"compadd -U": 'compadd -U -S "${${completions[1]:#*[.=]}:+ }"'},
 }  # fmt: skip
-"""Changes of click's scripts: bash passes the line unsplit, and no space follows a part of an override."""
+"""Changes to click's scripts: bash passes the line unsplit, and adds no space after a part of an override."""
 
 
 @command(

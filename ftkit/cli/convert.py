@@ -85,7 +85,7 @@ def convert_command(  # noqa: PLR0913 - its options
 
 
 def _find_dataset_info(files: tuple[Path, ...], parts: Mapping[str, Settings]) -> Path | None:
-    """Return the file that lists LLaMA-Factory's data, where it looks or beside the configuration, unless given."""
+    """Find LLaMA-Factory's list of datasets in its own search path or next to the configuration, unless given."""
     if any(file.name == _DATASET_INFO for file in files) or not any("dataset" in part for part in parts.values()):
         return None
     named = [str(part["dataset_dir"]) for part in parts.values() if part.get("dataset_dir")] or ["data"]
@@ -95,7 +95,7 @@ def _find_dataset_info(files: tuple[Path, ...], parts: Mapping[str, Settings]) -
 
 
 def _show_rows(converted: Converted, terminal: Terminal) -> None:
-    """Write to stderr what became of each key: a table of those with a counterpart, then notes with their keys."""
+    """Write the result for each key to stderr: a table of keys with a counterpart, then notes with their keys."""
     found = [(row.key, _value(row), row.became) for row in converted.rows if row.became]
     terminal.table((f"{converted.tool.upper()}…", "VALUE…", "FTKIT…"), found, is_data=False)
     titles = {"changed": "Not quite the same", "none": "Without a counterpart", "unknown": "Unknown"}

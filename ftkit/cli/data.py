@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _BAR = 30
 _SHOWN_PLACES = 3
 _VALUES = re.compile(r"""'[^']*'|"[^"]*"|\d[\d,.]*""")
-"""What differs between the reasons of two rows with the same problem: quoted values and numbers."""
+"""Parts that differ between error messages of the same problem: quoted values and numbers."""
 
 
 def _open_data(terminal: Terminal, args: RunArgs) -> DataInspector:
@@ -226,7 +226,7 @@ def _facts(stats: DataStats, length: int) -> Facts:
 
 @dataclass
 class _ProblemKind:
-    """Rows that can't be used for the same reason, apart from the values in it."""
+    """Rows that can't be used for the same reason, ignoring values in the message."""
 
     count: int = 0
     places: list[tuple[str, str]] = field(default_factory=list)  # of the first rows, and their reasons

@@ -119,7 +119,7 @@ def eval_command(  # noqa: PLR0913 - one for each option
     from ftkit.data.completion_metrics import choose_metrics
     from ftkit.evaluate.scoring import is_a_rank, joined_ranks, measure_target, run_ranks
 
-    if names:  # report an unknown metric before a model is loaded
+    if names:  # report unknown metrics before a model is loaded
         choose_metrics(names, [], target.plan.recipe.data.task if target.plan else None)
     if num_gpus > 1 and not is_a_rank():
         ctx = click.get_current_context()
@@ -260,7 +260,7 @@ def _show_examples(title: str, examples: Sequence[Example], terminal: Terminal) 
     for example in examples:
         terminal.text()
         terminal.text(Styled(f"{title} ({example.metric}): {example.where}", "bold"))
-        # The end of a prompt has the question.
+        # The question is at the end of a prompt.
         prompt = "…" * (len(example.prompt) > _MAX_SHOWN) + example.prompt[-_MAX_SHOWN:]
         expected: Facts = [] if example.reference is None else [("expected", _short(example.reference))]
         completions: Facts = [("before", _short(example.before)), ("after", _short(example.after))]

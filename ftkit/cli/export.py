@@ -195,7 +195,7 @@ def _check_destination(destination: str) -> None:
 
 @contextmanager
 def _keeping(exported: Path, lacks: str, fix: str = "") -> Iterator[None]:
-    """Say in an error that the export is there, and what `lacks`."""
+    """Add to an error where the export is and which step is missing (`lacks`)."""
     try:
         yield
     except FtkitError as error:

@@ -41,14 +41,14 @@ _READ_SECONDS = 0.3
 _LOST_SECONDS = 60
 _SECONDS_BETWEEN_STEPS = 30
 _CURVE_WIDTH, _CURVE_HEIGHT = 100, 6
-_ROOM_FOR_CURVE = 16  # lines of a terminal from which the curve is drawn while the run is followed
+_ROOM_FOR_CURVE = 16  # minimum terminal lines for drawing the curve
 
 
 def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None) -> None:
     """Follow a run until it ends, then show its results.
 
-    `tail` reads its records, by default from the first one. Of a script's output, what is printed from now on is shown;
-    without `tail`, also what was printed last.
+    `tail` reads its records, by default from the first one. A script's output is shown from now on; without `tail`,
+    also its last lines.
     """
     view = LiveView(terminal) if terminal.is_live else PlainView(terminal)
     output = _ScriptOutput(run.layout, view, num_before=0 if tail else _OUTPUT_BYTES) if run.layout.is_script else None
@@ -82,7 +82,7 @@ def _show_until_the_end(run: SubmittedRun, tail: RecordTail, view: PlainView, ou
             known = now
             view.state(seen)
             last = seen
-        for record in tail.read_new():  # after the state, so that no record from before a final state is missed
+        for record in tail.read_new():  # read after the state, so that no record before a final state is missed
             is_warning = isinstance(record, records.ShardingRecord) and record.warning
             if output is None or not (is_warning or isinstance(record, records.ScriptStepRecord)):
                 view.record(record)  # else the output shows it, or the progress that is read from it
@@ -92,7 +92,7 @@ def _show_until_the_end(run: SubmittedRun, tail: RecordTail, view: PlainView, ou
 
 
 def follow_sweep(runs: Sequence[SubmittedRun], terminal: Terminal) -> None:
-    """Say each change of the runs' states until all have ended; RunFailedError if one did not complete."""
+    """Print each change of the runs' states until all have ended; RunFailedError if one did not complete."""
     states: dict[str, Job] = {}
     for overview in _poll(runs):
         for run_id, seen in overview.states.items() if overview else ():
@@ -114,7 +114,7 @@ def poll_states(run: SubmittedRun) -> Iterator[Job | None]:
 
 
 def _poll(runs: Sequence[SubmittedRun]) -> Iterator[Overview | None]:
-    """Yield what each poll finds, one question for all runs, and None in between; ends after their final states."""
+    """Yield the result of each poll of all runs, and None in between; end after their final states."""
     pause = max(scheduler_for(run.submission.scheduler).poll_seconds for run in runs)
     last_known = time.monotonic()
     while True:
@@ -135,7 +135,7 @@ def _poll(runs: Sequence[SubmittedRun]) -> Iterator[Overview | None]:
 
 
 class _ScriptOutput:
-    """The output of a script in a run's log: its lines, as carriage returns leave them, and its progress."""
+    """The output of a script in a run's log: its lines, after carriage returns are applied, and its progress."""
 
     def __init__(self, layout: RunLayout, view: PlainView, num_before: int) -> None:
         size = layout.job_log.stat().st_size if layout.job_log.is_file() else 0
@@ -158,7 +158,7 @@ class _ScriptOutput:
 
 
 class PlainView:
-    """Lines, few enough for the log of a CI job; memory records are only in the run's log."""
+    """Few lines, suited to the log of a CI job; memory records are only in the run's log."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
@@ -166,7 +166,7 @@ class PlainView:
         self._next_step = 0.0
 
     def state(self, seen: Job) -> None:
-        """Show the run's state, if it changed, unless the run is completed: the summary shows that."""
+        """Show the run's state if it changed; the summary shows that a run is completed."""
         words = str(seen)
         if words != self._shown and seen.state is not RunState.COMPLETED:
             self._terminal.say(words)
@@ -176,7 +176,7 @@ class PlainView:
         self._terminal.say(text)
 
     def record(self, record: records.Record) -> None:
-        """Show a record of the trainer; of steps, the first, the last, and one every half minute of the run."""
+        """Show a record of the trainer; for steps, only the first, the last, and one every half minute of the run."""
         if isinstance(record, records.MemoryRecord | records.ScriptStepRecord):
             return
         if isinstance(record, records.StepRecord):
@@ -223,7 +223,7 @@ class LiveView(PlainView):
         self._progress.start()
 
     def state(self, seen: Job) -> None:
-        """Show the state until the run runs; then its records show more."""
+        """Show the state until the run starts; after that, its records show more."""
         is_running = seen.state is RunState.RUNNING
         if self._is_waiting or not is_running:
             self._show_waiting("running" if is_running else str(seen))
@@ -233,7 +233,7 @@ class LiveView(PlainView):
         self._progress.console.print(text)
 
     def record(self, record: records.Record) -> None:
-        """Move the bar, or print a line above it; a stage moves above it once the next one starts."""
+        """Advance the bar, or print a line above it; a stage moves above it when the next stage starts."""
         if isinstance(record, records.MemoryRecord):
             return
         if self._stage:
@@ -271,12 +271,12 @@ class LiveView(PlainView):
         self._progress.update(self._task, description="training", total=num_steps, completed=step, numbers=numbers)
 
     def _show_waiting(self, description: str) -> None:
-        """Let the bar pulse while there is no step to count."""
+        """Pulse the bar while there are no steps to count."""
         self._progress.tasks[0].total = None
         self._progress.update(self._task, description=description, completed=0, numbers="")
 
     def close(self) -> None:
-        """Leave the curve on the screen, without the bar."""
+        """Keep the curve on the screen and remove the bar."""
         self._progress.stop()
         if curve := self._progress.draw():
             self.note(curve)

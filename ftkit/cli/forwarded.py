@@ -1,6 +1,6 @@
 """Commands that run on this machine, or on the login node of their cluster or run.
 
-Nearly every command calls this, and most profiles have no `login`: the modules for ssh are imported only if one has.
+Nearly every command calls this, but most profiles have no `login`, so the modules for ssh are imported only if needed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ forwarded_command = partial(command, cls=ForwardedCommand)
 
 
 def _end_with_reader() -> None:
-    """End this process when nothing reads its output anymore: without a terminal, sshd sends no signal."""
+    """End this process when its output has no reader anymore: without a terminal, sshd sends no signal."""
     watched = select.poll()
     watched.register(sys.stdout.fileno(), 0)
     watched.poll()

@@ -1,4 +1,4 @@
-"""Check images: that of a run before its job is submitted, and imported ones."""
+"""Check a run's image before its job is submitted, and check imported images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every command prints: how much, whether in color, and escaped, so that data can't control the terminal."""
+"""The output of all commands: verbosity, color, and escaping, so that data can't control the terminal."""
 
 from __future__ import annotations
 
@@ -111,12 +111,12 @@ class _Escaped:
 
 
 def styled(stream: IO[str]) -> IO[str]:
-    """Return the stream to which text is written that is escaped already, and may have ftkit's own colors."""
+    """Return the stream for text that is already escaped and may have ftkit's own colors."""
     return stream.styled if isinstance(stream, _Escaped) else stream
 
 
 class _Log:
-    """Stdout as a terminal for a log: without colors, escaped, except carriage returns, with which bars are redrawn."""
+    """Stdout as a terminal for a log: no colors, and escaped except carriage returns, which redraw bars."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -131,7 +131,7 @@ class _Log:
 
 
 def log_output() -> IO[bytes]:
-    """Return where a log is written: escaped on a terminal, byte for byte in a pipe."""
+    """Return the stream to write a log to: escaped on a terminal, unchanged in a pipe."""
     sys.stdout.flush()
     return cast("IO[bytes]", _Log()) if sys.stdout.isatty() else sys.stdout.buffer
 

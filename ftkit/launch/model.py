@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 PROGRAM = ("-m", "ftkit.train", "--count")
 NEEDED = ("torch", "transformers", "accelerate")
 TIMEOUT_SECONDS = 120
-CACHE_VERSION = 6  # to be increased when the counting program returns other counts for the same configuration
+CACHE_VERSION = 6  # increase it if the counting program's results change for the same configuration
 
 
 @dataclass(frozen=True)
 class CountedModel:
-    """Output of the counting program: the configuration of the text part, with transformers' defaults, and counts."""
+    """Output of the counting program: parameter counts, and the text configuration with transformers' defaults."""
 
     config: dict[str, Any]
     counts: ModelCounts
@@ -71,9 +71,9 @@ def resolve_model(model: ModelSpec, environment: Mapping[str, str], workspace: W
 
     `run:NAME` is the result of that run: its export, or its adapters on their base model. A folder of adapters means
     its base model with these adapters. The configuration comes from the model's folder, the hub's cache, ftkit's
-    shipped configurations, or the hub. Families with a formula need nothing else. For others, the parameters of the
-    model class are counted in another process, because neither the plan nor the command line imports torch, and cached
-    by the digest of the configuration. Without torch, they are estimated from config.json.
+    shipped configurations, or the hub. Families with a formula need nothing else. For other families, another process
+    counts the parameters of the model class, because neither the plan nor the command line imports torch; counts are
+    cached by the digest of the configuration. Without torch, they are estimated from config.json.
     """
     is_run = model.weights.startswith(RUN)
     if not is_run and not (is_path(model.weights) and holds_adapters(Path(model.weights))):
@@ -88,7 +88,7 @@ def resolve_model(model: ModelSpec, environment: Mapping[str, str], workspace: W
 def _resolve(model: ModelSpec, environment: Mapping[str, str], home: Path) -> ModelPlan:
     folder = find_folder(model, environment, home)
     if folder is None and is_path(model.weights) and Path(model.weights).exists():
-        check_folder(Path(model.weights))  # refuses it: it has no config.json, or is a file
+        check_folder(Path(model.weights))  # raises the error: there is no config.json, or it is a file
     config = None if folder is None else read_model_config(folder)
     if folder is None and model.weights != "random" and not is_path(model.weights):
         config = shipped_config(model.weights) if model.revision is None else None
@@ -108,7 +108,7 @@ def _resolve(model: ModelSpec, environment: Mapping[str, str], home: Path) -> Mo
 
 
 def with_vision(model: ModelPlan, environment: Mapping[str, str], workspace: Workspace) -> ModelPlan:
-    """Return a model whose shape has the vision part, counted on its class if torch is installed."""
+    """Add the vision part to a model's shape, counted on the model class if torch is installed."""
     vision, folder = model.vision, find_folder(model, environment, workspace.hub_home)
     if vision is not None and folder is not None:
         config = read_model_config(folder)
@@ -122,7 +122,7 @@ def with_vision(model: ModelPlan, environment: Mapping[str, str], workspace: Wor
 
 
 def pin_revision(plan: RunPlan, environment: Mapping[str, str]) -> RunPlan:
-    """Resolve hub models' revisions to commits, so that the job loads what was checked; unchanged without the hub."""
+    """Pin revisions of hub models to commits, so that the job loads the checked files; unchanged without the hub."""
     home, known = Workspace(plan.workspace).hub_home, {**environment, **plan.cluster.environment}
     models = {"model": plan.recipe.model, "teacher": plan.recipe.teacher}
     pinned = {name: model and _pin_revision(model, known, home) for name, model in models.items()}
@@ -157,7 +157,7 @@ def _plan(model: ModelSpec, config: dict[str, Any] | None, environment: Mapping[
 def _with_added_tokens(
     plan: ModelPlan, model: ModelSpec, config: dict[str, Any] | None, environment: Mapping[str, str], home: Path
 ) -> ModelPlan:
-    """Return the plan with enough rows in the embedding for the added tokens, and with the new ones among them."""
+    """Return the plan with enough embedding rows for the added tokens, and with the list of new tokens."""
     added, rows = model.added_tokens, plan.architecture.vocab_size
     vocabulary = _read_vocabulary(model, environment, home)
     tokens = vocabulary.with_tokens(added).ids
@@ -182,7 +182,7 @@ def _with_added_tokens(
 
 def _read_vocabulary(model: ModelSpec, environment: Mapping[str, str], home: Path) -> Vocabulary:
     tokenizer = model.tokenizer
-    if tokenizer.vocab_size is not None:  # it is not trained yet: all but its own special tokens are new
+    if tokenizer.vocab_size is not None:  # not trained yet: all tokens except its own special tokens are new
         return Vocabulary({}, tokenizer.vocab_size)
     owner = model if tokenizer.source == "model" else ModelSpec(weights=tokenizer.source)
     is_folder = is_path(owner.weights)
@@ -197,7 +197,7 @@ def _read_vocabulary(model: ModelSpec, environment: Mapping[str, str], home: Pat
 
 
 def _count(query: dict[str, Any], environment: Mapping[str, str]) -> CountedModel | str | None:
-    """Return the counting program's result, or why it failed; None if packages for it are missing here."""
+    """Return the counting program's result, or the reason for its failure; None if its packages are missing here."""
     if not all(find_spec(package) for package in NEEDED):
         return None
     text = json.dumps(query, sort_keys=True)

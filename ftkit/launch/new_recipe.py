@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 _TRAIN, _SECOND_SPLITS = "train", ("validation", "valid", "val", "dev", "eval", "test")
 _MOST_ENCODED: Final = 2000
 _MOST_COUNTED: Final = 200_000
-"""Rows whose documents are measured, and rows that are counted: seconds."""
+"""Maximum rows to encode and rows to count, which takes seconds."""
 _SHORTEST, _PERCENTILE = 256, 0.95
 _TOKENS_PER_STEP: Final = 32_768  # near the 128 short documents of QLoRA and Tulu 2
-_STEPS_PER_EPOCH = 20  # least number of steps in an epoch: few steps with large batches learn little from small data
-_LARGE: Final = 30e9  # parameters from which both sources of the default learning rates halve them
-_SMALL: Final = 1e9  # parameters up to which all weights are trained if they fit: adapters save little memory there
+_STEPS_PER_EPOCH = 20  # minimum steps per epoch: small data needs small batches
+_LARGE: Final = 30e9  # parameters from which the sources of the default learning rates halve them
+_SMALL: Final = 1e9  # up to this many parameters, all weights are trained if they fit: adapters save little memory
 
 
 class Choice(NamedTuple):
-    """A key under a section of the recipe, its value, and why, in a few words."""
+    """A key under a section of the recipe, its value, and a short reason."""
 
     key: str
     value: object
@@ -56,9 +56,9 @@ _OBJECTIVES = {
 
 
 def find_splits(data: str) -> tuple[str, str | None]:
-    """Return the data to train on, and files of a second split in the same folder, if their names tell.
+    """Return the training data, and files of a second split in the same folder, if recognizable by name.
 
-    They have the name of a training file with another word for `train`: `train.jsonl` and `test.jsonl`.
+    Their names are those of training files with another word for `train`: `train.jsonl` and `test.jsonl`.
     """
     path = Path(data).expanduser()
     if not path.exists() or is_address(data):
@@ -83,10 +83,10 @@ def choose_recipe(
     report: Callable[[str], None],
     image: str | None = None,
 ) -> tuple[RunPlan, dict[str, list[Choice]]]:
-    """Return the plan of a draft of a recipe, which has a model and data, and the settings of that plan, by section.
+    """Choose settings for a draft recipe with a model and data; return the plan, and the chosen settings by section.
 
-    `data` is what messages call the data, `given` are overrides, whose keys are not chosen, and `image` is for a
-    cluster with containers. The first method that fits the GPUs is taken; if none does, the last one.
+    `data` is the data's name in messages, `given` are overrides whose keys are not chosen, and `image` is for clusters
+    with containers. The first method that fits the GPUs is taken; if none fits, the last one.
     Raises as `resolve` and `open_encoder` do; DataError if there are no rows.
     """
     from ftkit.data.inspection import DataInspector  # noqa: PLC0415 - loads tokenizers
@@ -97,7 +97,7 @@ def choose_recipe(
     lengths, num_encoded, num_rows = inspector.lengths(_MOST_ENCODED, _MOST_COUNTED)
     if not lengths:
         raise DataError(f"{data} has no rows", fix="give the file or folder with the training data")
-    if recipe.training.documents_per_sample > 1:  # both sides are in the same pack
+    if recipe.training.documents_per_sample > 1:  # both sides share a pack
         lengths = [sum(sides) for sides in zip(lengths[::2], lengths[1::2], strict=True)]
     is_text = all(each.format.kind == "text" for each in encoder.encoders.values())
     found = DocumentLengths(tuple(sorted(lengths)), num_rows, num_encoded, is_text)
@@ -138,7 +138,7 @@ def choose_recipe(
 def _open(
     recipe: RecipePlan, report: Callable[[str], None]
 ) -> tuple[RecipePlan, BatchEncoder, list[Choice], list[Choice]]:
-    """Return the recipe with what its data need, its encoder, and those settings of `data` and `training`."""
+    """Return the recipe with the settings that its data needs, its encoder, and these settings by section."""
     from ftkit.data.prepare import open_encoder  # noqa: PLC0415 - loads tokenizers
 
     of_data: list[Choice] = []
@@ -179,7 +179,7 @@ def _open(
 
 
 def _unused(data: DataSpec) -> list[str]:
-    """Return the columns that the first rows of the format have besides its own."""
+    """Return columns of the first rows that the format does not use."""
     rows = first_rows(data, 0, DETECTION_ROWS)
     form = resolve_format(data.format, rows)
     alike = [row.columns for row in rows if any(name in row.columns for name in form.columns)]
@@ -191,11 +191,11 @@ def _unused(data: DataSpec) -> list[str]:
 
 @dataclass(frozen=True)
 class DocumentLengths:
-    """What was seen of the data: the lengths of the documents that were encoded, in tokens, sorted; at least one."""
+    """Sorted token lengths of the encoded documents, at least one; and numbers of rows."""
 
     lengths: tuple[int, ...]
-    num_rows: int  # rows of the data, as far as they were counted
-    num_encoded: int  # rows that were encoded: the first of the data
+    num_rows: int  # rows of the data, up to the maximum that is counted
+    num_encoded: int  # encoded rows, the first of the data
     is_text: bool  # whether they are plain text, not conversations
 
     def num_tokens(self, length: int) -> float:
@@ -215,14 +215,14 @@ class DocumentLengths:
 
 
 def methods_to_try(num_parameters: int, *, is_text: bool, on_gpu: bool) -> tuple[Method, ...]:
-    """Return the methods in the order in which the first that fits is taken."""
+    """Return the methods in the order to try them."""
     if not on_gpu:
         return ("full", "lora") if num_parameters <= _SMALL else ("lora", "full")
     return ("full", "lora", "qlora") if is_text or num_parameters <= _SMALL else ("lora", "qlora")
 
 
 def choose_data(found: DocumentLengths, length: int, *, has_validation: bool) -> Iterator[Choice]:
-    """Yield the settings of `data` besides its source, and a validation split that it has already."""
+    """Yield settings of `data`, except the source and an existing validation split."""
     longer = found.num_longer(length)
     if longer and not found.is_text:
         yield Choice("too_long", "drop", f"{longer:,} of {len(found.lengths):,} documents looked at are longer")
@@ -234,7 +234,7 @@ def choose_training(
     found: DocumentLengths, length: int, method: Method, num_parameters: int, num_processes: int,
     objective: Objective = "next_token",
 ) -> Iterator[Choice]:  # fmt: skip
-    """Yield the settings of `training`; the batch is a multiple of the processes that compute different packs."""
+    """Yield settings of `training`; the batch is a multiple of the number of data-parallel processes."""
     fits = "all weights: they fit" if method == "full" else "trains adapters"
     yield Choice("method", method, "adapters on 4-bit weights, to fit" if method == "qlora" else fits)
     if method != "full":
@@ -249,7 +249,7 @@ def choose_training(
     packs = 1 << (packs.bit_length() - 1)
     packs = -(-packs // num_processes) * num_processes
     yield Choice("global_batch_size", packs, f"packs in a step: {packs * length:,} tokens")
-    passes = ((2e6, 3), (2e7, 2)) if objective == "next_token" else ()  # preferences are overfitted sooner
+    passes = ((2e6, 3), (2e7, 2)) if objective == "next_token" else ()  # training on preferences overfits sooner
     num_epochs = next((epochs for most, epochs in passes if num_tokens < most), 1)
     yield Choice("num_epochs", num_epochs, f"passes over about {float(f'{num_tokens:.2g}'):,.0f} tokens")
     usual = usual_learning_rate(objective, method)

@@ -53,12 +53,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Check = Callable[[], Iterable[str] | None]
-"""It raises an error, or returns warnings about what can't be checked from here."""
+"""A check raises an error, or returns warnings about properties that can't be checked from here."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """The problems found, and warnings about what only the job can check."""
+    """The problems found, and warnings about properties that only the job can check."""
 
     errors: tuple[FtkitError, ...]
     warnings: tuple[str, ...]
@@ -72,9 +72,9 @@ class Findings:
 
 
 def run_checks(plan: RunPlan | ScriptPlan, environment: Mapping[str, str], *, is_preview: bool = False) -> Findings:
-    """Check everything that a run needs except its image. All checks run, even if some fail.
+    """Check all requirements of a run except its image. All checks run, even if some fail.
 
-    A preview only warns of missing access to trackers, since the run may be submitted elsewhere.
+    A preview only warns about missing access to trackers, since the run may be submitted elsewhere.
     """
     errors: list[FtkitError] = []
     warnings: list[str] = []
@@ -118,7 +118,7 @@ def _check_sync(destination: str) -> None:
 
 
 def check_trackers(plan: RunPlan, environment: Mapping[str, str], *, is_preview: bool = False) -> list[str]:
-    """Check the trackers' keys, addresses and packages; return warnings about what the profile's `setup` may set."""
+    """Check the trackers' keys, addresses and packages; only warn about those that the profile's `setup` may set."""
     cluster, tracking = plan.cluster, plan.recipe.tracking
     if cluster.runtime == "none" and cluster.scheduler == "local":
         check_packages(tracking)
@@ -136,8 +136,8 @@ def check_trackers(plan: RunPlan, environment: Mapping[str, str], *, is_preview:
 def source_checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Check]:
     """Yield the checks of the files, weights, and data of the recipe.
 
-    They raise `NotFoundError` for what does not exist, `PrerequisiteError` for what is gated, `ConfigError` if the
-    recipe contradicts the weights' configuration, and `DataError` for a tokenizer or first rows that can't be used.
+    They raise `NotFoundError` for missing inputs, `PrerequisiteError` for gated ones, `ConfigError` if the recipe
+    contradicts the weights' configuration, and `DataError` for an unusable tokenizer or unusable first rows.
     """
     recipe, exported = plan.recipe, plan.weights_to_export
     later = None if exported is None else Path(exported.folder)
@@ -178,7 +178,7 @@ def check_examples(recipe: RecipeSpec) -> list[str]:
 
 
 def _check_rows(data: DataSpec, rows: Iterable[tuple[Row, T]], check: Callable[[Row, T], object]) -> None:
-    """Check rows with their formats or conversations; as many as `data.skip_bad` may be bad."""
+    """Check rows with their formats or conversations; at most `data.skip_bad` rows may be bad."""
     left = data.skip_bad
     for row, about in rows:
         try:
@@ -214,7 +214,7 @@ def _check_tokenizer(recipe: RecipePlan, folder: Path) -> list[str]:
 
 
 def _check_teacher(recipe: RecipePlan, teacher: ModelPlan, environment: Mapping[str, str], home: Path) -> list[str]:
-    """Check the teacher's weights, and its tokenizer if the files of both are here; else the job compares them."""
+    """Check the teacher's weights, and its tokenizer if both tokenizers are here; otherwise the job compares them."""
     if teacher.trained is not None and not Path(teacher.weights).is_dir():
         fix = f"export it: ftkit export {teacher.trained.run} --step {teacher.trained.step} --to {teacher.weights}"
         raise NotFoundError(f"training.distill.teacher: {teacher.source} is not exported yet", fix=fix)
@@ -230,9 +230,9 @@ def _check_teacher(recipe: RecipePlan, teacher: ModelPlan, environment: Mapping[
 
 
 def _check_labels(recipe: RecipePlan, folder: Path) -> None:
-    """Check that the chat template's trained parts can be shown to be the assistant's, for the first rows too.
+    """Check that the chat template's trained spans are provably the assistant's, also for the first rows.
 
-    Pictures of these rows are opened.
+    Pictures of these rows are opened too.
     """
     from ftkit.data import limits, pictures, rendering, tokenizers  # noqa: PLC0415 - transformers, which plain text does not need
 
@@ -251,7 +251,7 @@ def _check_labels(recipe: RecipePlan, folder: Path) -> None:
         with suppress(FtkitError):  # its class may need a package that only the job's image has
             token = pictures.PictureProcessor.of(model, tokenizer).token
     renderer = rendering.ChatRenderer.of(tokenizer, recipe.data.template_options, ends, token)
-    if renderer.end_tokens or configured is not None:  # else where generation stops is known after the download
+    if renderer.end_tokens or configured is not None:  # otherwise end tokens are known only after the download
         examples = []
         for row, form in read_available(recipe.data):
             with suppress(DataError):  # the check of the rows reports it
@@ -280,8 +280,8 @@ def _pictures_of(conversations: Iterable[Conversation]) -> Iterator[object]:
 def check_memory(plan: RunPlan, main_gib: float) -> list[str]:
     """Check that the run's processes fit the memory of this machine (`main_gib`), or of the cluster's GPUs.
 
-    Returns a warning if they probably don't fit; for GPUs, this is in the plan's notes. Raises `MemoryExhaustedError`
-    with changes that would fit if there is less than half of the predicted memory.
+    Returns a warning if they probably don't fit; for GPUs, the plan's notes have it. If there is less than half of the
+    predicted memory, raises `MemoryExhaustedError` with changes that would fit.
     """
     cluster, place = plan.cluster, plan.placement
     if place.device == "cuda":
@@ -300,9 +300,9 @@ def check_memory(plan: RunPlan, main_gib: float) -> list[str]:
 
 
 def _check_unseen(key: str, path: Path, cluster: ClusterProfile) -> list[str]:
-    """Raise if a path should exist here but does not; return a warning if it may exist on the nodes only.
+    """Raise an error if a path should exist here but does not; return a warning if it may exist only on the nodes.
 
-    That is a model on a file system that is not mounted here. Data must be here, so that its changes are noticed.
+    This applies to a model on a file system that is not mounted here. Data must be here, so that changes are detected.
     """
     mounts = [Path(mount.partition(":")[0]) for mount in cluster.mounts]
     within = next((mount for mount in mounts if path.is_relative_to(mount)), path.parent)
@@ -316,7 +316,7 @@ def _check_unseen(key: str, path: Path, cluster: ClusterProfile) -> list[str]:
 
 
 def _check_packages(plan: JobPlan, *names: str) -> None:
-    """Check for torch and other packages in this Python environment, which a run without a container uses."""
+    """Check that this Python environment, which a run without a container uses, has torch and other packages."""
     if plan.cluster.runtime != "none" or plan.cluster.scheduler != "local":
         return
     if missing := [name for name in ("torch", *names) if find_spec(name) is None]:
