@@ -83,7 +83,7 @@ def held_out(plan: RunPlan) -> dict[str, Conversation]:
 
 
 def chosen_engines(names: Sequence[str], folder: Path) -> list[str]:
-    """Return the engines that serve an export: `auto` is vLLM if it is installed, on GPUs; transformers has none."""
+    """Return the engines that serve an export: `auto` is vLLM on GPUs if it is installed; transformers is no server."""
     if "auto" in names and takes_vllm(ModelFolder(folder, str(folder)), "auto"):
         return ["vllm"]
     return [name for name in names if name in ENGINES]

@@ -136,7 +136,7 @@ def _compare_bases(
 
 
 def _check_replaceable(folder: Path, run: str) -> None:
-    """Check that the folder is writable, and that it is absent or has an export of the same run."""
+    """Check that this user can write the folder, and that it is absent, empty, or an export of the same run."""
     existing = next(each for each in folder.parents if each.exists())
     if not os.access(existing, os.W_OK | os.X_OK, effective_ids=True):
         raise PrerequisiteError(

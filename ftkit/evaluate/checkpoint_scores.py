@@ -78,7 +78,7 @@ def _load(source: TrainedStep, ranks: Ranks, report: Callable[[str], None]) -> L
 
 
 def send_to_trackers(plan: RunPlan, late: list[EvaluationRecord]) -> None:
-    """Send evaluations to the trackers that the trainer did not copy before it ended."""
+    """Send the trackers the evaluations that the trainer did not copy before it ended."""
     history = read_summary(plan.layout)
     start, end = history.start, history.end
     if late and start is not None:

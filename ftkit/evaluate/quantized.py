@@ -161,7 +161,7 @@ def write_quantized(
 ) -> None:
     """Quantize an export, measure all files, show the table, and add it and the files to the export.
 
-    Raises TrainingError after writing all other files if a file's loss is above the recipe's bound; it is not kept.
+    A file that raises the loss by more than the recipe's bound is not kept: TrainingError, after others are written.
     """
     folder, plan, report = quantizer.export, quantizer.plan, quantizer.report
     settings = MeasureSettings(_metrics(plan), limit=_MAX_ROWS)

@@ -28,8 +28,8 @@ _SHARDED = {
     "qlora": "4-bit weights and adapters",
 }
 SPARE = 0.8
-"""Layers stay unsharded only if the peak is predicted to be at most this fraction of a GPU's usable memory. Predictions
-were off by up to 6%, and by up to 12% before the worst of them were corrected."""
+"""With `auto`, a sharding may take at most this fraction of a GPU's usable memory, if any can. Predictions were off by
+up to 6%, and by up to 12% before the worst of them were corrected."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def with_sharding(setup: Setup) -> Setup:
 def _shardings(setup: Setup) -> Iterator[Setup]:
     """Yield the shardings that the recipe allows and whose memory can be predicted.
 
-    Replicas have whole nodes. On one host, deferring the reduction of gradients saves nothing: copy engines are free.
+    Replicas have whole nodes. On one host, deferring reductions saves nothing: copy engines move gradients for free.
     """
     training, num_processes = setup.training, setup.num_processes
     whole = replace(setup, num_shards=num_processes, num_replicas=1, keeps_weights=False, defers_sync=False)
@@ -145,7 +145,7 @@ def _shardings(setup: Setup) -> Iterator[Setup]:
 
 WORTHWHILE = 1.1  # minimum speed-up of a suggestion, about the error of predictions
 LEAST_DIFFERENCE = 1.02  # minimum speed-up for a larger micro-batch, and for a sharding that takes more memory
-ROOM = 0.85  # fraction of a GPU's usable memory that `auto` fills: predictions were off by up to a tenth
+ROOM = 0.85  # fraction of a GPU's usable memory that `auto` may use: predictions were off by up to a tenth
 ROOM_IF_ESTIMATED = 0.5  # `ROOM` for a model whose parameters are estimated
 MOST_TOKENS = 2**17  # maximum tokens of a micro-batch for `auto`: larger ones were not measured
 CPU_TOKENS = 2**11  # `MOST_TOKENS` on CPUs, where memory and speed are not predicted
@@ -256,7 +256,7 @@ def possible_options(
 
 
 def _numbers_of_offloaded_layers(setup: Setup, gpu: Gpu) -> Sequence[int | None]:
-    """Return the numbers of `selective` layers to try offloading: 0 and those that fit host memory; or the recipe's."""
+    """Return numbers of `selective` layers to offload: from 0 in steps, while they fit host memory; or the recipe's."""
     training, num_layers = setup.training, setup.shape.num_hidden_layers
     if training.offloaded_layers is not None or not training.activation_offload or setup.engine != "fsdp2":
         return [training.offloaded_layers]

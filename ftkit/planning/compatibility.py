@@ -94,7 +94,7 @@ def _wrong_size_key(cluster: ClusterProfile, request: RunRequest, resources: Res
 
 
 def _time_limit(cluster: ClusterProfile, wanted: str | None) -> Iterator[Problem]:
-    """Check that Slurm doesn't send the stop signal as soon as the job starts: it can be a minute early (sbatch(1))."""
+    """Check that Slurm doesn't send the stop signal as soon as a job starts: `--signal` may be up to a minute early."""
     limit = cluster.limit_time(wanted)
     seconds = parse_time_limit(limit) if limit else None
     shortest = cluster.stop_signal_seconds + 60

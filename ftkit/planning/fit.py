@@ -84,7 +84,7 @@ class Tensors:
         self.counts, method = count_model(setup.shape), method_counts(setup.shape, setup.training)
         self.trained, self.total = method.trained, method.total
         self.stored = self.trained + count_repeated_parameters(setup.shape, setup.training)
-        """Trained parameters on all processes; those that tensor parallelism doesn't divide count once per rank."""
+        """Trained parameters on all processes; those that tensor parallelism doesn't divide are on each rank."""
         self.table = setup.shape.vocab_size * setup.shape.hidden_size
         self.activations = Activations(setup)
         # A layer that tensor parallelism divides among all GPUs is never resharded.
@@ -175,7 +175,7 @@ class Tensors:
         return self.width * (self.trained_around + self.trained_layer * layers)
 
     def in_flight(self, layers: int) -> float:
-        """Return the buffers of a layer's backward pass: its gradients, and the next layer's prefetched weights."""
+        """Return the buffers of a layer's backward: its gradients, and prefetched weights of the next of `layers`."""
         size = self.width * self.trained_layer
         if self.num_shards > 1:
             reduced = self.training.reduce_bytes * self.trained_layer

@@ -93,7 +93,7 @@ class JobPlan(ABC):
 
     @property
     def number(self) -> str:
-        """The number of this run in its sweep, which is also its task in a job array."""
+        """The number of this run in its sweep, which is also that of its task in a job array."""
         return self.name.rpartition("-")[2]
 
     @property
@@ -135,7 +135,7 @@ class DocumentFit:
 
     @property
     def num_whole(self) -> int:
-        """Number of documents that are trained on as a whole: those that fit, and those that are split."""
+        """Number of documents of which every token is trained on: those that fit, and those that are split."""
         return self.num_fitting + self.too_long.get("split", 0)
 
 

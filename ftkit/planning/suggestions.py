@@ -42,7 +42,7 @@ class Suggestion(NamedTuple):
 def suggest_changes(
     setup: Setup, cluster: ClusterProfile, room_gib: float, *, can_divide_packs: bool = False
 ) -> list[Suggestion]:
-    """Return the mildest changes of a setup that are predicted to fit: `NUM_SUGGESTIONS` single ones or combinations.
+    """Return up to `NUM_SUGGESTIONS` mildest changes of a setup that are predicted to fit: single ones, then combined.
 
     `room_gib` is the memory for a process's tensors. `can_divide_packs` tells whether documents are packed and an
     attention kernel supports context parallelism.
@@ -135,7 +135,7 @@ class _Run(NamedTuple):
     can_divide_packs: bool = False
 
     def fit(self, change: Change) -> Fit:
-        """Return the predictions after a change, with layers resharded after the forward pass."""
+        """Return the predictions after a change. With `auto`, layers are resharded, as memory is short."""
         setup, fields = replace(self.setup, gpu=None, num_replicas=1), dict(change)
         num_processes = self.setup.num_processes
         if fields.pop("num_nodes", None):
@@ -160,7 +160,7 @@ class _Run(NamedTuple):
         while lengths[-1] % 2 == 0 and lengths[-1] // 2 >= SHORTEST:
             lengths.append(lengths[-1] // 2)
         yield [{"sequence_length": length} for length in lengths[1:]]
-        # Twice the nodes, if the cluster has that many and the global batch is divisible.
+        # Twice the nodes, if the cluster has that many and they can divide the global batch.
         twice, cluster = 2 * self.setup.num_nodes, self.cluster
         has_nodes = cluster.scheduler != "local" and (cluster.max_nodes is None or twice <= cluster.max_nodes)
         if has_nodes and training.global_batch_size % (micro * 2 * self.setup.num_data_ranks) == 0:
@@ -196,7 +196,7 @@ class _Run(NamedTuple):
         return [{"context_parallel": size} for size in sizes if most % (size * training.tensor_parallel) == 0]
 
     def _optimizer_states(self) -> list[Change]:
-        """Return the changes of optimizer and offload, which exclude each other.
+        """Return the changes of optimizer and offload; 8-bit states and offload exclude each other.
 
         8-bit states come first: rounding them costs no time, but copying states from host memory does in each step. The
         states of adapters are too small to matter.
@@ -221,7 +221,7 @@ def _format_override(change: Mapping[str, object]) -> str:
 
 
 def notes_on_pictures(run: RunInputs, setup: Setup) -> Iterator[str]:
-    """Yield unknown facts about the pictures, and advice if they take most of a pack or much of a step."""
+    """Yield what is not known of the pictures, and advice if they take most of a pack or much of a step."""
     length, vision = run.training.sequence_length, run.shape.vision
     if run.model.vision is not None and run.recipe.data.pictures is None:
         yield "the first rows can't be read here: set data.pictures=true if they have pictures, which are refused else"

@@ -294,7 +294,7 @@ _KERNELS_OF_PACKS = {"flash4": "flash-attn-4", "cudnn": "nvidia-cudnn-frontend"}
 
 
 def _kernels_of_packs(training: TrainingSpec) -> list[str]:
-    """Return the packages with attention kernels that can divide packs; one of them is needed."""
+    """Return the packages of which the recipe's attention needs one to divide packs."""
     chosen = training.attention
     return [
         package for kernel, package in _KERNELS_OF_PACKS.items() if chosen not in _KERNELS_OF_PACKS or chosen == kernel

@@ -77,8 +77,8 @@ class SourceLosses:
     """The losses of each of S sources, and metrics of pairs, accumulated on the device over micro-batches.
 
     `sums`, fp32 [2, S], has the summed losses of each source's labels (or pairs), and their number (exact up to 2**24).
-    `metrics`, fp32 [M], has the sums of a preference objective's metrics. This is not a dataclass: FSDP2 casts tensors
-    in dataclasses that are passed to `forward` to the compute dtype.
+    `metrics`, fp32 [M], has the summed metrics of preferences or distillation. This is not a dataclass: FSDP2 casts
+    tensors in dataclasses that are passed to `forward` to the compute dtype.
     """
 
     def __init__(self, num_sources: int, device: torch.device, num_metrics: int = 0) -> None:
@@ -249,7 +249,7 @@ class CausalLM(nn.Module):
             raise TypeError("the batch has no log-probabilities of the reference")
         if not objective.has_reference or batch.completion_lengths is None:
             return None
-        # Gradients stay enabled in training: the compiler would fuse other operations, which round differently in bf16.
+        # Gradients stay on in training: without them, the compiler fuses operations that round differently in bf16.
         with adapters_off(self.hf_model):
             states = self.label_states(batch).detach()
         return completion_sums(self.log_probs(batch, states).detach(), batch.completion_lengths)

@@ -60,7 +60,7 @@ def train(world: World, engine: Engine, progress: Progress, observers: Observers
 
 
 def _seed_of_step(seed: int, step: int, world: World) -> int:
-    """Return a seed for the model's own class: the same if a step is repeated, and on ranks of tensor parallelism."""
+    """Return a seed for the model's own class: the same if a step is repeated, and on ranks that divide layers."""
     text = f"{seed} {step} {world.rank // world.tensor_parallel}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
@@ -205,7 +205,7 @@ class StepTiming:
 class StepResult:
     """A step, reduced over all ranks.
 
-    `loss` is the mean over targets or pairs, `sources` has the losses per source, `scores` the metrics of pairs.
+    `loss` is the mean over targets or pairs, `sources` has the losses per source, `scores` the objective's metrics.
     """
 
     step: int

@@ -150,7 +150,7 @@ _UNLIMITED = {"max_position_embeddings": 1 << 20}
 
 
 def _with_floats(value: Any) -> Any:
-    """Return a raw configuration with the floats that JSON lacks, such as infinity; transformers 5 saves objects."""
+    """Return a raw configuration with the floats that JSON lacks (infinity), saved by transformers 5 as objects."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])

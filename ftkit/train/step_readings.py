@@ -49,7 +49,7 @@ def read_labels(call: Call) -> None:
 
 
 def read_gradient(call: Call, ids: Tensor, sample: Tensor, gradient: Tensor) -> None:
-    """Read the targets from the gradient of the logits: trained positions are not 0, and the target is raised."""
+    """Read the targets from the gradient of the logits: it is not 0 at trained positions, and raises the target."""
     least, targets = gradient.min(-1)
     trained = (least < 0) | (gradient.amax(-1) > 0)
     call.facts.counts = count_targets(call, ids, *(each.view(len(ids), -1) for each in (trained, targets)))

@@ -370,7 +370,7 @@ def _drops(module: nn.Module) -> bool:
 
 
 def _is_untied(model: nn.Module, params: Mapping[int, _Param]) -> bool:
-    """Return whether the configuration ties embedding and output layer, but their weights differ and one is trained."""
+    """Return whether the configuration ties embedding and output layer, but they are two weights, and one trains."""
     config: Any = getattr(model, "config", None)
     if not getattr(config, "tie_word_embeddings", False) or not hasattr(model, "get_output_embeddings"):
         return False

@@ -1,4 +1,4 @@
-"""Execute a plan on one rank of the process group, from the checks to the export."""
+"""Execute a plan on one rank of the process group, from building the model to the export."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def open_trained(folder: Path, shapes: Mapping[str, torch.Size]) -> LazyTensors:
 
 
 def read_index(folder: Path) -> Metadata:
-    """Return a checkpoint's index: shapes, dtypes and files of its tensors. Raises DamagedCheckpointError."""
+    """Return a checkpoint's index: shapes, dtypes and places of its tensors. DamagedCheckpointError if damaged."""
     try:
         with (folder / INDEX).open("rb") as file:
             index = _IndexUnpickler(file).load()

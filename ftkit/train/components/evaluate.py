@@ -74,7 +74,7 @@ class Evaluator:
         return make_evaluation_set(model, rows, recipe.data, log.warning)
 
     def _loss(self, model: CausalLM) -> tuple[float, dict[str, SourceLoss], dict[str, float]]:
-        """Return the mean loss over targets or samples, the losses per source, and the metrics of preferences."""
+        """Return the mean loss over targets or samples, the losses per source, and the metrics of the objective."""
         names = self.data.read_manifest().mixed_sources
         store, training, device = self.data.read_validation(), self.plan.recipe.training, self.world.device
         packs = range(min(len(store), self.plan.recipe.evaluation.max_packs))
@@ -166,7 +166,7 @@ class Evaluator:
 
 
 def mean_metrics(names: tuple[str, ...], sums: list[float], num_samples: int) -> dict[str, float]:
-    """Return the mean metrics of preferences from sums over all ranks; drop those of a side without completions."""
+    """Return an objective's mean metrics from sums over all ranks; drop those of a side without completions."""
     found, num = dict(zip(names, sums, strict=True)), max(1, num_samples)
     num_chosen = found.get("desirable", num)
     num_rejected = num - num_chosen if "desirable" in found else num

@@ -268,7 +268,7 @@ def _as_shard(key: str, value: torch.Tensor, parameter: torch.Tensor) -> torch.T
 
 
 def _from_shards(given: States, parameter: torch.Tensor) -> States:
-    """Return this rank's part of the states of a `state_dict`, in the blocks of its shard, whose scales never grow."""
+    """Return this rank's part of the states of a `state_dict`; a block takes the largest of its runs' scales."""
     device, run = local_tensor(parameter).device, _run_length(parameter)
     if not _is_large(parameter):
         return {key: value.to(device) for key, value in given.items()}

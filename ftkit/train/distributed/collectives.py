@@ -123,7 +123,7 @@ def _pieces(numel: int, max_numel: int) -> Iterator[tuple[int, int]]:
 
 
 def _others_first(memory: PeerMemory) -> list[int]:
-    """Return all ranks, starting after this one, so that each rank copies to a different peer first."""
+    """Return all ranks, from the one after this one on, so that each rank starts with a different peer."""
     return [(memory.rank + step) % memory.size for step in range(1, memory.size + 1)]
 
 

@@ -64,7 +64,7 @@ class Fsdp2Engine:
     On one process, nothing is sharded unless parameters are offloaded: FSDP2 would copy each weight into a buffer and
     out of it, and keep the host busier than the GPU (docs/adr/0001). The arithmetic is the same as FSDP2's. From a
     step's first forward to its last backward, the model has copies of its weights in the compute dtype, and their
-    gradients are added to the fp32 gradients. The last backward frees each copy. Adapters are cast on use.
+    gradients are added to the fp32 ones. That backward frees each copy after its last use. Adapters are cast on use.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Fsdp2Engine:
         return -(-rows // num_shards) * (torch.Size(shape).numel() // max(1, rows))
 
     def _cast_weights(self) -> AbstractContextManager[object]:
-        """Cast the weights of an unsharded model to the compute dtype; otherwise FSDP2 or autocast does."""
+        """Replace an unsharded model's weights by copies in the compute dtype; else, FSDP2 or autocast casts."""
         dtype = DTYPES[self._training.compute_precision]
         if not self._is_unsharded or self._training.adapters is not None or dtype == torch.float32:
             return nullcontext()

@@ -236,10 +236,10 @@ _Offloaded: TypeAlias = tuple[_Layer, int]  # a tensor in host memory, by its la
 class ActivationOffload:
     """Copy saved tensors to host memory and back on a separate stream while layers compute.
 
-    A layer's tensors stay on the device until the next layer offloads its own. By then, their copies are usually done.
-    Loading a tensor prefetches those of the layer before it, which the backward pass needs next. On CPUs, there are no
-    streams, and copies are synchronous. Host buffers are reused, because all copies into and out of them are on one
-    stream.
+    A layer's tensors stay on the device until the next layer offloads its own. By then, their copies are usually done,
+    so nothing waits. Loading a tensor prefetches those of the layer before it, which the backward pass needs next. On
+    CPUs, there are no streams, and copies are synchronous. Host buffers can be reused, because all copies into and out
+    of them are on one stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -315,7 +315,7 @@ class ActivationOffload:
         if layer.device:
             return
         for index, host in enumerate(layer.host):
-            # The compute stream allocates this memory, so the copy must wait for its earlier kernels.
+            # The compute stream allocates and uses this memory, so the copy must wait for its earlier kernels.
             tensor = layer.device[index] = torch.empty_like(host, device=self._device)
             self._stream.wait_stream(self._library.current_stream())
             with self._library.stream(self._stream):

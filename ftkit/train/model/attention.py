@@ -46,8 +46,8 @@ _IGNORES_POSITIONS = ("gpt_oss",)
 """Families whose decoder builds masks without `position_ids` (transformers 5.23), so that packed documents would attend
 to each other."""
 KERNEL_TOLERANCE = 0.05
-"""Largest relative difference of outputs and gradients that bf16 rounding explains. flash-attn-4 4.0.0b36 on an H200
-computed gradients that were off by 70 to 90% for head dimensions 16 and 48."""
+"""Largest difference of outputs and gradients, relative to their norm, that bf16 rounding explains. flash-attn-4
+4.0.0b36 on an H200 computed gradients that were off by 70 to 90% for head dimensions 16 and 48."""
 FLEX_MINIMUM = 128
 """Minimum number of tokens for flex attention's training kernel. For fewer queries, torch uses a decoding kernel, which
 has no gradients, and ignores documents or fails to compile (seen with torch 2.11)."""
@@ -150,7 +150,7 @@ def _varlen_failure(kernel: Kernel, config: PretrainedConfig, device: torch.devi
 
 
 def _varlen_difference(kernel: Kernel, config: PretrainedConfig, device: torch.device, window: int | None) -> float:
-    """Return the largest relative difference of a kernel's output and gradients from SDPA's."""
+    """Return the largest difference of a kernel's output and gradients from SDPA's, relative to SDPA's norm."""
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -166,7 +166,7 @@ def _varlen_difference(kernel: Kernel, config: PretrainedConfig, device: torch.d
 
 
 def largest_difference(computed: torch.Tensor, expected: torch.Tensor, inputs: Sequence[torch.Tensor]) -> float:
-    """Return the largest relative difference (in norm) of outputs and input gradients; inf for NaN."""
+    """Return the largest difference, relative to its norm, of an output and its inputs' gradients; inf for NaN."""
     gradient = torch.randn(expected.shape, dtype=expected.dtype, device=expected.device)
     of_each = [torch.autograd.grad(one, inputs, gradient) for one in (computed, expected)]
     pairs = [(computed, expected), *zip(*of_each, strict=True)]
@@ -292,7 +292,7 @@ def generation_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def register_kernel(kernel: Kernel) -> str:
-    """Register a kernel that transformers lacks; return its name in transformers (`attn_implementation`)."""
+    """Register a kernel if transformers lacks it; return its name in transformers (`attn_implementation`)."""
     if kernel in VARLEN:
         AttentionInterface.register(VARLEN[kernel], partial(_varlen, kernel=kernel))
         return VARLEN[kernel]

@@ -90,9 +90,9 @@ class Fp8Linear(nn.Linear):
 
 
 class _TrainedProduct(torch.autograd.Function):
-    """A matmul with a trained matrix, which gets the gradient, or with its all-gathered FP8 values, if any.
+    """A matmul with a trained matrix, computed with its all-gathered FP8 values, if any. The matrix gets the gradient.
 
-    Autograd does not keep an all-gathered matrix: FSDP2 frees it.
+    Saving these values takes no memory: FSDP2 owns their storage, and may free it until the backward pass.
     """
 
     @staticmethod

@@ -8,8 +8,8 @@ in compiled layers even if a kernel exists, because the compiler claims that the
 So compiled layers call a custom operator, which the compiler does not trace. It saves its inputs, and its backward pass
 recomputes the forward pass. This works for any function, and saves few activations.
 
-A kernel is used only if a trial shows that it runs on this device and computes the same as PyTorch. Otherwise
-`packed_mixers` computes the gated delta rule and convolutions, and transformers the others.
+Kernels of delta rules and convolutions are used only if a trial shows that they run here and compute the same as
+PyTorch. Without a kernel, `packed_mixers` computes the gated delta rule and convolutions, and transformers the others.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _name(device: torch.device) -> str:
 
 
 def _difference(function: KernelFunction, kernel: _Function, model: PreTrainedModel, device: torch.device) -> float:
-    """Return the largest relative difference of a kernel from PyTorch on two packed documents.
+    """Return the largest difference of a kernel from PyTorch on two packed documents, relative to PyTorch's norm.
 
     Compare outputs and gradients. Return zero for kernels without a test.
     """
