@@ -40,7 +40,7 @@ _MAX_COMPARED_TOKENS = 2048  # tokens of a batch, padding included: its fp32 log
 
 @dataclass(frozen=True)
 class ExportRequest:
-    step: str  # a step with a checkpoint; `last`; or `best`, the step with the lowest validation loss
+    step: str  # a step with a checkpoint, or a name such as `last` or `best` (`choose_step`)
     merges: bool  # whether adapters are merged into the base model
     precision: Precision | None  # of the weights; None for that of training
     folder: Path | None  # None for a folder in the run's folder

@@ -161,7 +161,7 @@ def write_quantized(
 ) -> None:
     """Quantize an export, measure all files, show the table, and add it and the files to the export.
 
-    A file that raises the loss by more than the recipe's bound is not kept: TrainingError, after others are written.
+    Files that raise the loss by more than the recipe's bound are not kept: TrainingError, after the others are written.
     """
     folder, plan, report = quantizer.export, quantizer.plan, quantizer.report
     settings = MeasureSettings(_metrics(plan), limit=_MAX_ROWS)

@@ -135,7 +135,7 @@ def loaded(
     dtype: torch.dtype = torch.float32,
     **options: object,
 ) -> Iterator[tuple[PreTrainedModel, bool]]:
-    """Load an export with options of `from_pretrained`; return whether its weights stay in files to save memory."""
+    """Load an export with options of `from_pretrained`; tell whether its weights stay in files for lack of memory."""
     base, adapters = folder, None
     if record.kind == "adapters":
         base, adapters = base_of(record), folder

@@ -57,7 +57,7 @@ def token_flops(
     passes = 6 if training.adapters is None else 4
     attention = 0.0
     for layers in attention_layers(shape):
-        # The gated delta rule decays, corrects and reads a keys x values state per head: 3 products in the forward.
+        # The gated delta rule decays, corrects and reads a keys x values state per head: 3 products forward.
         seen = 1.5 * layers.state if layers.state else keys_in_window if layers.is_windowed else keys
         attention += 12 * layers.count * layers.width * seen
     return TokenFlops(passes * matrices + 6 * adapters, attention)

@@ -92,7 +92,7 @@ class RunLayout:
     collectives = NumberedPath("logs/collectives-{:05d}.pickle")
     """Dump of torch's flight recorder on a hanging rank, with its last collectives."""
     silent_nodes = FilePath("silent")
-    """Files named by nodes: seconds of the last heartbeat since the epoch, a tab, and the node that misses it."""
+    """Files named by nodes: last heartbeat, in seconds since the epoch, a tab, and the node that misses it."""
     metrics = FilePath("metrics.jsonl")
     """The records of the run. `metrics.index` beside it has the offsets of those that are not steps."""
     report = FilePath("report.html")

@@ -88,7 +88,7 @@ class JobPlan(ABC):
 
     @property
     def image_file(self) -> Path | None:
-        """The image's file; None without a container, or if the runtime gets an address or a name of docker's."""
+        """The image's file; None without a container, or if the runtime gets an address or a docker image name."""
         return image_file(self.container_image)
 
     @property
@@ -124,7 +124,7 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class DocumentFit:
-    """Number of tokenized documents that fit a pack, and the length of the longest one."""
+    """How many of the tokenized documents fit a pack, and the tokens of the longest of all."""
 
     num_read: int
     num_fitting: int

@@ -151,7 +151,7 @@ class Trainer:
         return compute_distributions(self.plan, self.data, self.world, build, report)
 
     def _build_engine(self) -> tuple[Engine, ExportedParts, ParameterCounts, int]:
-        """Return the engine with weights, the parts of an export, the expected counts, and those without adapters."""
+        """Return the engine with weights, an export's parts, the expected counts, and the number without adapters."""
         recipe = self.plan.recipe
         shape, training = recipe.model.architecture, recipe.training
         folder = None

@@ -101,10 +101,10 @@ def _warn_once(message: str, reason: str) -> None:
 
 # --- Adapters of layers with the same input (q, k, v; gate, up) --------------------------------------
 #
-# One matmul computes the products with all their `lora_A`. Each is so narrow that it takes only the time of reading the
-# input, or of launching the kernel (3.9% of a step of Gemma 3 12B at 2,048 tokens on an H200). The compiler
-# differentiates the joint matmul, so the backward pass also reads the input once for all weight gradients. The matmuls
-# are joined in the compiler's graph, which shows the layers that read the same tensor. Inputs with dropout stay apart.
+# One matmul with all their `lora_A` replaces one each. These are so narrow that each takes no longer than reading the
+# input, or launching the kernel (3.9% of a step of Gemma 3 12B at 2,048 tokens on an H200). The compiler differentiates
+# the joint matmul, so the backward pass also reads the input once for all weight gradients. The matmuls are joined in
+# the compiler's graph, which shows the layers that read the same tensor. Inputs with dropout stay apart.
 
 
 def compile_with_joint_adapters(graph: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:

@@ -134,8 +134,8 @@ def _changed_scores(config: PretrainedConfig) -> str | None:
 def _varlen_failure(kernel: Kernel, config: PretrainedConfig, device: torch.device) -> str | None:
     """Return why a kernel can't train this model on this rank, or None if it can.
 
-    Compare forward and backward with torch's SDPA for the model's heads, with and without a window: some versions
-    compute wrong gradients for some head dimensions. Training reuses the compiled kernels.
+    Compare forward and backward with torch's SDPA for the model's heads, also with a window if the model has one: some
+    versions compute wrong gradients for some head dimensions. Training reuses the compiled kernels.
     """
     if torch.cuda.get_device_capability(device) < (9, 0):
         return f"{torch.cuda.get_device_name(device)} is older than Hopper"

@@ -266,8 +266,8 @@ def has_recurrent_layers(config: PretrainedConfig) -> bool:
 def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     """Return the decoder, which feeds the output projection; the model itself if there is none.
 
-    `get_decoder` returns some models themselves: in transformers 4, and for Llama 4's text model, which has another
-    class's `base_model_prefix`. For ModernBERT's decoder, it returns the output projection.
+    For some models, `get_decoder` returns the model itself: in transformers 4, and for Llama 4's text model, which has
+    another class's `base_model_prefix`. For ModernBERT's decoder, it returns the output projection.
     """
     decoder, projection = model.get_decoder(), model.get_output_embeddings()
     if decoder is model or decoder is projection:
@@ -281,7 +281,7 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def find_body(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the outermost module without the output projection; in a multimodal model, it has the vision tower."""
+    """Return the outermost module without the output projection; in a multimodal model, it has the vision tower too."""
     decoder, projection = find_decoder(model), model.get_output_embeddings()
     if not sees_pictures(model):
         return decoder

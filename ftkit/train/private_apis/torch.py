@@ -124,7 +124,7 @@ def inductor() -> Callable[..., Callable[..., Any]]:
 
 
 def recompute_matmul_inputs() -> AbstractContextManager[None]:
-    """Let the compiler recompute matmul inputs that come from element-wise operations in the backward pass.
+    """Let the compiler recompute, in the backward pass, matmul inputs that come from element-wise operations.
 
     By default, they are saved, because recomputing them takes a kernel; other recomputed values stay in registers.
     Results of more than 100 chained fusible operations, such as a 4-bit layer's dequantization, are also saved.
@@ -183,7 +183,7 @@ def raise_recompile_limit(num_layers: int) -> None:
 
 
 def set_collectives(module: FSDPModule, all_gather: object, reduce_scatter: object) -> None:
-    """Make FSDP2 call custom collectives for a module (torch 2.10); their base classes are private."""
+    """Make FSDP2 call custom collectives for a module (torch 2.10); torch's classes of them are private."""
     module.set_custom_all_gather(all_gather)  # type: ignore[arg-type]
     module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
 
