@@ -28,8 +28,8 @@ _SHARDED = {
     "qlora": "4-bit weights and adapters",
 }
 SPARE = 0.8
-"""With `auto`, a sharding may take at most this fraction of a GPU's usable memory, if any can. Predictions were off by
-up to 6%, and by up to 12% before the worst of them were corrected."""
+"""Largest fraction of a GPU's usable memory for an `auto` sharding, unless all take more. Predictions were off by up to
+6%, and by up to 12% before the worst of them were corrected."""
 
 
 @dataclass(frozen=True)

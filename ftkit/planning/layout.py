@@ -127,7 +127,7 @@ class RunLayout:
     state = FilePath("state.json")  # the final state of the run, written by the first command that observed it
     canceled = FilePath("canceled")
     end_reason = FilePath("end-reason")
-    """A text file with the reason of the last end, if the ranks could not report it; the next start records it."""
+    """Why the last start ended, as text, if its ranks could not report it; the next start records it."""
 
     @property
     def is_script(self) -> bool:

@@ -370,7 +370,7 @@ def _drops(module: nn.Module) -> bool:
 
 
 def _is_untied(model: nn.Module, params: Mapping[int, _Param]) -> bool:
-    """Return whether the configuration ties embedding and output layer, but they are two weights, and one trains."""
+    """Return whether a configuration ties embedding and output layer, which have two weights, and one is trained."""
     config: Any = getattr(model, "config", None)
     if not getattr(config, "tie_word_embeddings", False) or not hasattr(model, "get_output_embeddings"):
         return False

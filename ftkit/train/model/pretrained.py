@@ -230,7 +230,7 @@ def _map_by_first_name(
 
 
 def _growth(model: PreTrainedModel, num_stored: int | None) -> Callable[[str, TensorSource], TensorSource]:
-    """Return a function of a parameter's name and source that adds rows for new tokens, if there is one per token."""
+    """Return a function of a parameter's name and source that adds rows for new tokens if it has a row per token."""
     owners = (model.get_input_embeddings(), model.get_output_embeddings())
     ids = {id(parameter) for owner in owners for parameter in owner.parameters(recurse=False)}
     names = {name for name, parameter in model.named_parameters() if id(parameter) in ids}

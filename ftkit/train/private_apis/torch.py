@@ -256,7 +256,7 @@ def scaled_grouped_mm(
 
 
 def make_wrapper(kind: type[torch.Tensor], inner: torch.Tensor, dtype: torch.dtype) -> Any:
-    """Return a tensor subclass without storage, in a dtype; shape, strides and device are those of `inner`."""
+    """Return a tensor of a subclass without storage, in a dtype, with the shape, strides and device of `inner`."""
     return torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
         kind, inner.shape, strides=inner.stride(), dtype=dtype, device=inner.device
     )
