@@ -302,16 +302,16 @@ class DataSpec(Spec):
     """Maximum number of bad examples to skip; each is reported with file and line."""
     contradictions: Literal["refuse", "drop"] = "refuse"
     """How to handle pairs with equal sides, pairs that contradict an earlier row, and completions with both labels:
-    refuse the data, or drop these rows. `ftkit data check` counts them."""
+    refuse the data, or drop them. `ftkit data check` counts them."""
     share_prompts: bool | None = None
     """Whether both sides of a pair attend to one copy of their prompt; needs kernels that take any mask (`flex`,
     `sdpa`). If null, true if this saves at least a fifth of the tokens of the first rows' pairs (llama, qwen3)."""
     pictures: bool | None = None
-    """Whether the model is trained on the pictures of messages, with its vision tower; requires a multimodal model. If
-    null, true if the first rows that can be read at planning time have pictures."""
+    """Whether the model sees the pictures of messages; requires a multimodal model, whose vision tower is then part of
+    the run. If null, true if the first rows that can be read at planning time have pictures."""
     packing: Packing = "auto"
-    """`auto`: several documents per row, if a check before step 1 shows that they do not attend to each other.
-    Otherwise, and with `off`, one right-padded document per row, which is slower. Steps have the same documents."""
+    """`auto`: several documents per row, if a check before step 1 shows that the model keeps them apart. Otherwise, and
+    with `off`, one right-padded document per row, which is slower. Steps have the same documents either way."""
 
     @property
     def sources(self) -> tuple[SingleSource, ...]:

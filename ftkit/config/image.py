@@ -41,7 +41,7 @@ class ImageSpec(Spec):
     python: str = Field(default="3.12", pattern=r"^3\.\d+$")
     """Python version of the base, for which packages are locked."""
     provided: dict[str, str] = Field(default_factory=dict)
-    """Packages of the base that no other package may replace, each with a version prefix; empty: any version."""
+    """Packages of the base that must not be replaced, each with a version prefix; empty: any version."""
     packages: tuple[str, ...] = ()
     """Packages to add, as pip requirements; `ftkit images lock NAME:TAG` pins them and their dependencies."""
     extra_packages: tuple[str, ...] = ()

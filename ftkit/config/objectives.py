@@ -82,7 +82,7 @@ class IpoSpec(ReferencedSpec):
     """Identity preference optimization (Azar et al. 2023), on mean log-probabilities per token."""
 
     beta: PositiveFloat = 0.1
-    """Regularization, τ in the paper: the target margin of the log-probabilities is 1 / (2 beta)."""
+    """Regularization, τ in the paper: the target margin of the mean log-ratios to the reference is 1 / (2 beta)."""
 
 
 class KtoSpec(ReferencedSpec):

@@ -68,7 +68,7 @@ class EvaluationSpec(Spec):
     early_stopping_patience: PositiveInt | None = None
     """End training after this many consecutive evaluations without improvement of `best.metric` (default: `loss`)."""
     early_stopping_threshold: NonNegativeFloat = 0.0
-    """Minimum improvement that resets the count of early_stopping_patience."""
+    """Improvement that must be exceeded to reset the count of early_stopping_patience."""
 
     @property
     def selection(self) -> BestSpec | None:
@@ -223,11 +223,11 @@ class ResourcesSpec(Spec):
     """A step counts as a hang if it takes longer than this and ten times the median of the last steps. All ranks then
     write their Python stacks and last collectives to `logs/`, and training restarts."""
     exclude_stragglers: bool = False
-    """On Slurm with two or more nodes: exclude the slowest node when the job is requeued, if it is at least 10% slower
-    than the others (`ftkit status`). The cluster must have another node to replace it."""
+    """On Slurm with two or more nodes: exclude the slowest node when the job is requeued, if it computes at least 10%
+    more slowly than the others (`ftkit status`). The cluster must have another node to replace it."""
     core_dumps: bool = False
-    """Let crashed ranks write core dumps: to the node's local disk, unless the kernel's `core_pattern` sets another
-    place; for a script, to its folder. The error shows the path."""
+    """Let crashed ranks write core dumps to the node's local disk, or for a script to its folder, unless the kernel's
+    `core_pattern` sets another place. The error shows the place."""
     preflight: bool | None = None
     """On Slurm, check all nodes before training and exclude unhealthy ones. If null, true for GPUs on several nodes."""
     time_limit: TimeLimit | None = None

@@ -192,7 +192,7 @@ class _LimitedComposer(Composer):
 def _parse(text: str, where: str, origins: dict[KeyPath, str]) -> object:
     """Return the value of a text's only document, None if there is none; record the origin of each key.
 
-    Raises ConfigError: not YAML, several documents, duplicate keys, keys that are not text, or a limit exceeded.
+    Raises ConfigError: not YAML, several documents, duplicate keys, keys that are no short words, or a limit exceeded.
     """
     yaml = YAML(typ="safe", pure=True)
     yaml.Composer = _LimitedComposer

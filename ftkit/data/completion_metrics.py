@@ -111,7 +111,7 @@ a result decides which examples count as changed."""
 
 
 def choose_metrics(requested: Sequence[str], cases: Sequence[Case], task: TaskFile | None = None) -> list[Metric]:
-    """Return the requested metrics. Default: repetition, and the metrics of the task or those that fit the rows."""
+    """Return the requested metrics. Default: the task's, `calls` with tools, else `exact_match`; and `repetition`."""
     own = task.metrics if task else []
     default = [*own]
     if any(case.has_tools and case.message is not None for case in cases):

@@ -66,7 +66,7 @@ class Sample:
     """A document as it will be trained: rendering `number` of the row at `where`.
 
     `fate` is the effect of `data.too_long` on it; empty if it fits. `trained` tells for each token in `ids` whether it
-    counts in the loss. `side` is one of `_SIDES`; empty without preferences. `pictures` are those of the row.
+    counts in the loss. `side` is a name in `_SIDES` or empty. `pictures` are those of the row.
     """
 
     where: str

@@ -73,7 +73,7 @@ def _certified_files(folder: Path) -> dict[str, SavedFile]:
 
 
 def require_certificate(folder: Path, public_key: Path) -> list[str]:
-    """Return the engines of an export's certificate; refuse one that is unsigned, for other files, or not passed."""
+    """Return the engines of an export's certificate; refuse one not signed with the key, of other files, or failed."""
     verify_beside(folder / CERTIFICATE, public_key, "ftkit-certificate")
     certificate = read_json(folder / CERTIFICATE, Certificate)
     files = certificate.files.items() if certificate else ()

@@ -38,7 +38,7 @@ class BestEvaluation:
 class TrainState:
     """State of a run besides weights and optimizer states.
 
-    The last step of the final planned epoch may have fewer packs than a batch.
+    The last step of an epoch that was planned as the final one may have had fewer packs than a batch.
     """
 
     step: int

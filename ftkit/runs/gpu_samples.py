@@ -80,7 +80,7 @@ def to_line(sample: NodeSample) -> str:
 
 
 def read_samples(layout: RunLayout) -> list[NodeSample]:
-    """Return the samples of all nodes, oldest first. Damaged lines are skipped; large files are thinned to 1 in 25."""
+    """Return the samples of all nodes, oldest first, without damaged lines; large files are thinned, up to 1 in 25."""
     found = [sample for samples in _read(layout, _MAX_BYTES) for sample in samples]
     return sorted(found, key=lambda sample: sample.time)
 

@@ -115,7 +115,7 @@ class History(RunSummary):
     """The records of a run, in the order of time. A repeated step occurs once."""
 
     steps: dict[int, StepRecord] = field(default_factory=dict)
-    steady: tuple[StepRecord, ...] = ()  # for the throughput; without the first of each start, which compiles
+    steady: tuple[StepRecord, ...] = ()  # for the throughput; without the first of each start: it compiles, allocates
     speeds: tuple[float, ...] = ()  # tokens per second per process in `steady`
     records: tuple[Record, ...] = ()  # all, in the order of the file, without evaluations by separate jobs
     start_times: tuple[float, ...] = ()  # of the processes of each start, according to the manifest
@@ -195,7 +195,7 @@ def read_history(layout: RunLayout) -> History:
 
 
 def read_summary(layout: RunLayout) -> RunSummary:
-    """Read a run's history without the steps between the first of each start and the last; six times faster."""
+    """Read a run's history without the steps between the first of each start and the last; six times as fast."""
     found: list[Record] = []
     problem = find_damage(layout.metrics, records=found, skips_steps=True)
     if (last_step := read_last_step(layout.metrics)) and last_step not in found:

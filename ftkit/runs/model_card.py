@@ -119,7 +119,7 @@ def _facts(
 
 
 def _too_long(layout: RunLayout) -> list[tuple[str, object]]:
-    """Return table rows about documents longer than a pack, if the data had any."""
+    """Return the fact about documents longer than a pack, if the data had any."""
     starts = (read_json_if_valid(layout.manifest, Values) or {}).get("starts")
     start = mapping(starts[-1]) if isinstance(starts, list) and starts else {}
     counts = {outcome: number for outcome, number in mapping(start.get("too_long")).items() if isinstance(number, int)}

@@ -1,7 +1,7 @@
 """Check a user's script: facts about the first steps of each rank in, findings out.
 
 `ftkit.train.step_watch` observes the facts. A check yields findings with a change that fixes them, or raises
-`NotCheckedError` with the reason why it does not apply.
+`NotCheckedError` with the reason why it can't be made.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Timeline:
         self._sizes: dict[int, int] = {}  # number of processes of each start, by the index of its first span
 
     def process_seconds(self) -> float:
-        """Return the seconds without downtime, times the processes; a start that never trained has the last one's."""
+        """Return the seconds without downtime, times the processes; those of the start before if one never trained."""
         total, size = 0.0, next(iter(self._sizes.values()), 0)
         for index, span in enumerate(self.spans):
             size = self._sizes.get(index, size)
