@@ -210,8 +210,8 @@ def build_pack(documents: Sequence[Document], length: int) -> NDArray[np.int32]:
 class Packer:
     """Packs a stream of documents, one window in memory at a time; the result depends on the documents alone.
 
-    Documents of packs that are not full wait for the next window, so window boundaries add no padding. The documents
-    of a sample stay in one pack.
+    Documents of packs that are not full wait for the next window, so window boundaries add little padding. The
+    documents of a sample stay in one pack.
     """
 
     capacity: int

@@ -35,7 +35,7 @@ SELF_CHECK = ("python3", "-m", "ftkit.images.inside")
 
 @dataclass(frozen=True)
 class BaseRequest:
-    """How a build selects its base: under another name, by resolving its tag again (`repin`), or without a digest."""
+    """How a build selects its base: by another name, by resolving its tag again (`repin`), or from docker by tag."""
 
     name: str | None = None
     repin: bool = False
@@ -105,7 +105,7 @@ def build(
 
 
 def select_base(definition: ImageDefinition, request: BaseRequest, report: Report) -> SelectedBase:
-    """Return the base with its digest: from the definition, from a lock, or resolved from its tag in the registry."""
+    """Return the base with its digest from the definition, a lock, or its tag in the registry; without, from docker."""
     spec = definition.spec
     written = parse_reference(request.name or spec.base.reference)
     digest, is_recorded = spec.base.digest, definition.is_base_recorded

@@ -196,7 +196,7 @@ def _count_prepared(plan: RunPlan) -> DocumentFit | None:
 def _read_lengths(plan: RunPlan, environment: Mapping[str, str]) -> tuple[list[tuple[str, int]], float | None]:
     """Return for each document of the first rows its number of tokens, and its fate if it is longer than a pack.
 
-    Also return the result of `share_saved`. Both are empty or None if this machine can't read rows or tokenizer.
+    Also return the result of `share_saved`. Returns no lengths and None if rows or tokenizer can't be read here.
     """
     recipe = plan.recipe
     environment = {**environment, **plan.cluster.environment}

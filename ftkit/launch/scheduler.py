@@ -46,7 +46,7 @@ class LocalScheduler:
         )
 
     def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Job]:
-        """Return the jobs of runs whose processes are alive; the final states of other runs are in their files."""
+        """Return the jobs of runs that are alive here or may be on other hosts; files have the others' final state."""
         here = socket.gethostname()
         states = {}
         for run in runs:
@@ -141,7 +141,7 @@ class SlurmScheduler:
     observe = staticmethod(slurm.observe)
 
     def cancel(self, runs: Sequence[SubmittedRun]) -> None:
-        """Cancel the jobs of runs with scancel, which accepts ended jobs, including jobs submitted by hand."""
+        """Cancel the jobs of runs, also those submitted by hand, with scancel, which accepts ended jobs too."""
         tasks: dict[str, list[str]] = {}  # by job: scancel sends one request per argument, and sites limit the rate
         for run in runs:
             holder = current_holder(run.layout)

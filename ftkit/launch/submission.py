@@ -306,7 +306,7 @@ def cancel(runs: Sequence[SubmittedRun]) -> dict[str, Job]:
 
 
 def check_removable(folder: RunFolder) -> None:
-    """Raise SubmitError if a run's job is pending or running, or if Slurm can't tell."""
+    """Raise SubmitError if a process trains in a run's folder, its job is pending or running, or Slurm can't tell."""
     run = read_entry(folder).run
     seen = observe(run) if run else None
     if holder := current_holder(folder.layout):

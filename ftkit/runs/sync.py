@@ -43,7 +43,7 @@ _MAX_PAUSE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class SyncStatus:
-    """Progress of a run's copy at an address (sync.json), with the time, the host and the process that copies."""
+    """Progress of a run's copy at an address (sync.json), with the time and the host of the process that copies."""
 
     destination: str
     time: float
