@@ -46,7 +46,7 @@ def plan_rerun(
 ) -> RunPlan:
     """Plan a run that repeats `original`; `default` is the image from the settings, for a run without a container.
 
-    Setup lines in the manifest of a run from another workspace are not run here.
+    Unless `is_own`, the cluster profile is read here: setup lines of a manifest from elsewhere must not run.
 
     On the original's nodes, resolved values of `auto` are kept, so that losses can be equal bit for bit. On other
     nodes they are resolved again; the global batch is kept.

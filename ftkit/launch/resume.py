@@ -192,7 +192,7 @@ def _leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[str]:
 
 
 def _check_sections(keys: Sequence[str]) -> None:
-    """Refuse changes that prevent loading checkpoints, before the whole recipe is checked."""
+    """Refuse changes that the checkpoints or the position in the data forbid, before the whole recipe is checked."""
     problems = []
     for key in keys:
         is_fixed = any(fnmatchcase(key, pattern) for pattern in (*_FIXED, _GLOBAL_BATCH))

@@ -285,7 +285,7 @@ def _override_for_more_steps(plan: RunPlan) -> str:
 
 
 def cancel(runs: Sequence[SubmittedRun]) -> dict[str, Job]:
-    """Cancel runs with one call of Slurm; return the final states of runs that had already ended.
+    """Cancel runs, those of Slurm with one scancel; return the final states of runs that had already ended.
 
     Files that mark runs as canceled are written first, so that no job script requeues itself. Raises `FtkitError` if
     the scheduler could not end all of them.
