@@ -31,7 +31,8 @@ class GenerationSpec(Spec):
     """Generate completions for rows of the validation split, and score them."""
 
     metrics: tuple[OneLine, ...] = ()
-    """`calls`, `exact_match`, `repetition`, or functions of `data.task`. If empty, all metrics that fit the rows."""
+    """`calls`, `exact_match`, `repetition`, or functions of `data.task`. If empty: the task's, `calls` if rows have
+    tools, `exact_match` if there are neither, and `repetition`."""
     num_rows: PositiveInt = 100
     """Number of rows before and after training."""
     num_rows_during: Annotated[int, Field(ge=0, le=2**31), WHOLE_NUMBER] = 20

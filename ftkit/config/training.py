@@ -102,8 +102,7 @@ class TrainingSpec(ObjectiveSpec):
     """Number of optimizer steps; the data is repeated as needed. Set this or num_epochs. In an override, or in a recipe
     that extends another, it replaces num_epochs."""
     num_epochs: Annotated[float, Field(gt=0, le=LARGEST_COUNT), AfterValidator(_as_int_if_whole), NUMBER] | None = None
-    """Number of passes over the data; may be fractional, as in 0.5 or 2.5. Replaces max_steps. If neither is given,
-    1."""
+    """Number of passes over the data, also fractional (0.5, 2.5). Replaces max_steps. If neither is given, 1."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit`: 8-bit instead of 32-bit states, with engine fsdp2 and without offload; needs bitsandbytes."""
     learning_rate: PositiveFloat = Field(
