@@ -217,7 +217,7 @@ class CausalLM(nn.Module):
             return states.float(), None, LogitTransform()
         projection = self.hf_model.get_output_embeddings()
         if states.dtype == torch.float32:  # Mamba's residual stream is fp32; its class casts it too
-            states = states.to(projection.weight.dtype)
+            states = states.to(next(projection.parameters()).dtype)  # `weight` would be all-gathered by ZeRO-3
         if self._is_chunked:
             return states, projection.weight, self.logit_transform
         return projection(states).float(), None, self.logit_transform

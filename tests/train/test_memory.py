@@ -180,7 +180,7 @@ def test_an_out_of_memory_error_reports_the_stage(plan: RunPlan, world: World, m
     assert "'first step', in step 1:" in message(plan, world)
     monkeypatch.setattr(torch.autograd, "backward", exhaust)
     assert "'first backward', in step 1:" in message(plan, world)
-    monkeypatch.setattr(session, "init_weights", exhaust)
+    monkeypatch.setattr(session, "begin_weights", exhaust)
     text = message(plan, world)
     assert "'initializing the weights':" in text
     assert "held: not attributed yet" in text
