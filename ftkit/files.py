@@ -237,6 +237,11 @@ def read_json(path: Path, kind: type[ValueT]) -> ValueT | None:
         raise DamagedFileError(path, str(error)) from error
 
 
+def mapping(value: object) -> dict[str, object]:
+    """Return a value of a JSON file if it is an object; else an empty one, since the file may be damaged."""
+    return value if isinstance(value, dict) else {}
+
+
 def read_json_if_valid(path: Path, kind: type[ValueT]) -> ValueT | None:
     """Read a small JSON file; None if there is no such file, or its content has another type."""
     try:

@@ -20,14 +20,13 @@ from ftkit.data.row_formats import DETECTION_ROWS, resolve_format
 from ftkit.data.selection import first_rows, peek_rows
 from ftkit.data.source_files import find_files, stamp, walk
 from ftkit.errors import DataError, FtkitError, NotFoundError, UnreachableError
-from ftkit.files import read_json_if_valid
+from ftkit.files import mapping, read_json_if_valid
 from ftkit.hub.client import find_folder, find_tokenizer
 from ftkit.models.folder import PROCESSOR_FILES, read_end_tokens
 from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.paths import fixed_folder, is_address, is_pattern
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import DocumentFit, RunPlan
-from ftkit.runs.manifest import mapping
 
 if TYPE_CHECKING:
     import os

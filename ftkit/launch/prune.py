@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ftkit.errors import FtkitError, plural
-from ftkit.files import read_json_if_valid
+from ftkit.files import mapping, read_json_if_valid
 from ftkit.launch.job_states import observe_all
 from ftkit.launch.submission import check_removable, remove_folder
 from ftkit.runs.checkpoints import list_checkpoints
@@ -18,7 +18,7 @@ from ftkit.runs.find import RunFolder, list_runs
 from ftkit.runs.job import FAILURES, RunState
 from ftkit.runs.lease import current_holder
 from ftkit.runs.listing import read_entry
-from ftkit.runs.manifest import Values, mapping
+from ftkit.runs.manifest import Values
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import Workspace

@@ -16,13 +16,13 @@ from ftkit.config.load import override_recipe, read_cluster
 from ftkit.config.recipe import RecipePlan
 from ftkit.config.request import Origins
 from ftkit.errors import ConfigError, Problem
-from ftkit.files import InvalidJsonError, parse_json
+from ftkit.files import InvalidJsonError, mapping, parse_json
 from ftkit.launch.resolve import RunArgs, build_request, detect_hardware, new_request, resolve_image_link
 from ftkit.launch.resume import Change, changes_losses, image_definition, open_values
 from ftkit.planning.plan import PlanError, RunPlan, plan_to_json
 from ftkit.planning.planner import plan_run
 from ftkit.runs.compare import ComparedRun, Difference, describe_inputs, find_differences
-from ftkit.runs.manifest import mapping, mappings, trained_data
+from ftkit.runs.manifest import mappings, trained_data
 
 if TYPE_CHECKING:
     from ftkit.config.context import Context

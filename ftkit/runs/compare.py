@@ -15,13 +15,13 @@ from pydantic import BeforeValidator
 from ftkit.config.objectives import DISTILL_METRICS, OPTIONS, PREFERENCE_METRICS, ReferencedSpec
 from ftkit.config.recipe import BestSpec
 from ftkit.errors import NotFoundError
-from ftkit.files import read_json_if_valid
+from ftkit.files import mapping, read_json_if_valid
 from ftkit.runs.ends import End
 from ftkit.runs.find import RunFolder, find_run
 from ftkit.runs.gpu_samples import read_samples, summarize_samples
 from ftkit.runs.history import read_history
 from ftkit.runs.listing import find_sweep
-from ftkit.runs.manifest import DOCUMENT_NUMBERS, describe_data, flat, mapping, mappings
+from ftkit.runs.manifest import DOCUMENT_NUMBERS, describe_data, flat, mappings
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout, Workspace

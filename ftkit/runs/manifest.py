@@ -17,7 +17,7 @@ from pathlib import Path
 import ftkit
 from ftkit.checkout import own_checkout, read_commit
 from ftkit.errors import TrainingError, redact_command
-from ftkit.files import read_json_if_valid, write_json
+from ftkit.files import mapping, read_json_if_valid, write_json
 from ftkit.paths import is_path
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 from ftkit.planning.plan import RunPlan, ScriptPlan, plan_to_json
@@ -40,11 +40,6 @@ _MODEL_KEYS = {"weights", "revision", "requested_revision", "source", "adapter",
 DOCUMENT_NUMBERS = {"training documents": "num_train_documents", "documents longer than a pack": "num_too_long"}
 """Numbers of documents in manifests and comparisons, and in the manifest of prepared data."""
 _IMAGE = Path("/opt/ftkit")  # metadata file in an image that ftkit built
-
-
-def mapping(value: object) -> Values:
-    """Return a value of a manifest or a plan if it is an object; else an empty one, since the file may be damaged."""
-    return value if isinstance(value, dict) else {}
 
 
 def mappings(value: object) -> list[Values]:

@@ -19,10 +19,10 @@ from ruamel.yaml import YAML
 from ftkit.config.data import describe_too_long
 from ftkit.config.training import TrainingSpec
 from ftkit.errors import plural
-from ftkit.files import read_json_if_valid, read_small
+from ftkit.files import mapping, read_json_if_valid, read_small
 from ftkit.models.architecture import ArchitectureSpec, ModelSpec
 from ftkit.paths import is_path
-from ftkit.runs.manifest import Values, mapping
+from ftkit.runs.manifest import Values
 from ftkit.runs.metrics_file import read_evaluations, read_records
 from ftkit.runs.records import EvaluationRecord, StepRecord
 
