@@ -148,7 +148,7 @@ def _check_can_be_a_file(kind: str, name: str) -> None:
     if problem := path_problem(f"{name}.yaml"):
         raise NotFoundError(f"there is no such {kind}: {problem}", fix=f"give a {kind}'s name")
     if name.endswith(".py"):
-        raise NotFoundError(f"{name} is no {kind}: it is a Python program", fix=f"ftkit run --script {name}")
+        raise NotFoundError(f"{name} is not a {kind}: it is a Python program", fix=f"ftkit run --script {name}")
 
 
 def _closest(word: str, known: list[str], otherwise: str) -> str:

@@ -276,8 +276,7 @@ class Trainer:
         evaluator = Evaluator(plan, self.data, self.tokenizer, parts.generation, world, is_packed, references, held_out)
         if state.step == 0:
             check_is_measured(self._evaluate(evaluator, engine, 0, "before"), plan.recipe.evaluation.selection)
-        processes = world.gather_objects((socket.gethostname(), os.getpid()))
-        hang_timeout = plan.recipe.resources.hang_timeout_seconds
+        ranks = world.gather_objects((socket.gethostname(), os.getpid()))
         training_began = time.time()
         with Checkpointer(plan, world, self.recorder.write) as checkpointer:
             recorder, trace, stopwatch = self.recorder, self.trace, Stopwatch()
@@ -285,7 +284,7 @@ class Trainer:
                 StepMetrics(progress, world, stopwatch, recorder, trace, sources),
                 FirstStep(progress, trace, recorder),
                 AnomalyWatch(plan.id, plan.recipe.training.on_nonfinite, recorder, batches.packs_of_step),
-                HangWatch(plan.layout, world.rank, processes, lambda: progress.step, hang_timeout),
+                HangWatch(plan.layout, world.rank, ranks, lambda: progress.step, plan.resources.hang_timeout_seconds),
                 stopwatch,  # later observers can take long: they count neither as a hang nor as step time
                 Evaluation(progress, engine, evaluator, recorder),  # may end training, and selects the best checkpoint
                 # RankTimes writes its file before the last save, in which all ranks wait for each other.

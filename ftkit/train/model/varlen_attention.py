@@ -167,11 +167,8 @@ def _boundaries(
 
 @cache
 def _graph(sizes: _Sizes, device: int, *, is_backward: bool) -> tuple[Any, Sequence[Any], int]:
-    """Return a graph of cuDNN, its tensors in the order of the arguments, and the bytes of its workspace.
-
-    Offsets of documents are arguments, so that one graph serves all packs.
-    """
-    cudnn = _cudnn()
+    """Return a graph of cuDNN for all packs, its tensors in the order of the arguments, and its workspace in bytes."""
+    cudnn = _cudnn()  # offsets of documents are arguments, so that one graph serves all packs
     bf16, fp32 = cudnn.data_type.BFLOAT16, cudnn.data_type.FLOAT
     graph = cudnn.pygraph(
         io_data_type=bf16, intermediate_data_type=fp32, compute_data_type=fp32, handle=_handle(device)
