@@ -131,6 +131,9 @@ class TrainingSpec(ObjectiveSpec):
     `eager` works for all models."""
     compile: Literal["auto", "layers", "none"] = "auto"
     """`layers`: compile each decoder layer, which fuses element-wise operations; `auto`: on GPUs, with engine fsdp2."""
+    cuda_graphs: bool = True
+    """On one GPU, capture the compiled decoder as CUDA graphs where possible, so that the host's speed does not limit
+    short micro-batches."""
     activation_checkpointing: Literal["auto", "none", "selective", "except_attention", "full"] = "auto"
     """Activations that the backward pass recomputes: nothing (`none`); the cheap operations between matmuls and
     attention (`selective`, with engine fsdp2); decoder layers except attention (`except_attention`, with engine fsdp2),

@@ -42,6 +42,7 @@ class EnginePlan:
     num_replicas: int = 1
     defers_sync: bool = False
     has_linear_kernel: bool = True
+    replays_graphs: bool = False
 
     def resolved(self, setup: Setup) -> EnginePlan:
         """Return the plan with the setup's sharding, which is also appended to the reason."""
@@ -51,6 +52,7 @@ class EnginePlan:
             "weights are all-gathered in FP8": setup.gathers_in_fp8,
             "layers stay unsharded": setup.keeps_weights,
             "gradients are reduced once per step": setup.defers_sync,
+            "its kernels are launched as CUDA graphs": setup.replays_graphs,
         }
         return replace(
             self,
@@ -59,6 +61,7 @@ class EnginePlan:
             num_replicas=setup.num_replicas,
             defers_sync=setup.defers_sync,
             has_linear_kernel=setup.has_linear_kernel,
+            replays_graphs=setup.replays_graphs,
         )
 
 

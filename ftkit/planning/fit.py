@@ -120,7 +120,10 @@ class Tensors:
 
     @cached_property
     def gradients(self) -> float:
-        return FP32 * self.stored * self.has_masters / self.num_shards
+        """Gradients in fp32. One process keeps those of a step's only micro-batch in the compute dtype."""
+        is_whole = self.num_shards == 1 and self.setup.num_processes == 1 and self.training.adapters is None
+        width = self.width if is_whole and self.setup.num_micro_batches == 1 else FP32
+        return width * self.stored * self.has_masters / self.num_shards
 
     @cached_property
     def states(self) -> float:
@@ -186,13 +189,14 @@ class Tensors:
 
     @property
     def loss_logits(self) -> float:
-        """The logits and their gradients while the loss is computed."""
+        """The logits, which their gradients overwrite, while the loss is computed."""
         padded = -(-self.shape.vocab_size // LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT
         rows = logits_rows(self.tokens, padded)
         table = self.width * self.table if padded != self.shape.vocab_size else 0
         if self.training.adapters is None:
             table += (self.width + FP32) * self.table
-        return 2 * self.width * rows * padded + table
+        is_overwritten = self.setup.device == "cuda" and self.training.distillation is None
+        return (1 if is_overwritten else 2) * self.width * rows * padded + table
 
     @property
     def kept_logits(self) -> float:

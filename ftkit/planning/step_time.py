@@ -157,10 +157,11 @@ def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound
     elif setup.num_nodes > 1 or setup.training.collectives == "nccl" or setup.training.tensor_parallel > 1:
         gpu_seconds += NCCL_SLOWDOWN * links
     fp8_seconds = FP8_HOST_SECONDS_PER_LAYER if setup.training.multiplies_in_fp8 else 0.0
+    host_seconds = HOST_SECONDS_PER_LAYER[setup.engine] + fp8_seconds
     busy: dict[Bound, float] = {
         "gpu": gpu_seconds,
         "network": max(links, network),
-        "host": setup.shape.num_hidden_layers * (HOST_SECONDS_PER_LAYER[setup.engine] + fp8_seconds),
+        "host": 0.0 if setup.replays_graphs else setup.shape.num_hidden_layers * host_seconds,
         "main memory": _offload_seconds(setup, gpu_seconds),
     }
     training = setup.training

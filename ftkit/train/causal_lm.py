@@ -154,27 +154,30 @@ class CausalLM(nn.Module):
         with self._autocast(), self._masks():
             return self.loss(**inputs) if compute is None else compute(self, **inputs)
 
-    def loss(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
+    def loss(
+        self, batch: MicroBatch, source_losses: SourceLosses | None = None, hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the loss summed over the labels or pairs, an fp32 scalar. Call it within `forward` only.
 
         The gradient includes the load-balancing loss, if the routers have one. `source_losses` accumulates the losses
-        of each source, if there are several, and the metrics of pairs.
+        of each source, if there are several, and the metrics of pairs. `hidden` are the `hidden_states` if known.
         """
         if self.objective is not None:
-            pairs = self.pairs(batch, self.reference_log_probs(batch, self.objective))
+            reference = self.reference_log_probs(batch, self.objective)
+            pairs = self.pairs(batch, reference, self.label_states(batch, hidden))
             losses, rewards = self.objective.losses(pairs)
             loss = losses.sum()
             if source_losses is not None:
                 has_reference = self.objective.has_reference
                 source_losses.metrics += pairs.metrics(rewards.detach(), has_reference=has_reference)
         else:
-            hidden, weight, transform = self._head(self.label_states(batch))
+            states, weight, transform = self._head(self.label_states(batch, hidden))
             teacher = None
             if self._distill is not None:
                 if batch.teacher is None:
                     raise TypeError("the batch has no distributions of the teacher")
                 teacher = fused_loss.Teacher(batch.teacher, self._distill)
-            loss, losses = linear_cross_entropy(hidden, weight, batch.labels, transform, teacher)
+            loss, losses = linear_cross_entropy(states, weight, batch.labels, transform, teacher)
             if teacher is not None:
                 losses, *metrics = losses.unbind(1)
                 if source_losses is not None:
@@ -183,14 +186,17 @@ class CausalLM(nn.Module):
             source_losses.add(losses.detach(), batch.label_sources)
         return self.routers.balance(loss, batch.label_index)
 
-    def label_states(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the hidden states or logits of the tokens whose next token is a label, [N, ...]."""
+    def label_states(self, batch: MicroBatch, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the hidden states or logits of the tokens whose next token is a label, [N, ...].
+
+        `hidden` are the `hidden_states` if known.
+        """
         zero = self._zero_of_vision(batch)  # first, because every rank calls the vision encoder before the decoder
         if self.has_head_layers:
             self._begin_routing(batch)
             states: torch.Tensor = self.hf_model(**model_inputs(self.hf_model, batch)).logits
         else:
-            states = self.hidden_states(batch)
+            states = self.hidden_states(batch) if hidden is None else hidden
         return states.flatten(0, 1).index_select(0, batch.label_index) + zero
 
     def _zero_of_vision(self, batch: MicroBatch) -> torch.Tensor | float:

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from ftkit.config.execution import LOGITS_ALIGNMENT, logits_rows
 from ftkit.config.objectives import DISTILL_METRICS, DistillSpec
+from ftkit.train import gpu_kernels
 from ftkit.train.private_apis.torch import TORCH, Ctx
 
 if TYPE_CHECKING:
@@ -133,9 +134,15 @@ class _TokenLoss(NamedTuple):
     transform: LogitTransform
     teacher: Teacher | None = None
 
-    def compute(self, logits: torch.Tensor, targets: torch.Tensor, vocabulary: int, part: slice) -> Losses:
-        function, more = (_losses_and_gradient, ()) if self.teacher is None else (_distillation, self.teacher.at(part))
-        return (_compiled(function) if logits.is_cuda else function)(logits, targets, vocabulary, self.transform, *more)
+    def compute(self, products: torch.Tensor, targets: torch.Tensor, vocabulary: int, part: slice) -> Losses:
+        """Return the losses and their gradient, which may overwrite the products."""
+        if self.teacher is not None:
+            function = _compiled(_distillation) if products.is_cuda else _distillation
+            return function(products, targets, vocabulary, self.transform, *self.teacher.at(part))
+        if gpu_kernels.has_kernels(products):
+            scale, cap = self.transform.scale, self.transform.cap
+            return gpu_kernels.cross_entropy(products, targets, vocabulary, scale, cap), products
+        return losses_and_gradient(products, targets, vocabulary, self.transform)
 
 
 def _losses_in_chunks(
@@ -158,7 +165,7 @@ def _losses_in_chunks(
     shape = (len(targets),) if loss.teacher is None else (len(targets), 1 + len(DISTILL_METRICS))
     losses = torch.empty(shape, dtype=torch.float32, device=hidden.device)
     for part in _chunks(len(targets), vocabulary):
-        logits = hidden[part] if weight is None else hidden[part] @ weight.T
+        logits = hidden[part].clone() if weight is None else hidden[part] @ weight.T
         losses[part], grad_logits = loss.compute(logits, targets[part], vocabulary, part)
         if scales is not None:
             grad_logits *= scales[part, None].to(grad_logits.dtype)
@@ -182,7 +189,7 @@ def _chunks(num_targets: int, vocabulary: int) -> Iterator[slice]:
     yield from (slice(begin, begin + size) for begin in range(0, num_targets, size))
 
 
-def _losses_and_gradient(
+def losses_and_gradient(
     products: torch.Tensor, targets: torch.Tensor, vocabulary: int, transform: LogitTransform
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the losses of logits [N, V], and the gradient of their sum; columns from `vocabulary` on are padding."""

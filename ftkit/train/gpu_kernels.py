@@ -132,6 +132,27 @@ def _first_kept(probability: float) -> int:
     return round(probability * 2**32) - 2**31
 
 
+def has_kernels(tensor: torch.Tensor) -> bool:
+    return triton is not None and tensor.is_cuda
+
+
+def cross_entropy(
+    products: torch.Tensor, targets: torch.Tensor, vocabulary: int, scale: float, cap: float | None
+) -> torch.Tensor:
+    """Return the losses of logits, fp32 [N], and overwrite `products`, [N, V], with the gradient of the losses' sum.
+
+    Logits are products times `scale`, then soft-capped if `cap`; columns from `vocabulary` on are padding. The products
+    are read twice and written once.
+    """
+    num_rows, num_columns = products.shape
+    losses = torch.empty(num_rows, dtype=torch.float32, device=products.device)
+    _cross_entropy_kernel[(num_rows,)](
+        products, targets, losses, num_columns, vocabulary, scale, cap or 1.0, IS_CAPPED=cap is not None,
+        BLOCK=2 * _ELEMENTS, num_warps=8,
+    )  # fmt: skip
+    return losses
+
+
 def can_update(parameter: torch.Tensor) -> bool:
     """Return whether `update_adamw` updates a parameter, or a rank's shard of it, faster than torch's fused kernel."""
     return (
@@ -155,8 +176,8 @@ def update_adamw(
 ) -> None:
     """Update a parameter and its moments in place (Loshchilov & Hutter 2019, algorithm 2, as torch computes it).
 
-    All tensors are fp32. The gradient is divided by `divisor`, [], and not changed. `num_steps`, [], includes this
-    update; if `is_skipped`, [], is 1, nothing changes. `group` has the optimizer's constants.
+    All tensors are fp32; the gradient may be bf16. It is divided by `divisor`, [], and not changed. `num_steps`, [],
+    includes this update; if `is_skipped`, [], is 1, nothing changes. `group` has the optimizer's constants.
     """
     beta1, beta2 = group["betas"]
     log2_beta1, log2_beta2 = (math.log2(beta) if beta else -math.inf for beta in (beta1, beta2))
@@ -212,6 +233,45 @@ def _average_rows_kernel(rows, averages, num_rows, numel, BLOCK: tl.constexpr):
     for row in range(num_rows):
         total += tl.load(rows + row * numel + column, mask=inside).to(tl.float32)
     tl.store(averages + column, (total / num_rows).to(averages.dtype.element_ty), mask=inside)
+
+
+@_jit
+def _logits_of(products, scale, cap, IS_CAPPED: tl.constexpr):
+    logits = products.to(tl.float32) * scale
+    if IS_CAPPED:
+        logits = cap - 2 * cap / (tl.exp(2 * logits / cap) + 1)  # cap * tanh(logits / cap)
+    return logits
+
+
+@_jit
+def _cross_entropy_kernel(
+    products, targets, losses, num_columns, vocabulary, scale, cap, IS_CAPPED: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    products += row * num_columns
+    target = tl.load(targets + row)
+    largest = tl.full((BLOCK,), -1e30, tl.float32)  # finite, so that columns without values give no NaN
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, vocabulary, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column < vocabulary
+        logits = _logits_of(tl.load(products + column, mask=inside, other=0.0), scale, cap, IS_CAPPED)
+        logits = tl.where(inside, logits, -1e30)
+        larger = tl.maximum(largest, logits)
+        total = total * tl.exp(largest - larger) + tl.exp(logits - larger)
+        largest = larger
+    maximum = tl.max(largest, axis=0)
+    lse = maximum + tl.log(tl.sum(total * tl.exp(largest - maximum), axis=0))
+    tl.store(losses + row, lse - _logits_of(tl.load(products + target), scale, cap, IS_CAPPED))
+    tl.debug_barrier()  # the target's product is overwritten below
+    for first in range(0, num_columns, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        logits = _logits_of(tl.load(products + column, mask=column < num_columns, other=0.0), scale, cap, IS_CAPPED)
+        gradient = (tl.exp(logits - lse) - tl.where(column == target, 1.0, 0.0)) * scale
+        if IS_CAPPED:
+            gradient *= 1 - (logits / cap) * (logits / cap)
+        gradient = tl.where(column < vocabulary, gradient, 0.0).to(products.dtype.element_ty)
+        tl.store(products + column, gradient, mask=column < num_columns)
 
 
 @_jit
@@ -275,7 +335,7 @@ def _update_adamw_kernel(
     step = tl.load(num_steps).to(tl.float64)  # 1 - beta^n would lose digits in fp32
     correction1 = (1 - tl.exp2(step * log2_beta1)).to(tl.float32)
     correction2 = tl.sqrt((1 - tl.exp2(step * log2_beta2)).to(tl.float32))
-    gradients = tl.load(gradient + index, mask=inside) / tl.load(divisor)
+    gradients = tl.load(gradient + index, mask=inside).to(tl.float32) / tl.load(divisor)
     averages = tl.load(average + index, mask=inside)
     averages += rate1 * (gradients - averages)
     squares = tl.load(square + index, mask=inside)

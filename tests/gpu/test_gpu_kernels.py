@@ -10,6 +10,7 @@ from torch import nn
 
 from ftkit.train import gpu_kernels
 from ftkit.train.components.optimizer import FusedAdamW
+from ftkit.train.fused_loss import LogitTransform, losses_and_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,6 +52,29 @@ def test_rows_are_averaged_as_torch_averages(shape: tuple[int, int], averaged_in
     torch.testing.assert_close(averages, torch.mean(rows, dim=0, dtype=averaged_in))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(0.25, 3.0)])
+@pytest.mark.parametrize(("vocabulary", "num_columns"), [(1000, 1024), (100_278, 100_288), (5, 64)])
+def test_the_loss_of_logits_and_its_gradient_match_torch(
+    vocabulary: int, num_columns: int, transform: LogitTransform, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    products = (8 * torch.randn(70, num_columns, device="cuda")).to(dtype)
+    targets = torch.randint(vocabulary, (70,), device="cuda")
+    expected, gradient = losses_and_gradient(products, targets, vocabulary, transform)
+    losses = gpu_kernels.cross_entropy(products, targets, vocabulary, transform.scale, transform.cap)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(products, gradient, rtol=8e-3 if dtype == torch.bfloat16 else 1e-4, atol=1e-6)
+
+
+def test_a_loss_that_is_not_finite_has_no_finite_gradient() -> None:
+    products = torch.randn(3, 1000, device="cuda", dtype=torch.bfloat16)
+    products[0, 7], products[1, 7] = torch.nan, torch.inf
+    losses = gpu_kernels.cross_entropy(products, torch.tensor([7, 8, 9], device="cuda"), 1000, 1.0, None)
+    assert losses.isfinite().tolist() == [False, False, True]
+    assert products.isfinite().all(dim=1).tolist() == [False, False, True]
+
+
 def test_updates_of_large_parameters_match_torch() -> None:
     torch.manual_seed(0)
     found = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in ((2000, 1053), (1 << 21,), (64, 64), (64,))]
@@ -65,8 +89,9 @@ def test_updates_of_large_parameters_match_torch() -> None:
         ours.found_inf = torch.tensor(float(is_skipped), device="cuda")
         ours.grad_scale = torch.tensor(4.0, device="cuda")
         for parameter, other in zip(found, expected, strict=True):
-            other.grad = torch.randn_like(other)
-            parameter.grad = other.grad * (torch.nan if is_skipped else 4.0)
+            own = torch.randn_like(other).bfloat16()
+            other.grad = own.float()
+            ours.gradients[parameter] = own * (torch.nan if is_skipped else 4.0)
         ours.step()
         if not is_skipped:
             theirs.step()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import builtins
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from gpu_models import IDS, LENGTH, VOCABULARY, architecture, training
 from preference_samples import batch_of, change_adapters, store_of
 from transformers import AutoModelForCausalLM
 
-from ftkit.config.training import TrainingPlan
 from ftkit.errors import PrerequisiteError
-from ftkit.models.architecture import ArchitectureSpec
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.probe import run_probe
 from ftkit.train.distributed.verification import verify_isolation, verify_logits
@@ -28,22 +26,6 @@ if TYPE_CHECKING:
     from ftkit.train.world import World
 
 pytestmark = pytest.mark.gpu
-LENGTH, VOCABULARY = 512, 1000
-IDS: Any = SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=0)
-
-
-def training(**changes: Any) -> TrainingPlan:
-    fields = {"sequence_length": LENGTH, "global_batch_size": 2, "micro_batch_size": 2, "max_steps": 1}
-    return TrainingPlan.model_validate({"learning_rate": 1e-3, "precision": "bf16", **fields, **changes})
-
-
-def architecture(family: str, **changes: Any) -> ArchitectureSpec:
-    fields = {
-        "family": family, "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-        "max_position_embeddings": LENGTH, "initializer_range": 0.08,
-    }  # fmt: skip
-    return ArchitectureSpec.model_validate(fields | changes)
 
 
 @pytest.mark.parametrize(

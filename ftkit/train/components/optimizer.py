@@ -15,7 +15,7 @@ from ftkit.train.gpu_kernels import can_update, can_update_8bit, update_adamw, u
 from ftkit.train.model.local_shard import local_tensor
 from ftkit.train.model.vision import trained_vision
 from ftkit.train.private_apis.libraries import import_bitsandbytes, zero3_partition
-from ftkit.train.private_apis.torch import add_to_all
+from ftkit.train.private_apis.torch import add_to_all, cast_all
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,7 +65,8 @@ class FusedAdamW(torch.optim.AdamW):
     """AdamW with one kernel per large parameter on a GPU, and torch's fused kernel for all others.
 
     As with `torch.amp.GradScaler`, a step is skipped unless `found_inf` is 0, and gradients are divided by
-    `grad_scale`; both are fp32 scalars on the device.
+    `grad_scale`; both are fp32 scalars on the device. `gradients` has those of another dtype than their parameters',
+    which torch does not allow in `grad`.
     """
 
     found_inf: torch.Tensor | None = None
@@ -73,12 +74,16 @@ class FusedAdamW(torch.optim.AdamW):
 
     def __init__(self, params: ParamsT, lr: float, betas: tuple[float, float]) -> None:
         super().__init__(params, lr=lr, betas=betas, fused=True)
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override] # no closure is ever given
         del closure
         for group in self.param_groups:
-            self._update([parameter for parameter in group["params"] if parameter.grad is not None], group)
+            self._update([each for each in group["params"] if self._gradient(each) is not None], group)
+
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return self.gradients.get(parameter, parameter.grad)
 
     def _update(self, parameters: list[torch.Tensor], group: Group) -> None:
         updates = [self._tensors(parameter) for parameter in parameters]
@@ -94,6 +99,8 @@ class FusedAdamW(torch.optim.AdamW):
             beta1, beta2 = group["betas"]
             constants = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")}
             parameters, gradients, averages, squares, num_steps_of_each = map(list, zip(*small, strict=True))
+            if self.gradients:
+                gradients = cast_all(gradients, torch.float32)
             adamw(
                 parameters, gradients, averages, squares, [], num_steps_of_each,
                 beta1=beta1, beta2=beta2, grad_scale=self.grad_scale, found_inf=self.found_inf, **constants,
@@ -111,7 +118,7 @@ class FusedAdamW(torch.optim.AdamW):
         if not state:  # as torch does in the first step
             state["step"] = torch.zeros((), device=parameter.device)
             state |= {name: torch.zeros_like(parameter) for name in _MOMENTS}
-        gradient = cast("torch.Tensor", parameter.grad)
+        gradient = cast("torch.Tensor", self._gradient(parameter))
         return [
             local_tensor(each) for each in (parameter, gradient, *(state[name] for name in _MOMENTS), state["step"])
         ]
@@ -192,7 +199,7 @@ class AdamW8bit(FusedAdamW):
         states = [self._state_of(parameter) for parameter in large]
         add_to_all([state["step"] for state in states], 1 - is_skipped)
         for parameter, state in zip(large, states, strict=True):
-            values, gradient = local_tensor(parameter), local_tensor(cast("torch.Tensor", parameter.grad))
+            values, gradient = local_tensor(parameter), local_tensor(cast("torch.Tensor", self._gradient(parameter)))
             if not values.numel():  # a rank's shard of a parameter with few rows may be empty
                 continue
             average, square = (
@@ -204,8 +211,9 @@ class AdamW8bit(FusedAdamW):
                     group=group, divisor=divisor, is_skipped=is_skipped,
                 )  # fmt: skip
             elif not is_skipped:  # host sync, if a GPU has no Triton
+                gradient = gradient.to(values.dtype).div_(divisor)
                 self._library.optimizer_update_8bit_blockwise(
-                    "adam", gradient.div_(divisor), values, average[0], square[0], *group["betas"], 0.0, 0.0,
+                    "adam", gradient, values, average[0], square[0], *group["betas"], 0.0, 0.0,
                     group["eps"], int(state["step"]), group["lr"], average[2], square[2], average[1], square[1],
                     weight_decay=group["weight_decay"],
                 )  # fmt: skip

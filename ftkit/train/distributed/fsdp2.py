@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
 from ftkit.train.checkpoint.loading import check_model, read_state, saved_sizes
 from ftkit.train.components.optimizer import HostStateAdamW, make_optimizer
 from ftkit.train.distributed.collectives import choose_collectives
+from ftkit.train.distributed.cuda_graphs import GraphedDecoder, can_capture
 from ftkit.train.distributed.pack_parallel import divide_layers
 from ftkit.train.engine import InitWeights, ShardingStats, State, collect_sharding_stats
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
@@ -42,6 +43,7 @@ from ftkit.train.private_apis.torch import (
     FSDP2_ON_CPUS,
     TORCH,
     ReplacedParameters,
+    cast_all,
     complete_cpu_streams,
     set_collectives,
 )
@@ -52,8 +54,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ftkit.config.training import TrainingPlan
+    from ftkit.train.distributed.cuda_graphs import Receive
+    from ftkit.train.private_apis.torch import Ctx
 
 _DEFAULT = EnginePlan("fsdp2", "")
+_STEPS_BEFORE_GRAPHS = 2  # the first ones compile, and a second number of documents may compile again
 _NORM_EPSILON = 1e-6
 """Added to the norm of gradients when they are clipped, as in `torch.nn.utils.clip_grads_with_norm_`."""
 
@@ -63,8 +68,9 @@ class Fsdp2Engine:
 
     On one process, nothing is sharded unless parameters are offloaded: FSDP2 would copy each weight into a buffer and
     out of it, and keep the host busier than the GPU (docs/adr/0001). The arithmetic is the same as FSDP2's. From a
-    step's first forward to its last backward, the model has copies of its weights in the compute dtype, and their
-    gradients are added to the fp32 ones. That backward frees each copy after its last use. Adapters are cast on use.
+    step's first forward to its last backward, the model has copies of its weights in the compute dtype. That backward
+    frees each copy after its last use. Their gradients are added to fp32 ones; those of a step's only micro-batch stay
+    in the compute dtype, which takes half the memory and gives the same update. Adapters are cast on use.
     """
 
     def __init__(
@@ -79,7 +85,9 @@ class Fsdp2Engine:
         self._training = training
         self._is_unsharded = world.size == 1 and training.offload != "all"
         self._weights_of_step: ExitStack | None = None
-        self._is_last_backward = False
+        self._has_all_copies = False  # of weights; otherwise of the output projection's
+        self._is_only_backward = self._is_last_backward = False  # of a step
+        self._anchor = torch.zeros((), requires_grad=True)
         self._chosen = chosen
         _check_support(hf_model, world, is_sharded=not self._is_unsharded)
         is_empty = any(parameter.is_meta for parameter in hf_model.parameters())
@@ -96,12 +104,13 @@ class Fsdp2Engine:
         self._shards = list(hf_model.parameters())
         """The sharded parameters; forward and backward replace them with unsharded ones in the model."""
         self._parameters = ReplacedParameters(hf_model)
-        if self._is_unsharded and training.adapters is None:
-            # A weak reference, because garbage collection can't follow the hooks of parameters.
-            free_copy = partial(_free_copy, weakref.ref(self))
-            for parameter in filter(lambda each: each.requires_grad, self._shards):
-                parameter.register_post_accumulate_grad_hook(free_copy)
         self.optimizer = make_optimizer(hf_model, training)
+        self._num_steps, self._num_backwards = 0, 0  # so far, and in the current step
+        self._graphs = None
+        if self._is_unsharded and chosen.replays_graphs and can_capture(self.model):
+            leaves = [self._anchor, *(shard for shard in self._shards if shard.requires_grad)]
+            cast = partial(self._cast_weights, None)
+            self._graphs = GraphedDecoder(self.model, leaves, cast, self.add_gradient)
         self._update_scales()
 
     def sharding_stats(self) -> ShardingStats:
@@ -129,24 +138,58 @@ class Fsdp2Engine:
         rows = shape[0] if shape else 1
         return -(-rows // num_shards) * (torch.Size(shape).numel() // max(1, rows))
 
-    def _cast_weights(self) -> AbstractContextManager[object]:
-        """Replace an unsharded model's weights by copies in the compute dtype; else, FSDP2 or autocast casts."""
+    def _cast_weights(
+        self, parameters: Iterable[torch.Tensor] | None = None, receive: Receive | None = None
+    ) -> AbstractContextManager[object]:
+        """Replace an unsharded model's weights, or some, by copies in the compute dtype; otherwise, others cast.
+
+        `receive` gets a parameter and its gradient, by default `add_gradient`.
+        """
         dtype = DTYPES[self._training.compute_precision]
         if not self._is_unsharded or self._training.adapters is not None or dtype == torch.float32:
             return nullcontext()
-        return self._parameters.by(lambda parameter: parameter.to(dtype))
+        # A weak reference, because garbage collection can't follow the context of an autograd function.
+        receive = receive or partial(_receive_gradient, weakref.ref(self))
+        chosen = [*(self._shards if parameters is None else parameters)]
+        copies = dict(zip(chosen, cast_all(chosen, dtype), strict=True))
 
-    def free_copy(self, parameter: torch.Tensor) -> None:
-        """Free a weight's copy in the compute dtype after its last gradient of the step."""
+        def copy(parameter: torch.Tensor) -> torch.Tensor:
+            copied: torch.Tensor = copies.pop(parameter)
+            if not parameter.requires_grad:
+                return copied
+            own: torch.Tensor = ComputeCopy.apply(self._anchor, copied, partial(receive, parameter))  # type: ignore[no-untyped-call]
+            return own
+
+        return self._parameters.by(copy, chosen)
+
+    def add_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add the gradient of a micro-batch, in the parameter's or in the compute dtype; may keep the tensor itself."""
+        kept = self.optimizer.gradients
         if self._is_last_backward:
-            self._parameters.restore(parameter)
+            self._parameters.restore(parameter)  # frees its copy
+        if self._is_only_backward and gradient.dtype != parameter.dtype:
+            kept[parameter] = kept[parameter] + gradient if parameter in kept else gradient
+        elif parameter.grad is None:
+            parameter.grad = gradient.to(parameter.dtype)
+        else:
+            parameter.grad += gradient
 
     def forward(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
-        if self._weights_of_step is None:
-            self._weights_of_step = ExitStack()
-            self._weights_of_step.enter_context(self._cast_weights())
-        loss: torch.Tensor = self.model(batch=batch, source_losses=source_losses)
+        hidden = None
+        if self._graphs is not None and self._num_steps >= _STEPS_BEFORE_GRAPHS:
+            hidden = self._graphs.hidden_states(batch)
+        if self._weights_of_step is None or (hidden is None and not self._has_all_copies):
+            self._end_copies()
+            self._weights_of_step, self._has_all_copies = ExitStack(), hidden is None
+            projection = self.model.hf_model.get_output_embeddings().parameters()
+            self._weights_of_step.enter_context(self._cast_weights(None if hidden is None else projection))
+        loss: torch.Tensor = self.model(batch=batch, source_losses=source_losses, hidden=hidden)
         return loss
+
+    def _end_copies(self) -> None:
+        if self._weights_of_step is not None:
+            self._weights_of_step.close()
+            self._weights_of_step = None
 
     def backward(self, loss: torch.Tensor, num_labels: int, *, is_last: bool) -> None:
         """Accumulate gradients; see `Engine.backward`.
@@ -160,16 +203,19 @@ class Fsdp2Engine:
         if self._chosen.defers_sync:
             root.set_requires_gradient_sync(is_last)
             root.set_reshard_after_backward(is_last or not self._chosen.keeps_weights)
-        self._is_last_backward = is_last
+        self._is_only_backward, self._is_last_backward = is_last and not self._num_backwards, is_last
+        self._num_backwards += 1
         # FSDP2 averages gradients over the ranks that share a layer; the loss is a mean over the labels of all ranks.
         torch.autograd.backward(loss * (self._world.num_layer_ranks / num_labels))
-        self._is_last_backward = False
-        if is_last and self._weights_of_step is not None:
-            self._weights_of_step.close()
-            self._weights_of_step = None
+        self._is_only_backward = self._is_last_backward = False
+        if is_last:
+            self._num_backwards = 0
+            self._end_copies()
 
     @contextmanager
     def inference(self) -> Iterator[CausalLM]:
+        if self._graphs is not None:
+            self._graphs.release()
         self.model.eval()
         try:
             with torch.no_grad(), self._cast_weights():
@@ -194,15 +240,21 @@ class Fsdp2Engine:
                 module.reshard()
 
     def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:
-        norm = gradient_norm(self._shards)
+        norm = gradient_norm(self._gradients())
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group["factor"]
         self.optimizer.grad_scale = ((norm + _NORM_EPSILON) / max_norm).clamp(min=1.0)
         self.optimizer.found_inf = 1.0 - norm.isfinite().float()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.optimizer.gradients.clear()
         self._update_scales()
+        self._num_steps += 1
         return norm
+
+    def _gradients(self) -> list[torch.Tensor]:
+        found = (self.optimizer.gradients.get(shard, shard.grad) for shard in self._shards)
+        return [each for each in found if each is not None]
 
     def _update_scales(self) -> None:
         if self._gathered_scales is not None:
@@ -213,7 +265,7 @@ class Fsdp2Engine:
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         return {
             "parameters": [local_tensor(shard) for shard in self._shards],
-            "gradients": [local_tensor(shard.grad) for shard in self._shards if shard.grad is not None],
+            "gradients": [local_tensor(gradient) for gradient in self._gradients()],
             "optimizer": [local_tensor(value) for value in states if torch.is_tensor(value)],
         }
 
@@ -257,9 +309,25 @@ class Fsdp2Engine:
         return {name: cast("torch.Tensor", value) for name, value in weights.items() if name in saved}
 
 
-def _free_copy(engine: weakref.ref[Fsdp2Engine], parameter: torch.Tensor) -> None:
+class ComputeCopy(torch.autograd.Function):
+    """A copy in the compute dtype, whose gradient goes to a function instead of to autograd, which would cast it."""
+
+    @staticmethod
+    def forward(
+        ctx: Ctx, _: torch.Tensor, copied: torch.Tensor, receive: Callable[[torch.Tensor], None]
+    ) -> torch.Tensor:
+        ctx.receive = receive
+        return copied.detach()
+
+    @staticmethod
+    def backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[None, None, None]:
+        ctx.receive(gradient)
+        return None, None, None
+
+
+def _receive_gradient(engine: weakref.ref[Fsdp2Engine], parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     if (owner := engine()) is not None:
-        owner.free_copy(parameter)
+        owner.add_gradient(parameter, gradient)
 
 
 def _check_support(model: nn.Module, world: World, *, is_sharded: bool) -> None:

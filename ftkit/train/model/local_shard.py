@@ -114,18 +114,18 @@ def _chunk(indices: range, rank: int, size: int) -> range:
     return indices[min(rank * share, len(indices)) : min((rank + 1) * share, len(indices))]
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """Return the norm of all gradients, with any mix of shardings, as a scalar on the device. Collective.
+def gradient_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of all gradients, with any mix of shardings, as an fp32 scalar on the device. Collective.
 
     DTensor's own norm plans collectives in time quadratic in the number of gradients: a second in step 1 of 48 layers.
     """
     groups: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[torch.Tensor]] = defaultdict(list)
-    for gradient in (each.grad for each in parameters if each.grad is not None):
+    for gradient in gradients:
         layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
         groups[layout].append(gradient if layout is None else local_tensor(gradient))
     norms = []
     for layout, group in groups.items():
-        norm = torch.linalg.vector_norm(torch.stack(find_norms(group, 2.0)))
+        norm = torch.linalg.vector_norm(torch.stack(find_norms(group, 2.0, torch.float32)))
         if layout is not None:
             mesh, placements = layout
             norm.square_()

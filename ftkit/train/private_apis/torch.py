@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -54,8 +54,9 @@ process_group: Callable[[str], ProcessGroup] = distributed_c10d._resolve_process
 dump_memory_snapshot: Callable[[Path], None] = torch.cuda.memory._dump_snapshot  # noqa: SLF001
 """Writes the recorded CUDA allocations to a path."""
 add_to_all = torch._foreach_add_  # adds a scalar to tensors in one kernel
+copy_all = torch._foreach_copy_  # copies tensors into others, of any dtype, in few kernels
 find_norms = torch._foreach_norm  # noqa: SLF001
-"""Returns the norm of each tensor, of a given order, in few kernels; of order infinity, the amax."""
+"""Returns the norm of each tensor, of a given order and in a dtype, in few kernels; of order infinity, the amax."""
 hooks_with_kwargs = module._global_forward_hooks_with_kwargs  # noqa: SLF001
 """Ids of global hooks with keyword arguments; torch does not delete them when the hooks are removed."""
 symmetric_memory = _symmetric_memory  # the module with `empty` and `rendezvous`: GPU memory that peers have mapped
@@ -67,6 +68,13 @@ scaled_mm = torch._scaled_mm  # noqa: SLF001
 SCALED_MM = torch.ops.aten._scaled_mm.default  # noqa: SLF001
 GROUPED_MM = getattr(torch.ops.aten, "_grouped_mm", None)
 """Operators of FP8 matmuls and of experts (torch 2.8 and newer), which activation checkpointing recognizes."""
+
+
+def cast_all(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return copies of tensors in a dtype, without gradients, in few kernels."""
+    copies = [torch.empty_like(each, dtype=dtype, requires_grad=False) for each in tensors]
+    copy_all(copies, [each.detach() for each in tensors])
+    return copies
 
 
 class ReplacedParameters:
@@ -84,22 +92,28 @@ class ReplacedParameters:
                     self._places.setdefault(parameter, []).append((owner, name))
 
     @contextmanager
-    def by(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-        """Replace each parameter with `change(parameter)` in the block; tied parameters get one tensor.
+    def by(self, change: Callable[[torch.Tensor], torch.Tensor], parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Replace these parameters with `change(parameter)` in the block; tied parameters get one tensor.
 
         A backward pass that recomputes activations calls modules again, so it must be in the block.
         """
-        for parameter in self._places:
+        before = {each: self._get(each) for each in parameters}
+        for parameter in before:
             self._put(parameter, change(parameter))
         try:
             yield
         finally:
-            for parameter in self._places:
-                self.restore(parameter)
+            for parameter, value in before.items():
+                self._put(parameter, value)
 
     def restore(self, parameter: torch.Tensor) -> None:
         """Restore a parameter before the end of `by`. Nothing else holds the replacement, so its memory is freed."""
         self._put(parameter, parameter)
+
+    def _get(self, parameter: torch.Tensor) -> torch.Tensor:
+        owner, name = self._places[parameter][0]
+        value: torch.Tensor = owner[name]
+        return value
 
     def _put(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
         for owner, name in self._places[parameter]:

@@ -1,0 +1,202 @@
+"""CUDA graphs of the decoder's forward and backward pass, so that one process launches a micro-batch as two graphs.
+
+A decoder has thousands of kernels, and short micro-batches finish them sooner than the host launches them. The graphs
+have the same kernels in the same order. Embedding to final norm is captured; output projection, loss and update are
+not, because their shapes depend on the number of labels.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from ftkit.errors import one_line
+from ftkit.train.causal_lm import CausalLM, MicroBatch
+from ftkit.train.model.hf_model import has_recurrent_layers
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from ftkit.train.private_apis.torch import Ctx
+
+log = logging.getLogger(__name__)
+
+Receive = Callable[["torch.Tensor", "torch.Tensor"], None]  # is called with a parameter and its gradient
+
+MIN_DOCUMENTS = 64  # the least capacity of `cu_seqlens`, as of cuDNN's graphs
+SPARE_MEMORY = 0.03
+"""Fraction of the GPU's memory that must be free after the capture: other tensors can't use the memory of graphs."""
+
+
+def can_capture(model: CausalLM) -> bool:
+    """Return whether a decoder's kernels are the same for all packs, apart from the contents of tensors."""
+    return not (model.has_head_layers or model.routers.exist or has_recurrent_layers(model.hf_model.config))
+
+
+class GraphedDecoder:
+    """Captures the decoder at its first call, and replays it at all later ones.
+
+    Gradients are in the memory of the backward graph until the next forward. If the decoder can't be captured, such as
+    one that waits for the device, `hidden_states` returns None.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        leaves: Sequence[torch.Tensor],
+        cast: Callable[[Receive], AbstractContextManager[object]],
+        receive: Receive,
+    ) -> None:
+        """Prepare to capture; `receive` is called in each backward pass, with every parameter that has a gradient.
+
+        Args:
+            model: the model with the decoder.
+            leaves: parameters that the model computes with, and the input of copies of others.
+            cast: a context in which the model computes with copies; their gradients go to its argument.
+            receive: keeps or adds up the gradients.
+        """
+        self._model = model
+        self._leaves = leaves
+        self._cast = cast
+        self._receive = receive
+        self._captured: _Captured | None = None
+        self._is_impossible = False
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def hidden_states(self, batch: MicroBatch) -> torch.Tensor | None:
+        """Return the last hidden states, [B, T, H], valid until the next call; None if it can't be captured."""
+        if self._is_impossible or batch.attention_mask is not None or batch.picture_tokens is not None:
+            return None
+        if self._captured is None or not self._captured.accepts(batch):
+            self.release()
+            self._capture(batch)
+        if self._captured is None:
+            return None
+        self._captured.replay_forward(batch)
+        hidden: torch.Tensor = _Replay.apply(self._anchor, self._captured)  # type: ignore[no-untyped-call]
+        return hidden
+
+    def release(self) -> None:
+        """Free the memory of the graphs; the next call captures again."""
+        if self._captured is not None:
+            self._captured.move_gradients()
+            self._captured = None
+            torch.cuda.empty_cache()
+
+    def _capture(self, batch: MicroBatch) -> None:
+        try:
+            self._captured = _Captured(self._model, self._leaves, batch, self._cast, self._receive)
+        except RuntimeError as error:  # also of the allocator
+            self._give_up(one_line(error))
+            return
+        free, total = torch.cuda.mem_get_info(batch.input_ids.device)
+        if free < SPARE_MEMORY * total:
+            self._give_up(f"they leave only {free / 2**30:.1f} GiB of memory free")
+
+    def _give_up(self, reason: str) -> None:
+        log.info("layers run without CUDA graphs, which takes the host longer: %s", reason)
+        self._is_impossible = True
+        self.release()
+
+
+class _Captured:
+    """The two graphs, with the tensors that they read and write."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        leaves: Sequence[torch.Tensor],
+        batch: MicroBatch,
+        cast: Callable[[Receive], AbstractContextManager[object]],
+        receive: Receive,
+    ) -> None:
+        self._receive = receive
+        self._inputs = _with_room(_inputs_of(batch))
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and their gradients
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        # Other threads prefetch batches, so they may allocate pinned memory during the capture.
+        capture = partial(
+            torch.cuda.graph, pool=torch.cuda.graph_pool_handle(), stream=stream, capture_error_mode="thread_local"
+        )  # fmt: skip
+        with capture(self._forward), cast(lambda *own: self._gradients.append(own)):  # host sync: once
+            hidden = model(compute=CausalLM.hidden_states, batch=self._inputs)
+        self._gradient = torch.empty_like(hidden)
+        with capture(self._backward):  # host sync: once
+            computed = torch.autograd.grad(hidden, leaves, self._gradient, allow_unused=True)
+        self.hidden = hidden.detach()
+        self._gradients += [(one, each) for one, each in zip(leaves, computed, strict=True) if each is not None]
+
+    def accepts(self, batch: MicroBatch) -> bool:
+        given, own = (_shapes(_inputs_of(each)) for each in (batch, self._inputs))
+        documents, most = (each.pop("cu_seqlens")[0] for each in (given, own))
+        return given == own and documents <= most
+
+    def replay_forward(self, batch: MicroBatch) -> None:
+        self.move_gradients()
+        inputs = _inputs_of(batch)
+        for name, own in _tensors(self._inputs).items():
+            given = _tensors(inputs)[name]
+            if name == "cu_seqlens":  # the rest are empty documents
+                own[len(given) :].fill_(batch.input_ids.numel())
+            own[: len(given)].copy_(given)
+        self._forward.replay()
+
+    def replay_backward(self, gradient: torch.Tensor) -> None:
+        """Compute the parameters' gradients, given that of the hidden states."""
+        self._gradient.copy_(gradient)
+        self._backward.replay()
+        for parameter, own in self._gradients:
+            self._receive(parameter, own)
+
+    def move_gradients(self) -> None:
+        """Move gradients that a micro-batch adds to, because the next replay overwrites them here."""
+        for parameter, own in self._gradients:
+            if parameter.grad is own:
+                parameter.grad = own.clone()
+
+
+class _Replay(torch.autograd.Function):
+    """The decoder's last hidden states as a function of an anchor, which has autograd call the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Ctx, _: torch.Tensor, captured: _Captured) -> torch.Tensor:
+        ctx.captured = captured
+        hidden: torch.Tensor = captured.hidden.detach()
+        return hidden
+
+    @staticmethod
+    def backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[None, None]:
+        ctx.captured.replay_backward(gradient)
+        return None, None
+
+
+def _inputs_of(batch: MicroBatch) -> MicroBatch:
+    """Return a micro-batch without what only the loss reads: its shapes differ between micro-batches."""
+    nothing = batch.labels[:0]
+    return replace(
+        batch, labels=nothing, label_index=nothing, label_sources=None, completion_lengths=None, reference_bits=None,
+        is_desirable=None, kl_bits=None, teacher=None,
+    )  # fmt: skip
+
+
+def _with_room(inputs: MicroBatch) -> MicroBatch:
+    """Return a copy with room for more documents: `cu_seqlens` is padded by empty ones."""
+    num = len(inputs.cu_seqlens) - 1
+    room = max(MIN_DOCUMENTS, 1 << (num - 1).bit_length()) - num
+    padded = functional.pad(inputs.cu_seqlens, (0, room), value=inputs.input_ids.numel())
+    return replace(inputs.each(torch.clone), cu_seqlens=padded)
+
+
+def _tensors(inputs: MicroBatch) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
+
+
+def _shapes(inputs: MicroBatch) -> dict[str, torch.Size]:
+    return {name: each.shape for name, each in _tensors(inputs).items()}
