@@ -20,14 +20,15 @@ from ftkit.cli.terminal.curves import Points, Scale, draw_curve
 from ftkit.cli.terminal.format import count, duration
 from ftkit.cli.terminal.record_lines import record_line
 from ftkit.cli.terminal.run_view import show_end
-from ftkit.errors import FtkitError, RunFailedError
-from ftkit.files import copy_new
+from ftkit.errors import FtkitError, RunFailedError, TrainingError, plural
+from ftkit.files import copy_new, read_json_if_valid
 from ftkit.launch.job_states import Overview, observe_all
 from ftkit.launch.scheduler import scheduler_for
 from ftkit.runs import records
 from ftkit.runs.ends import excluded_nodes
 from ftkit.runs.job import Job, RunState, SubmittedRun
 from ftkit.runs.metrics_file import RecordTail
+from ftkit.runs.script_checks import Verdict
 from ftkit.runs.script_log import read_script_step, without_control
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ _ROOM_FOR_CURVE = 16  # minimum terminal lines for drawing the curve
 
 
 def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None) -> None:
-    """Follow a run until it ends, then show its results.
+    """Follow a run until it ends, then show its results. Raises TrainingError: `--prove` found something.
 
     `tail` reads its records, by default from the first one. A script's output is shown from now on; without `tail`,
     also its last lines.
@@ -69,6 +70,12 @@ def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None
             require_matplotlib()
             save_page(run_page(read_report(run.layout, seen.state)), run.layout.report)
     show_end(run, seen, terminal)
+    if (verdict := read_json_if_valid(run.layout.proof, Verdict)) and verdict.findings:
+        checks = ", ".join(dict.fromkeys(finding.check for finding in verdict.findings))
+        raise TrainingError(
+            f"{run.id}: --prove has {plural(len(verdict.findings), 'finding')}: {checks}",
+            fix=f"what is wrong, and what to change, is in its log: ftkit logs {run.id}",
+        )
 
 
 def _show_until_the_end(run: SubmittedRun, tail: RecordTail, view: PlainView, output: _ScriptOutput | None) -> Job:

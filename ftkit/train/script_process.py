@@ -164,6 +164,8 @@ class ScriptRank:
             from ftkit.train.step_watch import StepWatch  # noqa: PLC0415 - as above
 
             self.plan.layout.rank_steps(self.rank).unlink(missing_ok=True)  # of an earlier start
+            if self.rank == 0:
+                self.plan.layout.proof.unlink(missing_ok=True)
             self._watch = StepWatch(self.rank, self.plan.placement.world_size, self.report_steps)
             self._watch.start()
 

@@ -30,6 +30,7 @@ from ftkit.runs.records import (
     StageRecord,
     StartRecord,
 )
+from ftkit.runs.script_checks import Finding, Verdict
 from ftkit.runs.slow_ranks import RankTiming
 
 if TYPE_CHECKING:
@@ -277,6 +278,21 @@ def test_following_a_script_shows_what_it_prints_and_listings_show_its_steps(
     assert "step 12/100, loss 1.2500, learning rate 1.00e-04" in " ".join(ftkit("status", "last").out.split())
     listed = json.loads(ftkit("runs", "--json").out)[0]
     assert (listed["step"], listed["num_steps"], listed["loss"]) == (12, 100, 1.25)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("checks", [[], ["modes", "shift", "shift"]])
+def test_following_a_script_fails_if_prove_has_findings(
+    ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, sacct_line: Any, checks: list[str]
+) -> None:
+    run = make_run()
+    (run.layout.code / "script").mkdir(parents=True)
+    write_json(run.layout.proof, Verdict([Finding(check, "wrong", "repair it") for check in checks], [], {}, 0.1))
+    programs.answer("squeue")
+    programs.answer("sacct", sacct_line(run, "COMPLETED", "0:0"))
+    followed = ftkit("status", "last", "--follow")
+    assert followed.code == (TrainingError.exit_code if checks else 0)
+    assert ("--prove has 3 findings: modes, shift\n" in followed.err) == bool(checks)
 
 
 @pytest.mark.usefixtures("quick")
