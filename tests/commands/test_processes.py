@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -21,6 +22,18 @@ import atexit, gc, json, os, sys
 from ftkit.cli.main import main
 atexit.register(lambda: print(json.dumps([gc.get_freeze_count(), *sorted(sys.modules)]), file=sys.stderr))
 main(sys.argv[1:])
+"""
+INTERRUPT = """
+import signal, sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == sys.argv[1]:
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+import ftkit.__main__
+print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
 """
 # Libraries that are slow to import. Startup and the completion of commands' names need none of them.
 HEAVY = {"rich", "pydantic", "ruamel.yaml", "jinja2"}
@@ -74,6 +87,13 @@ def test_importing_the_specs_builds_no_validator() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("module", ["click", "none"])
+def test_ctrl_c_during_the_imports_ends_without_a_traceback(module: str) -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPT, module], capture_output=True, text=True, check=False)
+    expected = (-signal.SIGINT, "", "") if module == "click" else (0, "True\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == expected
 
 
 def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
