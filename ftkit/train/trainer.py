@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import accelerate
@@ -113,12 +114,14 @@ class Trainer:
             raise TrainingError("there are no packs to train on", fix="check 'data' in the recipe")
         check_profile(self.plan.recipe.profile, num_steps)
         check_free_host_memory(self.plan, self.world)
-        with out_of_memory_explained(self.plan, self.world, self.trace):
+        mixed_dtypes_explained = partial(verification.mixed_dtypes_explained, self.plan.recipe.training)
+        with out_of_memory_explained(self.plan, self.world, self.trace), mixed_dtypes_explained():
             teacher = self._compute_teacher()
             self._stage("building the model")
             engine, parts, expected, num_parameters = self._build_engine()
         with out_of_memory_explained(self.plan, self.world, self.trace, engine.tensors):
-            is_packed, references = self._verify(engine, expected, store, teacher)
+            with mixed_dtypes_explained():
+                is_packed, references = self._verify(engine, expected, store, teacher)
             progress = self._train(engine, parts, store, num_parameters, (references, teacher), is_packed=is_packed)
         log.info("%s after %d steps, %.0f s in total", progress.outcome, progress.step, time.time() - began)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, get_args
@@ -31,6 +32,7 @@ from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.probe import ProbeResult, _packed_layout, _padded_layout, run_probe
 from ftkit.train.distributed.verification import (
     choose_packing,
+    mixed_dtypes_explained,
     verify_causality,
     verify_isolation,
     verify_logits,
@@ -46,6 +48,7 @@ from ftkit.train.param_count import count_method
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
     from typing import Any
 
@@ -304,6 +307,49 @@ def packing_of(model: Any, world: World, wanted: Packing = "auto") -> str | None
     verify_isolation(probe)
     verify_logits(probe)
     return reason
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_class_that_mixes_dtypes_in_bf16_is_refused_with_what_to_do(
+    precision: str, tokenizer: PreTrainedTokenizerBase, world: World
+) -> None:
+    model, training = build("llama", tokenizer), TRAINING.model_copy(update={"precision": precision})
+    find_decoder_layers(model)[0].register_forward_hook(lambda _, __, output: output.float())
+    engine = Fsdp2Engine(model.train(), training, world)
+    expected = pytest.raises(TrainingError, match="same dtype") if precision == "bf16" else nullcontext()
+    with expected as caught, mixed_dtypes_explained(training):
+        choose_packing(engine, world, "auto", 320, training)
+    assert caught is None or "training.precision=fp32" in caught.value.fix
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: torch.bmm(x.float(), x),
+        lambda x: functional.linear(x.float(), x[0]),
+        lambda x: functional.scaled_dot_product_attention(x[None].float(), x[None].float(), x[None]),
+        lambda x: functional.conv1d(x.float(), x),
+        lambda x: torch.baddbmm(x, x.float(), x.float()),
+        lambda x: torch.zeros(2, 2, 2).scatter_(0, torch.zeros(2, 2, 2, dtype=torch.long), x),
+    ],
+)
+def test_torchs_errors_about_dtypes_are_recognized_with_the_operations_own_words(
+    operation: Callable[[torch.Tensor], torch.Tensor], is_compiled: bool
+) -> None:
+    training = TRAINING.model_copy(update={"precision": "bf16"})
+    run = torch.compile(operation, backend="eager") if is_compiled else operation
+    with pytest.raises(TrainingError) as caught, mixed_dtypes_explained(training):
+        run(torch.zeros(2, 2, 2, dtype=torch.bfloat16))
+    assert len(caught.value.what) < 250, caught.value.what
+    assert "FakeTensor" not in caught.value.what
+
+
+@pytest.mark.parametrize(("precision", "message"), [("fp32", "expected the same dtype"), ("bf16", "shapes differ")])
+def test_other_errors_of_a_model_are_left_as_they_are(precision: str, message: str) -> None:
+    training = TRAINING.model_copy(update={"precision": precision})
+    with pytest.raises(RuntimeError, match=message), mixed_dtypes_explained(training):
+        raise RuntimeError(message)
 
 
 def convolving(tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -6,12 +6,15 @@ A check that fails ends the run in seconds instead of wasting a night.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
+import transformers
 from torch.nn import functional
 
 from ftkit.errors import TrainingError, one_line
@@ -21,6 +24,8 @@ from ftkit.train.distributed.probe import ProbeResult, run_probe
 from ftkit.train.model.hf_model import accepted_inputs, find_decoder
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
     from ftkit.config.data import Packing
@@ -223,6 +228,28 @@ def choose_packing(  # noqa: PLR0913 - what decides it
             fix=f"leave training.{key} out, or choose another model",
         )
     return run_probe(engine, world, vocab_size, *sizes, layout="rows"), reason
+
+
+_MIXED_DTYPES = re.compile(
+    r"[^'\"\n]*(same dtype|scalar type|dtypes (?:match|must)|dtype to be equal|and weight type|mixed dtype)[^'\"\n]*"
+)
+"""What torch's operations say of inputs with several dtypes; in an error of its compiler, the operation's own words."""
+
+
+@contextmanager
+def mixed_dtypes_explained(training: TrainingPlan) -> Iterator[None]:
+    """Convert an error in bf16 of operations whose inputs have several dtypes to one that says what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        found = _MIXED_DTYPES.search(str(error))
+        if found is None or training.compute_precision == "fp32":
+            raise
+        raise TrainingError(
+            f"the model can't compute in bf16: {found[0].strip()}",
+            meaning=f"its class in transformers {transformers.__version__} mixes bf16 with other dtypes",
+            fix="set training.precision=fp32, or choose another model",
+        ) from error
 
 
 def verify_logits(probe: ProbeResult) -> Checks:
