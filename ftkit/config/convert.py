@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ftkit.config.convert_rows import DATASET, OBJECTIVE, Conversion, Row
+from ftkit.config.convert_rows import AS_HERE, DATASET, OBJECTIVE, Conversion, Row
 from ftkit.config.data_sources import expand_source
 from ftkit.config.foreign_files import Code, Settings
 from ftkit.config.objectives import OPTIONS, DistillSpec
@@ -24,6 +24,7 @@ _DOCUMENTS: Final = (
 
 
 _LOADERS: Final = ("json", "csv", "parquet", "arrow", "text")  # names of `load_dataset` for files
+_WEIGHTS: Final = "give each source its share: data.source: [{source: PLACE, weight: SHARE}, …], without num_train"
 _OF_SOURCE: Final = ("path", "subset", "split", "revision", "files", "num")
 _DETECTED: Final = "the format of each source is detected from its first rows (data.format sets one for all)"
 _FILE_NAMES: Final = (".file_name", ".hf_hub_url", ".script_url")
@@ -235,6 +236,8 @@ def _set_objective(it: Conversion) -> None:
         )
     if name:
         it.put("training.objective", name, *(row for rows in named.values() for row in rows))
+        for row in [row for row in it.rows if row.note == AS_HERE]:
+            row.note = "another key sets this"
     if name not in {"", "distill"}:
         it.remove("data.train_on", "completions are trained")
         if not (isinstance(form := it.recipe.get("data.format"), dict) and form["kind"] == "preferences"):
@@ -294,7 +297,11 @@ def _set_datasets(it: Conversion) -> None:
         forms.append(_format(entry, meaning.get("format")))
         train_on = train_on or meaning.get("train_on", "")
         notes += [meaning["note"]] if "note" in meaning else []
+    by_share = _set_weights(it, sources)
+    if any(row.value == "interleave_over" for row in by_share):
+        notes.append("no row repeats here: the source that limits the total is used completely, once")
     if sources:
+        rows += by_share
         note = "; ".join(dict.fromkeys(notes))
         it.put("data.source", sources[0] if len(sources) == 1 else sources, *rows, note=note, is_changed=bool(note))
     for row in [row for row in rows if not row.became]:
@@ -303,6 +310,23 @@ def _set_datasets(it: Conversion) -> None:
         it.put("data.format", forms[0], *form_rows)
     if train_on:
         it.put("data.train_on", train_on)
+
+
+def _set_weights(it: Conversion, sources: list[object]) -> list[Row]:
+    """Give the sources their shares where LLaMA-Factory interleaves datasets; return the rows that set them."""
+    by_kind, by_share = it.take("mixing", _WEIGHTS), it.take("shares", _WEIGHTS)
+    if not any(row.value in {"interleave_under", "interleave_over"} for row in by_kind):
+        for row in by_kind:
+            row.note = "each source contributes all its rows, as here"
+        return []
+    found = [float(each) for row in by_share for each in re.findall(r"\d+\.?\d*|\.\d+", str(row.value))]
+    shares = found or [1.0] * len(sources)
+    is_limited = any(isinstance(source, dict) and "num_train" in source for source in sources)
+    if len(shares) != len(sources) or len(sources) == 1 or not all(shares) or is_limited:
+        return []
+    for number, (source, share) in enumerate(zip(sources, shares, strict=True)):
+        sources[number] = {**(source if isinstance(source, dict) else {"source": source}), "weight": share}
+    return [*by_kind, *by_share]
 
 
 def _sources(entry: Mapping[str, Any], number: object) -> Iterator[Any]:

@@ -28,6 +28,7 @@ OBJECTIVE: Final = "objective="  # prefix of facts that set an objective
 _BNB: Final = re.compile(r"(-unsloth)?-bnb-4bit$")
 _NO_BNB: Final = "the model before bitsandbytes: ftkit quantizes it itself, and refuses weights in 4 bits"
 _UNKNOWN: Final = "ftkit does not know this key: look it up in the tool's documentation"
+AS_HERE: Final = "supervised fine-tuning, as here"
 _SUPERVISED: Final = "Convert the configuration of the supervised stage before it."
 _NO_SOUND: Final = "ftkit trains on text and pictures: rows with sound or video are refused"
 
@@ -112,7 +113,7 @@ class Conversion:
         words = [row.key.lower(), *re.findall(r"\w+", str(row.value).lower())]
         if not row.value or not any(re.search(read_values()["other_objectives"], word) for word in words):
             is_multimodal = any(re.search(read_values()["multimodal"], word) for word in words)
-            row.note = _NO_SOUND if is_multimodal else "supervised fine-tuning, as here"
+            row.note = _NO_SOUND if is_multimodal else AS_HERE
             row.status = "changed" if is_multimodal else row.status
             return
         row.note = "another key sets this"

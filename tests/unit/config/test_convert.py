@@ -278,6 +278,52 @@ def test_datasets_of_llamafactory_are_in_another_file(tmp_path: Path) -> None:
     assert training(found)["lora"] == {"rank": 8, "alpha": 16, "targets": ["q_proj", "v_proj"]}
 
 
+@pytest.mark.parametrize(
+    ("settings", "weights", "status"),
+    [
+        ("mix_strategy: interleave_under\ninterleave_probs: 0.7,0.3", [0.7, 0.3], "converted"),
+        ("mix_strategy: interleave_under", [1.0, 1.0], "converted"),
+        ("mix_strategy: interleave_over\ninterleave_probs: .25, 1", [0.25, 1.0], "changed"),
+        ("mix_strategy: interleave_under\ninterleave_probs: 0.7,0.2,0.1", None, "none"),
+        ("mix_strategy: interleave_under\ninterleave_probs: 1,0", None, "none"),
+        ("mix_strategy: interleave_under\nmax_samples: 9", None, "none"),
+        ("mix_strategy: interleave_once", None, "none"),
+        ("mix_strategy: concat", None, "none"),
+    ],
+)
+def test_interleaved_datasets_of_llamafactory_have_weights_unless_that_differs(
+    tmp_path: Path, settings: str, weights: list[float] | None, status: str
+) -> None:
+    text = LLAMAFACTORY.replace("max_samples: 500", settings)
+    found = converted(tmp_path, {"lora.yaml": text, "dataset_info.json": DATASET_INFO})
+    sources = found.recipe["data"]["source"]
+    given = [source["weight"] for source in sources if isinstance(source, dict) and "weight" in source]
+    assert given == (weights or [])
+    rows = {row.key: row for row in found.rows if row.key in {"mix_strategy", "interleave_probs"}}
+    assert {row.status for row in rows.values()} == {status}
+    is_as_here = rows["mix_strategy"].value in {"concat", "interleave_once"}
+    assert ("as here" in rows["mix_strategy"].note) == is_as_here
+    assert ("weight: SHARE" in rows["mix_strategy"].note) == (weights is None and not is_as_here)
+    assert ("no row repeats here" in rows["mix_strategy"].note) == (status == "changed")
+    (tmp_path / "mine.yaml").write_text(json.dumps(found.recipe))
+    load_recipe(str(tmp_path / "mine.yaml"), Context(tmp_path, tmp_path, {}))
+
+
+@pytest.mark.parametrize("key", ["train_on_eos: all", "datasets: [{path: d.jsonl, train_on_eos: last}]"])
+def test_which_end_tokens_axolotl_trains_is_compared(tmp_path: Path, key: str) -> None:
+    found = converted(tmp_path, {"a.yml": f"base_model: m\nsequence_len: 64\n{key}"})
+    (row,) = (row for row in found.rows if row.key.endswith("train_on_eos"))
+    assert (row.status, row.became, "end token of each trained turn" in row.note) == ("none", "", True)
+
+
+def test_the_command_of_an_objective_is_not_called_supervised(tmp_path: Path) -> None:
+    for stage, is_supervised in (("sft", True), ("dpo", False)):
+        command = f"llamafactory-cli train --stage {stage} --model_name_or_path m --finetuning_type full"
+        found = converted(tmp_path, {"train.sh": command})
+        (row,) = (row for row in found.rows if row.key == "command")
+        assert ("supervised" in row.note) == is_supervised
+
+
 def test_a_command_has_the_number_of_gpus_and_variables(tmp_path: Path) -> None:
     values = training(found := converted(tmp_path, {"train.sh": TRL_SCRIPT}))
     assert values["global_batch_size"] == 2 * 3 * 4
