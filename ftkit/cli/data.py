@@ -19,7 +19,7 @@ from ftkit.cli.commands import command, current_context
 from ftkit.cli.inference import require_packages
 from ftkit.cli.terminal.console import Facts, Styled, Terminal
 from ftkit.cli.terminal.format import count, duration, short_path
-from ftkit.config.data import describe_too_long
+from ftkit.config.data import describe_in_both, describe_too_long
 from ftkit.data.labels import REPEATED_MARKER
 from ftkit.data.staging import prepare_here
 from ftkit.data.upload import upload_data
@@ -306,7 +306,8 @@ def check_command(
     used = f"{num_bad:,} of {num_rows:,} are skipped" if num_bad else f"{plural(num_rows, 'row')}: all can be used"
     warning = inspector.recipe.training.warn_of_balance(num_train - num_rejected, num_rejected)
     held_out = f"{num_fit - num_train:,} are for validation" if warning and num_fit > num_train else ""
-    terminal.say("; ".join(filter(None, [used, dropped, long if too_long.total() else "", held_out, warning])))
+    in_both = describe_in_both(inspector.digests.num_in_both, inspector.recipe.data)
+    terminal.say("; ".join(filter(None, [used, dropped, long if too_long.total() else "", held_out, warning, in_both])))
 
 
 def _fix(num_rows: int, num_bad: int, num_refused: int, fixes: set[str]) -> str:

@@ -19,6 +19,7 @@ from ftkit.config.data_sources import (
     is_inline_template,
     variables_of,
 )
+from ftkit.errors import plural
 from ftkit.paths import is_path
 from ftkit.spec import NonNegativeInt, Spec
 
@@ -368,6 +369,13 @@ def describe_too_long(outcomes: Mapping[str, int]) -> str:
     if counts := {outcome: number for outcome, number in outcomes.items() if number}:
         return ", ".join(f"{number:,} {words[outcome]}" for outcome, number in counts.items())
     return f"longer ones are {' or '.join(words[outcome] for outcome in outcomes)}"
+
+
+def describe_in_both(number: int, data: DataSpec) -> str:
+    """Describe validation documents that are also trained on, by their number; empty if there are none."""
+    drawn = data.validation and data.validation.fraction and data.validation.by == "draw"
+    fix = "; data.validation.by=hash keeps equal rows in one split" if drawn else ""
+    return f"{plural(number, 'validation document')} also trained on, which lowers their loss{fix}" if number else ""
 
 
 _DESCRIPTIONS = {

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from array import array
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, islice, pairwise, zip_longest
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -25,7 +24,7 @@ from ftkit.data.preferences import conversations_of
 from ftkit.data.prepared_data import PreparedData, SourceStats
 from ftkit.data.row_formats import read_example
 from ftkit.data.selection import read_rows
-from ftkit.data.workers import BatchEncoder, EncodedBatch, Totals, check_skipped, encode_rows
+from ftkit.data.workers import BatchEncoder, EncodedBatch, SplitDigests, Totals, check_skipped, encode_rows
 from ftkit.errors import DataError, one_line, plural
 from ftkit.process import num_usable_cpus
 
@@ -198,6 +197,8 @@ class DataInspector:
     recipe: RecipePlan
     encoder: BatchEncoder
     report: Callable[[str], None]  # called every ten seconds with the number of rows read
+    digests: SplitDigests = field(default_factory=SplitDigests)
+    """Of the documents of all rows, once `check` or `stats` has read them."""
 
     def samples(self, num_rows: int) -> Iterator[Sample]:
         """Yield the documents of the first `num_rows` rows that can be used."""
@@ -243,6 +244,7 @@ class DataInspector:
         num_rows, due = 0, time.monotonic() + _REPORT_SECONDS
         for encoded in encode_rows(self.encoder, read_rows(self.recipe.data), num_usable_cpus()):
             num_rows += encoded.num_rows.total() + len(encoded.bad)
+            self.digests.add(encoded, self.recipe.training.documents_per_sample)
             if time.monotonic() >= due:
                 self.report(f"{plural(num_rows, 'row')} so far")
                 due = time.monotonic() + _REPORT_SECONDS
@@ -339,18 +341,12 @@ class DataInspector:
         length = self.recipe.training.sequence_length
         totals = Totals(self.encoder)
         lengths: Counter[int] = Counter()
-        digests = {"train": array("Q"), "validation": array("Q")}  # 8 bytes each: only this memory grows
         per_sample = self.recipe.training.documents_per_sample
         packer, trained = Packer(length, documents_per_sample=per_sample), np.zeros(2)
         num_validation = num_packs = 0
         for encoded in self.check():
             totals.add(encoded)
             num_validation += len(encoded.validation.lengths)
-            for split, found in digests.items():
-                batch = encoded.train if split == "train" else encoded.validation
-                of_pairs = (pair.digest for pair in encoded.pairs if pair.split == split)
-                each = of_pairs if per_sample > 1 else batch.digests()
-                found.frombytes(b"".join(digest[: found.itemsize] for digest in each))
             lengths.update((encoded.train.lengths + encoded.train.starts).tolist())
             if per_sample > 1 and len(encoded.train.lengths):
                 starts = np.cumsum(encoded.train.lengths) - encoded.train.lengths
@@ -360,7 +356,6 @@ class DataInspector:
         num_packs += sum(len(sizes) for _, sizes in packer.finish())
         num_tokens = sum(source.num_tokens for source in totals.sources)
         num_documents = lengths.total()
-        of_train, of_validation = (np.frombuffer(each, np.uint64) for each in digests.values())
         return DataStats(
             formats=tuple(describe_format(encoder.format) for encoder in self.encoder.encoders.values()),
             sources=tuple(totals.sources),
@@ -368,12 +363,12 @@ class DataInspector:
             num_renderings=totals.num_documents,
             num_documents=num_documents,
             num_validation=num_validation,
-            num_in_both=int(np.isin(of_validation, of_train).sum()),
+            num_in_both=self.digests.num_in_both,
             num_tokens=num_tokens,
             num_trained=sum(source.num_targets for source in totals.sources),
             num_too_long=totals.too_long.total(),
             too_long=", ".join(totals.too_long),
-            num_duplicates=len(of_train) - len(np.unique(of_train)),
+            num_duplicates=self.digests.num_duplicates,
             longest=totals.longest,
             mean=sum(length * count for length, count in lengths.items()) / max(1, num_documents),
             median=median_of(lengths),

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from itertools import pairwise
 from typing import Final, Self
@@ -147,14 +147,15 @@ class DocumentBatch:
         lengths, sources, starts, records = self.lengths[at], self.sources[at], self.starts[at], self.records[at]
         return DocumentBatch(tokens, lengths, sources, starts, records, pictures=self.pictures)
 
-    def digests(self) -> Iterator[bytes]:
-        """Yield the SHA-256 of each document, over its tokens with the bit `TRAINED` and its pictures."""
+    @cached_property
+    def digests(self) -> list[bytes]:
+        """The SHA-256 of each document, over its tokens with the bit `TRAINED` and its pictures."""
         tokens, pictures = self.tokens.astype("<u4", copy=False), memoryview(self.pictures)
         ends = np.cumsum(self.lengths)
-        for begin, end, (first, last) in zip(ends - self.lengths, ends, self.records, strict=True):
-            found = sha256(tokens[begin:end].data)
-            found.update(pictures[first:last])
-            yield found.digest()
+        bounds = zip(ends - self.lengths, ends, self.records, strict=True)
+        return [
+            sha256(tokens[begin:end].tobytes() + pictures[first:last]).digest() for begin, end, (first, last) in bounds
+        ]
 
 
 WINDOW_TOKENS = 8 << 20  # tokens of a window: 32 MiB, with enough documents to fill the packs

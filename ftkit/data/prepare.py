@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ftkit.config.data import DataSpec, Format, describe_format, describe_too_long
+from ftkit.config.data import DataSpec, Format, describe_format, describe_in_both, describe_too_long
 from ftkit.config.data_sources import GeneratedSource
 from ftkit.data.conversations import PlainText
 from ftkit.data.encoding import MAX_CHARACTERS, RowEncoder
@@ -19,7 +19,7 @@ from ftkit.data.row_formats import DETECTION_ROWS, check_format, describe_roles,
 from ftkit.data.selection import first_rows, read_rows, split_of
 from ftkit.data.template_probes import find_unread
 from ftkit.data.tokenizers import add_tokens, check_size, find_model_end_tokens, learn_tokenizer, load_tokenizer
-from ftkit.data.workers import BatchEncoder, Totals, encode_rows, share_saved
+from ftkit.data.workers import BatchEncoder, SplitDigests, Totals, encode_rows, share_saved
 from ftkit.errors import DataError, one_line, plural
 from ftkit.planning.plan import PREPARATION_VERSION, RunPlan
 from ftkit.process import num_usable_cpus
@@ -46,6 +46,8 @@ def prepare(plan: RunPlan, report: Callable[[str], None], num_workers: int | Non
         f"{plural(manifest.num_train_packs, 'pack')} of {manifest.sequence_length} tokens, {manifest.fill_ratio:.1%} "
         f"full, {plural(manifest.num_train_targets, 'target')}"
     )
+    if in_both := describe_in_both(manifest.num_in_both, plan.recipe.data):
+        report(in_both)
     if saved := manifest.num_shared_tokens:
         report(f"prompts of pairs are computed once: {saved / (manifest.num_train_tokens + saved):.0%} fewer tokens")
     batch = plan.recipe.training.global_batch_size
@@ -66,7 +68,7 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], n
     encoder = open_encoder(recipe, report)
     encoder.encoders[0].tokenizer.save_pretrained(folder.tokenizer)
     report(f"reading and tokenizing with {plural(num_workers, 'process')}")
-    totals = Totals(encoder)
+    totals, digests = Totals(encoder), SplitDigests()
     with ExitStack() as stack:
         train, validation = (
             _SplitWriter(stack.enter_context(PackWriter(split)), Packer(length, documents_per_sample=num))
@@ -82,6 +84,8 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], n
                 report(f"skipped: {one_line(error)}")
             train.add(encoded.train)
             validation.add(encoded.validation)
+            if recipe.data.has_validation:
+                digests.add(encoded, num)
             rows.write(encoded.validation_rows)
             sources.write(encoded.validation_sources)
         train.finish()
@@ -95,6 +99,7 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], n
         num_train_packs=train.writer.num_packs,
         num_train_tokens=train.writer.num_tokens,
         num_train_targets=train.writer.num_targets,
+        num_in_both=digests.num_in_both,
         num_shared_tokens=train.writer.num_shared,
         num_validation_documents=validation.writer.num_documents,
         num_validation_packs=validation.writer.num_packs,
@@ -118,7 +123,7 @@ class _SplitWriter:
 
     def add(self, documents: DocumentBatch) -> None:
         self.num_row_tokens += count_row_tokens(documents.lengths, self._packer.capacity)
-        total = sum(map(int.from_bytes, documents.digests()), self.sum_of_digests)
+        total = sum(map(int.from_bytes, documents.digests), self.sum_of_digests)
         self.sum_of_digests = total % 2**256
         for packs in self._packer.add(self.writer.keep_pictures(documents)):
             self.writer.write(*packs)

@@ -56,6 +56,7 @@ class DataManifest:
     num_validation_packs: int
     num_too_long: int
     max_seqlen: int
+    num_in_both: int = 0  # validation documents, or pairs, that are also trained on
     num_shared_tokens: int = 0
     """Prompt tokens of training pairs that are stored once, not again for the rejected side (`data.share_prompts`)."""
     num_row_tokens: int = 0

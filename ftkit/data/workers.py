@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import sys
+from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import chain, islice
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from ftkit.config.data import PreferencesFormat, label_of
 from ftkit.config.recipe import RecipePlan, shares_prompts
@@ -109,6 +112,31 @@ class Totals:
                 num_targets=stats.num_targets + targets,
                 num_too_long=stats.num_too_long + batch.num_too_long[number],
             )
+
+
+class SplitDigests:
+    """The first 8 bytes of the digest of each document, or pair, of both splits: only this memory grows."""
+
+    def __init__(self) -> None:
+        self._found = {"train": array("Q"), "validation": array("Q")}
+
+    def add(self, batch: EncodedBatch, documents_per_sample: int) -> None:
+        for split, found in self._found.items():
+            of_pairs = (pair.digest for pair in batch.pairs if pair.split == split)
+            documents = batch.train if split == "train" else batch.validation
+            each = of_pairs if documents_per_sample > 1 else documents.digests
+            found.frombytes(b"".join(digest[: found.itemsize] for digest in each))
+
+    @property
+    def num_in_both(self) -> int:
+        """Number of documents or pairs of the validation split that are also trained on."""
+        train, validation = (np.frombuffer(each, np.uint64) for each in self._found.values())
+        return int(np.isin(validation, train).sum())
+
+    @property
+    def num_duplicates(self) -> int:
+        train = np.frombuffer(self._found["train"], np.uint64)
+        return len(train) - len(np.unique(train))
 
 
 def check_skipped(errors: Sequence[DataError], allowed: int) -> None:

@@ -13,7 +13,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftkit.config.data import AutoFormat, DataSpec, Format, describe_format
+from ftkit.config.data import AutoFormat, DataSpec, Format, describe_format, describe_in_both
 from ftkit.config.data_sources import HubSource
 from ftkit.data.preferences import first_picture
 from ftkit.data.row_formats import DETECTION_ROWS, resolve_format
@@ -162,7 +162,7 @@ def count_documents(plans: Sequence[RunPlan], environment: Mapping[str, str]) ->
     counted = []
     for plan in plans:
         if plan.data.is_prepared:
-            counted.append(replace(plan, documents=_count_prepared(plan)))
+            counted.append(_count_prepared(plan))
             continue
         data, model, most = plan.recipe.data, plan.recipe.model, plan.recipe.training.sequence_length
         known = next((lengths for other, lengths in read if (other.data, other.model) == (data, model)), None)
@@ -180,16 +180,19 @@ def count_documents(plans: Sequence[RunPlan], environment: Mapping[str, str]) ->
     return counted
 
 
-def _count_prepared(plan: RunPlan) -> DocumentFit | None:
+def _count_prepared(plan: RunPlan) -> RunPlan:
     prepared = read_json_if_valid(plan.data.manifest, dict[str, object]) or {}
     total, num_too_long, longest = (prepared.get(name) for name in ("num_documents", "num_too_long", "max_seqlen"))
     if not (isinstance(total, int) and isinstance(num_too_long, int) and isinstance(longest, int) and total):
-        return None
+        return replace(plan, documents=None)
     outcomes = mapping(prepared.get("too_long"))
     too_long = {outcome: number for outcome, number in outcomes.items() if isinstance(number, int)}
     stored, shared = (prepared.get(name) for name in ("num_train_tokens", "num_shared_tokens"))
     saved = shared / (shared + stored) if isinstance(stored, int) and isinstance(shared, int) and shared else None
-    return DocumentFit(total, total - num_too_long, longest, is_complete=True, too_long=too_long, saved=saved)
+    fit = DocumentFit(total, total - num_too_long, longest, is_complete=True, too_long=too_long, saved=saved)
+    in_both = prepared.get("num_in_both")
+    note = describe_in_both(in_both, plan.recipe.data) if isinstance(in_both, int) else ""
+    return replace(plan, documents=fit, notes=(*plan.notes, *filter(None, [note])))
 
 
 def _read_lengths(plan: RunPlan, environment: Mapping[str, str]) -> tuple[list[tuple[str, int]], float | None]:

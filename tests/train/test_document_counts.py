@@ -115,6 +115,26 @@ def test_a_plan_says_what_happens_with_documents_that_do_not_fit(ctx: Context, t
     assert (prepared.documents.is_complete, prepared.documents.too_long) == (True, {"split": 1})
 
 
+@pytest.mark.parametrize("by", ["draw", "hash"])
+def test_preparation_and_the_plan_after_it_say_which_validation_documents_are_also_trained_on(
+    ctx: Context, tokenizer: Path, by: str
+) -> None:
+    path = ctx.project / "twice.jsonl"
+    path.write_text(rows_file(ctx).read_text() * 2)
+    split = f"data.validation={{fraction: 0.5, by: {by}}}"
+    (plan,) = rungs(ctx, tokenizer, f"data.source={path}", split, "training.sequence_length=8192")
+    reports: list[str] = []
+    manifest = PreparedData(prepare(plan, reports.append, 1).root).read_manifest()
+    assert manifest.num_validation_documents > 0
+    assert (manifest.num_in_both > 0) == (by == "draw")
+    (prepared,) = count_documents([plan], {})
+    for texts in (reports, prepared.notes):
+        (*found,) = (text for text in texts if "also trained on" in text)
+        assert all("data.validation.by=hash" in text and str(manifest.num_in_both) in text for text in found)
+        assert len(found) == (by == "draw")
+    assert "also trained on" not in " ".join(plan.notes)
+
+
 def test_a_ladder_that_drops_documents_is_warned_about(ctx: Context, tokenizer: Path) -> None:
     warning = find_other_documents(count_documents(rungs(ctx, tokenizer, LADDER), {}))
     assert warning is not None

@@ -79,7 +79,7 @@ def test_files_have_their_types_whatever_those_of_the_documents(tmp_path: Path) 
 
 def test_a_documents_digest_has_its_pictures() -> None:
     batch = DocumentBatch.of([_described("ab", 1), _described("ab", 2), _described("ab"), _described("ab", 1)])
-    first, second, third, same = batch.digests()
+    first, second, third, same = batch.digests
     assert len({first, second, third}) == 3
     assert first == same
 
