@@ -15,15 +15,16 @@ Python; what follows it is written by `scripts/docs`:
 from __future__ import annotations
 
 import re
+import shlex
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from published import PUBLISHED, predicted_speed
-from recording import CHECKOUT, FOLDER, MEASURED, Record, Row, Training, read_record
+from recording import CHECKOUT, FOLDER, GRAPHS, MEASURED, Record, Row, Training, read_record
 from train import make_plan
 
 from ftkit.config.context import Context
@@ -78,7 +79,9 @@ def plan_again() -> list[Planned]:
             if row.training and row.labels.get("trainer", "ftkit") == "ftkit" and row.labels.get("device") != "cpu":
                 steps = f", {len(row.repeats['step_seconds'])} steps" if row.repeats else ""
                 training = with_kernel(row.training, row.labels)
-                plan = make_plan(training, Path(tempfile.gettempdir()) / "planned")
+                launched = ("training.cuda_graphs=false",) if row.labels.get("note") != GRAPHS else ()
+                ran = replace(training, overrides=(*training.overrides, *launched))
+                plan = make_plan(ran, Path(tempfile.gettempdir()) / "planned")
                 speed = plan.speed.tokens_per_second / training.gpus
                 found.append(Planned(training, name, record.date[:10] + steps, row, speed, plan.memory.total))
     return sorted(found, key=lambda each: (each.training.gpu, each.training.gpus, each.training.architecture))
@@ -145,6 +148,7 @@ def table(name: str) -> str:
         "planned-1": lambda: planned_table([each for each in plan_again() if each.training.gpus == 1]),
         "planned-n": lambda: planned_table([each for each in plan_again() if each.training.gpus > 1]),
         "peers": peers_table,
+        "kernels": kernels_table,
         "published": published_table,
     }
     return f"\n{made[name]() if name in made else record_table(read_all()[name])}\n\n"
@@ -181,6 +185,18 @@ def peers_table() -> str:
     ]  # fmt: skip
     titles = "run|GPUs|peer|its attention|tokens/s/GPU, ftkit|peer|ftkit ×|peak GiB, ftkit|peer"
     return markdown(titles.split("|"), sorted(rows))
+
+
+def kernels_table() -> str:
+    """Return the milliseconds of a step by group of kernels, for the profiled runs on an H200."""
+    rows = []
+    for record in (record for name, record in read_all().items() if name.startswith("kernels-h200-")):
+        found = {row.labels.get("whole") or row.labels.get("group"): row.medians["milliseconds"] for row in record.rows}
+        architecture, *overrides = shlex.split(record.rows[0].labels["case"])
+        step, *groups = (cast("float", found[name]) for name in ("step, first kernel to last", "matmuls", "attention"))
+        run = describe(Training(architecture, tuple(overrides)), {})
+        rows.append([run, *(f"{each:.0f}" for each in (step, *groups, step - sum(groups)))])
+    return markdown(["run", "step, ms", "matmuls", "attention", "all else"], rows)
 
 
 def published_table() -> str:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent / "records"
 CHECKOUT = Path(__file__).parents[1]
 MEASURED = "measured by the program, which wrote this file"
+GRAPHS = "CUDA graphs"  # the note of a run whose decoder was captured
 PACKAGES = (
     "torch", "triton", "transformers", "flash-attn-4", "flash-linear-attention", "tilelang", "bitsandbytes", "torchao",
     "peft", "trl", "liger-kernel", "unsloth", "axolotl", "llamafactory",

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from kernels import KernelTime, StepTrace, read_trace
-from recording import MEASURED, Row, Training, nvidia_smi, record_of, write_record
+from recording import GRAPHS, MEASURED, Row, Training, nvidia_smi, record_of, write_record
 
 from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
@@ -168,6 +168,7 @@ class Result:
             all that it does not count.
         repeats: seconds of each step that was counted.
         trace: kernels of later steps, if they were profiled.
+        note: how it ran, if that needs saying.
     """
 
     tokens_per_second: float = 0.0
@@ -183,6 +184,7 @@ class Result:
     device_gib: float | None = None
     repeats: tuple[float, ...] = ()
     trace: StepTrace | None = None
+    note: str = ""
     failure: str = ""
 
 
@@ -394,6 +396,7 @@ def measure(
         start_seconds=None if steps[0].time is None else steps[0].time - began,
         device_gib=used,
         repeats=tuple(step.seconds for step in steady),
+        note=GRAPHS if "were captured as CUDA graphs" in text else "",
     )
 
 
@@ -420,6 +423,7 @@ def record(training: Training, plan: RunPlan, trainer: str, result: Result, opti
         **{f"start: {phase}": seconds for phase, seconds in result.phases.items()},
     }
     labels = {"case": plan.name, "trainer": trainer, "attention": result.attention, "device": options.device}
+    labels |= {"note": result.note} if result.note else {}
     row = Row(labels, medians, {"step_seconds": list(result.repeats)}, training)
     python = sys.executable if trainer == "ftkit" else options.peer_python
     name = f"{plan.name}-{trainer}-{datetime.now(UTC):%Y%m%dT%H%M%S}"

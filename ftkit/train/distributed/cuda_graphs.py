@@ -98,6 +98,8 @@ class GraphedDecoder:
         free, total = torch.cuda.mem_get_info(batch.input_ids.device)
         if free < SPARE_MEMORY * total:
             self._give_up(f"they leave only {free / 2**30:.1f} GiB of memory free")
+        else:
+            log.info("the decoder's forward and backward pass were captured as CUDA graphs")
 
     def _give_up(self, reason: str) -> None:
         log.info("layers run without CUDA graphs, which takes the host longer: %s", reason)

@@ -184,7 +184,11 @@ def test_more_nodes_are_not_suggested_for_a_small_batch() -> None:
 
 
 def test_the_largest_micro_batch_that_fits_is_suggested() -> None:
-    small = planned(load_recipe("gemma3-1b-dolly-lora", NOWHERE, ["training.activation_checkpointing=none"]))
+    small = planned(
+        load_recipe(
+            "gemma3-1b-dolly-lora", NOWHERE, ["training.activation_checkpointing=none", "training.cuda_graphs=false"]
+        )
+    )
     suggestion = suggest_faster(replace(setup(small), num_shards=1, num_nodes=1), GPUS["h100-80gb"])
     assert suggestion is not None
     assert suggestion.override.startswith("training.micro_batch_size=")

@@ -95,13 +95,37 @@ def test_only_a_slow_network_slows_large_models_down(architecture: Shapes, train
     assert slow.step_seconds > fast.step_seconds
 
 
-def test_small_micro_batches_are_host_bound(architecture: Shapes, training: Specs) -> None:
+def test_the_host_limits_small_micro_batches_unless_it_launches_graphs(architecture: Shapes, training: Specs) -> None:
     spec = training(sequence_length=512, global_batch_size=1)
-    assert predict_step_time(Setup(architecture("gemma3-1b"), spec), H200).bound == "host"
+    launched, captured = (
+        Setup(architecture("gemma3-1b"), spec.model_copy(update={"cuda_graphs": each})) for each in (False, True)
+    )
+    assert [predict_step_time(setup, H200).bound for setup in (launched, captured)] == ["host", "gpu"]
+
+
+@pytest.mark.parametrize(
+    ("model", "num_shards", "changes"),
+    [
+        ("gemma3-1b", 2, {}),
+        ("qwen3-30b-a3b", 1, {}),
+        ("qwen3.5-9b", 1, {}),
+        ("gemma3-1b", 1, {"compile": "none"}),
+        ("gemma3-1b", 1, {"offload": "all"}),
+        ("gemma3-1b", 1, {"activation_checkpointing": "full"}),
+        ("gemma3-1b", 1, {"method": "lora", "objective": "dpo"}),
+        ("gemma3-1b", 1, {"objective": "kto"}),
+        ("gemma3-1b", 1, {"cuda_graphs": False}),
+    ],
+)
+def test_kernels_that_can_not_be_captured_are_launched_one_by_one(
+    model: str, num_shards: int, changes: dict[str, object], architecture: Shapes, training: Specs
+) -> None:
+    assert not Setup(architecture(model), training(**changes), num_shards).replays_graphs
+    assert Setup(architecture("gemma3-1b"), training(objective="dpo")).replays_graphs  # its reference is stored
 
 
 def test_a_slow_host_slows_only_steps_that_are_short_for_their_layers(architecture: Shapes, training: Specs) -> None:
-    small = training(sequence_length=2048, micro_batch_size=4, global_batch_size=4)
+    small = training(sequence_length=2048, micro_batch_size=4, global_batch_size=4, cuda_graphs=False)
     speed = predict_step_time(Setup(architecture("gemma3-1b"), small), GPUS["h100-80gb"])
     slow = 4 * 2048 / speed.slow_host_seconds
     assert slow < 43_426 < speed.tokens_per_second  # measured beside a slow host: docs/reference/benchmarks.md
@@ -110,7 +134,7 @@ def test_a_slow_host_slows_only_steps_that_are_short_for_their_layers(architectu
 
 
 def test_the_host_needs_longer_for_frozen_weights_in_fp8(architecture: Shapes, training: Specs) -> None:
-    spec = training(method="lora", base_precision="fp8", sequence_length=2048, global_batch_size=1)
+    spec = training(method="lora", base_precision="fp8", sequence_length=2048, global_batch_size=1, cuda_graphs=False)
     speed = predict_step_time(Setup(architecture("gemma3-12b"), spec), H200)
     assert speed.bound == "host"
     assert speed.tokens_per_second == pytest.approx(8_651, rel=0.05)  # measured on one H200
