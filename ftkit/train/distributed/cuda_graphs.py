@@ -90,9 +90,11 @@ class GraphedDecoder:
             torch.cuda.empty_cache()
 
     def _capture(self, batch: MicroBatch) -> None:
+        stream = torch.cuda.current_stream()
         try:
             self._captured = _Captured(self._model, self._leaves, batch, self._cast, self._receive)
-        except RuntimeError as error:  # also of the allocator
+        except Exception as error:  # noqa: BLE001 - each library has its own errors for what can't be captured
+            torch.cuda.set_stream(stream)  # a failed capture leaves its own
             self._give_up(one_line(error))
             return
         free, total = torch.cuda.mem_get_info(batch.input_ids.device)
@@ -119,7 +121,14 @@ class _Captured:
         receive: Receive,
     ) -> None:
         self._receive = receive
-        self._inputs = _with_room(_inputs_of(batch))
+        inputs = _inputs_of(batch)
+        with torch.random.fork_rng([batch.input_ids.device]):  # host sync: once
+            # Libraries build kernels for this number of documents, which they can't do during a capture.
+            with cast(lambda *_: None):
+                hidden = model(compute=CausalLM.hidden_states, batch=_with_room(inputs))
+            torch.autograd.grad(hidden, leaves, torch.zeros_like(hidden), allow_unused=True)
+            del hidden
+        self._inputs = _with_room(inputs)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and their gradients
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -1,0 +1,62 @@
+"""CUDA graphs on a CPU: a capture records operators, and a replay computes them again into the same memory.
+
+As on a GPU, a replay sees new contents of tensors, but not new Python values, shapes or tensors.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pytest
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+
+class RecordedGraph:
+    def __init__(self) -> None:
+        self.recorder = _Recorder()
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for func, args, kwargs, result in self.recorder.calls:
+            for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@contextmanager
+def _capture(graph: RecordedGraph, **_: object) -> Iterator[None]:
+    with graph.recorder:
+        yield
+
+
+def use_recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace torch's CUDA graphs."""
+    for name, value in {
+        "CUDAGraph": RecordedGraph,
+        "graph": _capture,
+        "graph_pool_handle": object,
+        "Stream": object,
+        "current_stream": object,
+        "set_stream": lambda _: None,
+        "mem_get_info": lambda _: (1, 1),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda _: nullcontext())
