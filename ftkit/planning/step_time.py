@@ -92,6 +92,9 @@ PADDING: Final = 2 * log(2)
 lengths are assumed to be log-uniform."""
 HOST_SECONDS_PER_LAYER = {"fsdp2": 0.004, "zero3": 0.008}
 """Time that the host takes to launch the kernels of a layer, forward and backward."""
+GRAPH_SECONDS_PER_LAYER = 0.0006
+"""Assumed minimum time of a layer's kernels in CUDA graphs, forward and backward: about 150 kernels (Gemma 3 12B LoRA)
+of 4 µs. No run of so few tokens was measured."""
 SLOW_HOST = 1.8
 """Launch time on the slowest measured host, relative to `HOST_SECONDS_PER_LAYER`: Gemma 3 1B with four packs of 2,048
 tokens took 189 ms a step beside an H100."""
@@ -156,6 +159,8 @@ def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound
         gpu_seconds += ZERO3_EXPOSED * max(links, network)
     elif setup.num_nodes > 1 or setup.training.collectives == "nccl" or setup.training.tensor_parallel > 1:
         gpu_seconds += NCCL_SLOWDOWN * links
+    if setup.replays_graphs:
+        gpu_seconds = max(gpu_seconds, GRAPH_SECONDS_PER_LAYER * setup.shape.num_hidden_layers)
     fp8_seconds = FP8_HOST_SECONDS_PER_LAYER if setup.training.multiplies_in_fp8 else 0.0
     host_seconds = HOST_SECONDS_PER_LAYER[setup.engine] + fp8_seconds
     busy: dict[Bound, float] = {
