@@ -56,7 +56,9 @@ def use_recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         "Stream": object,
         "current_stream": object,
         "set_stream": lambda _: None,
-        "mem_get_info": lambda _: (1, 1),
+        "mem_get_info": lambda _: (2**40, 2**40),
+        "get_sync_debug_mode": lambda: 0,
+        "set_sync_debug_mode": lambda _: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.random, "fork_rng", lambda _: nullcontext())

@@ -15,7 +15,7 @@ from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, En
 from ftkit.errors import plural
 from ftkit.models.parameters import count_model
 from ftkit.planning.fit import Fit
-from ftkit.planning.step_time import predict_step_time
+from ftkit.planning.step_time import predict_step_time, replays_graphs
 from ftkit.planning.training_setup import GPUS, Gpu, Setup
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class EnginePlan:
             "weights are all-gathered in FP8": setup.gathers_in_fp8,
             "layers stay unsharded": setup.keeps_weights,
             "gradients are reduced once per step": setup.defers_sync,
-            "its kernels are launched as CUDA graphs": setup.replays_graphs,
+            "the decoder is launched as CUDA graphs, if it can be captured": replays_graphs(setup),
         }
         return replace(
             self,
@@ -61,7 +61,7 @@ class EnginePlan:
             num_replicas=setup.num_replicas,
             defers_sync=setup.defers_sync,
             has_linear_kernel=setup.has_linear_kernel,
-            replays_graphs=setup.replays_graphs,
+            replays_graphs=replays_graphs(setup),
         )
 
 

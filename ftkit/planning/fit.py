@@ -26,6 +26,7 @@ from ftkit.config.execution import (
 from ftkit.models.parameters import count_model, vision_of
 from ftkit.planning.activations import Activations
 from ftkit.planning.flops import delta_rule_bytes
+from ftkit.planning.step_time import replays_graphs
 from ftkit.planning.training_setup import Setup
 
 CPU_LIBRARIES_GIB = 0.45
@@ -118,12 +119,17 @@ class Tensors:
             frozen += self.width * self.counts.total - saved_by_quantization(self.shape, self.training)
         return (frozen + self.copies + FP32 * self.stored * self.has_masters) / self.num_shards
 
+    @property
+    def gradient_width(self) -> int:
+        """Bytes per element: one process keeps the gradients of a step's only micro-batch in the compute dtype."""
+        setup, training = self.setup, self.training
+        is_whole = setup.num_processes == 1 and setup.engine == "fsdp2" and training.offload != "all"
+        is_cast = is_whole and training.adapters is None and setup.num_micro_batches == 1
+        return self.width if is_cast else FP32
+
     @cached_property
     def gradients(self) -> float:
-        """Gradients in fp32. One process keeps those of a step's only micro-batch in the compute dtype."""
-        is_whole = self.num_shards == 1 and self.setup.num_processes == 1 and self.training.adapters is None
-        width = self.width if is_whole and self.setup.num_micro_batches == 1 else FP32
-        return width * self.stored * self.has_masters / self.num_shards
+        return self.gradient_width * self.stored * self.has_masters / self.num_shards
 
     @cached_property
     def states(self) -> float:
@@ -222,24 +228,38 @@ class Tensors:
             width = FP32 if self.training.adapters is None else self.width
             loaded += width * self.table / self.num_shards
         norm_and_loss = (8 + 2 * self.width) * self.tokens * self.shape.hidden_size
+        loss = self._plan(
+            "loss",
+            gradients=self.accumulated_gradients or 0,
+            activations=self.activations.saved(layers)
+            + norm_and_loss
+            + self.activations.mask
+            + self.activations.of_pictures,
+            logits=self.loss_logits,
+            communication=self.unsharded_weights(layers),
+        )
+        # Activations peak after the last layer's gradients are reduced; gradients peak at the first layer.
+        backward = [self._in_backward(max(0, layers - 2)), self._in_backward(0)]
+        if replays_graphs(self.setup):
+            loss = self._beside_graphs(loss, backward)
         return [
             MemoryPlan("loading", parameters=loaded / GIB),
             *([self._in_tower()] if self.activations.of_pictures else []),
-            self._plan(
-                "loss",
-                gradients=self.accumulated_gradients or 0,
-                activations=self.activations.saved(layers)
-                + norm_and_loss
-                + self.activations.mask
-                + self.activations.of_pictures,
-                logits=self.loss_logits,
-                communication=self.unsharded_weights(layers),
-            ),
-            # Activations peak after the last layer's gradients are reduced; gradients peak at the first layer.
-            self._in_backward(max(0, layers - 2)),
-            self._in_backward(0),
+            loss,
+            *backward,
             self._plan("optimizer", gradients=self.gradients, communication=self.reduced_last),
         ]
+
+    def _beside_graphs(self, loss: MemoryPlan, backward: list[MemoryPlan]) -> MemoryPlan:
+        """Return the memory at the loss with CUDA graphs, which also hold what only the backward pass needs.
+
+        The loss has its own copy of the projection, if that is trained, and the hidden states and their gradient.
+        """
+        in_graphs = max(each.activations + each.communication + each.gradients for each in backward)
+        rest = max(0.0, in_graphs - loss.activations - loss.communication - loss.gradients)
+        own = 2 * self.width * self.tokens * self.shape.hidden_size
+        own += self.width * self.table if self.training.adapters is None else 0
+        return replace(loss, activations=loss.activations + rest + own / GIB)
 
     def _in_tower(self) -> MemoryPlan:
         return self._plan(
@@ -366,7 +386,7 @@ class Fit:
         rounding = _pinned_rounding(setup) if training.offload == "all" and setup.engine == "fsdp2" else 1.0
         return HostMemoryPlan(
             parameters=per_node * rounding * (whole.weights - local.weights) / GIB,
-            gradients=per_node * rounding * (whole.gradients - local.gradients) / GIB,
+            gradients=per_node * rounding * FP32 * local.stored * (not local.has_masters) / setup.num_shards / GIB,
             optimizer=per_node * (whole.states - local.states) / GIB,
             activations=per_node * local.activations.offloaded / GIB,
             processes=per_node * PROCESS_GIB,

@@ -24,6 +24,7 @@ from ftkit.planning.step_time import StepTimePlan
 from ftkit.planning.training_setup import GPUS, Setup
 
 if TYPE_CHECKING:
+    from ftkit.config.data import DataSpec
     from ftkit.config.training import EngineName, TrainingPlan
     from ftkit.models.architecture import ArchitectureSpec, TrainedWeights
 
@@ -203,6 +204,7 @@ class RunPlan(JobPlan):
             num_replicas=engine.num_replicas,
             defers_sync=engine.defers_sync,
             has_linear_kernel=engine.has_linear_kernel,
+            has_packs=has_packs(recipe.data),
         )
 
     @property
@@ -220,6 +222,11 @@ class RunPlan(JobPlan):
         """The checkpoint of an earlier run that must be exported before training; None if there is none."""
         trained = self.recipe.model.trained
         return None if trained is None or Path(trained.folder).is_dir() else trained
+
+
+def has_packs(data: DataSpec) -> bool:
+    """Return whether micro-batches are packs of text, if the model can train on packs."""
+    return not data.pictures and data.packing != "off"
 
 
 def setup_of(

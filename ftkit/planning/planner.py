@@ -34,6 +34,7 @@ from ftkit.planning.plan import (
     RunPlan,
     Script,
     ScriptPlan,
+    has_packs,
     setup_of,
 )
 from ftkit.planning.step_time import PADDING, predict_step_time
@@ -70,6 +71,7 @@ def plan_run(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | Non
     lightest = replace(
         setup_of(shape, least_memory(training), engine.name, cluster, placement),
         has_linear_kernel=trained_in is None or LINEAR_KERNELS in trained_in.listed_packages,
+        has_packs=has_packs(recipe.data),
     )
     chosen, execution = choose_execution(training, lightest)
     setup = with_sharding(replace(lightest, training=chosen))

@@ -107,6 +107,7 @@ class Setup:
     defers_sync: bool = False  # whether gradients are reduced only in the last micro-batch of a step
     has_linear_kernel: bool = True
     """Whether a kernel computes the model's linear attention, if any; otherwise, PyTorch does."""
+    has_packs: bool = True  # whether micro-batches are packs of text: without pictures and padded rows
 
     @property
     def num_processes(self) -> int:
@@ -147,8 +148,8 @@ class Setup:
         )
 
     @property
-    def replays_graphs(self) -> bool:
-        """Whether the host launches a micro-batch's decoder as two CUDA graphs: its forward and its backward pass.
+    def can_replay_graphs(self) -> bool:
+        """Whether the host can launch a micro-batch's decoder as two CUDA graphs: its forward and its backward pass.
 
         A graph's memory is its own: a second forward pass beside it, as of a reference or of a layer that is called
         again in the backward pass, would need all activations twice. Routers and linear attention can't be captured.
@@ -161,7 +162,7 @@ class Setup:
         calls_again = calls_again or (training.has_reference and not training.stores_reference)
         has_state = family_of(self.shape.family).other_layers == "linear_attention"
         is_static = not has_state and not count_model(self.shape).experts_per_token
-        return training.cuda_graphs and is_alone and is_static and not is_eager and not calls_again
+        return training.cuda_graphs and self.has_packs and is_alone and is_static and not is_eager and not calls_again
 
     def with_training(self, **changes: Any) -> Setup:
         return replace(self, training=self.training.model_copy(update=changes))

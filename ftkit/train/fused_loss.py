@@ -165,7 +165,9 @@ def _losses_in_chunks(
     shape = (len(targets),) if loss.teacher is None else (len(targets), 1 + len(DISTILL_METRICS))
     losses = torch.empty(shape, dtype=torch.float32, device=hidden.device)
     for part in _chunks(len(targets), vocabulary):
-        logits = hidden[part].clone() if weight is None else hidden[part] @ weight.T
+        logits = hidden[part] if weight is None else hidden[part] @ weight.T
+        if weight is None and hidden.is_cuda:
+            logits = logits.clone()  # its gradient may overwrite it
         losses[part], grad_logits = loss.compute(logits, targets[part], vocabulary, part)
         if scales is not None:
             grad_logits *= scales[part, None].to(grad_logits.dtype)

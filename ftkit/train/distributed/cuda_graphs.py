@@ -8,7 +8,8 @@ not, because their shapes depend on the number of labels.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from ftkit.config.execution import CHUNK_LOGITS
 from ftkit.errors import one_line
 from ftkit.train.causal_lm import CausalLM, MicroBatch
-from ftkit.train.model.hf_model import has_recurrent_layers
+from ftkit.train.model.hf_model import has_recurrent_layers, text_part_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -30,13 +32,13 @@ log = logging.getLogger(__name__)
 Receive = Callable[["torch.Tensor", "torch.Tensor"], None]  # is called with a parameter and its gradient
 
 MIN_DOCUMENTS = 64  # the least capacity of `cu_seqlens`, as of cuDNN's graphs
-SPARE_MEMORY = 0.03
-"""Fraction of the GPU's memory that must be free after the capture: other tensors can't use the memory of graphs."""
 
 
 def can_capture(model: CausalLM) -> bool:
     """Return whether a decoder's kernels are the same for all packs, apart from the contents of tensors."""
-    return not (model.has_head_layers or model.routers.exist or has_recurrent_layers(model.hf_model.config))
+    config = text_part_of(model.hf_model.config)
+    drops_layers = getattr(config, "layerdrop", 0.0) > 0
+    return not (model.has_head_layers or model.routers.exist or has_recurrent_layers(config) or drops_layers)
 
 
 class GraphedDecoder:
@@ -97,8 +99,8 @@ class GraphedDecoder:
             torch.cuda.set_stream(stream)  # a failed capture leaves its own
             self._give_up(one_line(error))
             return
-        free, total = torch.cuda.mem_get_info(batch.input_ids.device)
-        if free < SPARE_MEMORY * total:
+        free, _ = torch.cuda.mem_get_info(batch.input_ids.device)
+        if free < _bytes_of_loss(self._model):
             self._give_up(f"they leave only {free / 2**30:.1f} GiB of memory free")
         else:
             log.info("the decoder's forward and backward pass were captured as CUDA graphs")
@@ -136,10 +138,11 @@ class _Captured:
         capture = partial(
             torch.cuda.graph, pool=torch.cuda.graph_pool_handle(), stream=stream, capture_error_mode="thread_local"
         )  # fmt: skip
-        with capture(self._forward), cast(lambda *own: self._gradients.append(own)):  # host sync: once
+        # Host syncs: once.
+        with capture(self._forward), _without_syncs(), cast(lambda *own: self._gradients.append(own)):
             hidden = model(compute=CausalLM.hidden_states, batch=self._inputs)
         self._gradient = torch.empty_like(hidden)
-        with capture(self._backward):  # host sync: once
+        with capture(self._backward), _without_syncs():
             computed = torch.autograd.grad(hidden, leaves, self._gradient, allow_unused=True)
         self.hidden = hidden.detach()
         self._gradients += [(one, each) for one, each in zip(leaves, computed, strict=True) if each is not None]
@@ -171,6 +174,26 @@ class _Captured:
         for parameter, own in self._gradients:
             if parameter.grad is own:
                 parameter.grad = own.clone()
+
+
+@contextmanager
+def _without_syncs() -> Iterator[None]:
+    """Raise an error where the host would wait for the device: after CUDA's own, torch could not end the capture."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def _bytes_of_loss(model: CausalLM) -> int:
+    """Return the memory that loss and update need beside the graphs, at most.
+
+    These are two chunks of logits; and of a trained projection, a copy, its gradient, and their sum in fp32.
+    """
+    weight = model.hf_model.get_output_embeddings().weight
+    return 4 * CHUNK_LOGITS + (8 * weight.numel() if weight.requires_grad else 0)
 
 
 class _Replay(torch.autograd.Function):

@@ -32,7 +32,7 @@ from ftkit.train.engine import InitWeights, ShardingStats, State, collect_shardi
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.compile import compiles
 from ftkit.train.model.float8 import GatheredScales
-from ftkit.train.model.hf_model import find_decoder_layers
+from ftkit.train.model.hf_model import find_decoder, find_decoder_layers
 from ftkit.train.model.local_shard import gradient_norm, local_tensor, with_ordinary_shard
 from ftkit.train.model.lora import saved_parameters
 from ftkit.train.model.pretrained import materialize
@@ -69,8 +69,9 @@ class Fsdp2Engine:
     On one process, nothing is sharded unless parameters are offloaded: FSDP2 would copy each weight into a buffer and
     out of it, and keep the host busier than the GPU (docs/adr/0001). The arithmetic is the same as FSDP2's. From a
     step's first forward to its last backward, the model has copies of its weights in the compute dtype. That backward
-    frees each copy after its last use. Their gradients are added to fp32 ones; those of a step's only micro-batch stay
-    in the compute dtype, which takes half the memory and gives the same update. Adapters are cast on use.
+    frees each copy after its last use; CUDA graphs have their own copies. Their gradients are added to fp32 ones; those
+    of a step's only micro-batch stay in the compute dtype, which takes half the memory and gives the same update.
+    Adapters are cast on use.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Fsdp2Engine:
         self._graphs = None
         if self._is_unsharded and chosen.replays_graphs and can_capture(self.model):
             leaves = [self._anchor, *(shard for shard in self._shards if shard.requires_grad)]
-            cast = partial(self._cast_weights, None)
+            cast = partial(self._cast_weights, [*find_decoder(hf_model).parameters()])
             self._graphs = GraphedDecoder(self.model, leaves, cast, self.add_gradient)
         self._update_scales()
 
@@ -164,7 +165,7 @@ class Fsdp2Engine:
 
     def add_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add the gradient of a micro-batch, in the parameter's or in the compute dtype; may keep the tensor itself."""
-        kept = self.optimizer.gradients
+        kept, gradient = self.optimizer.gradients, gradient.contiguous()  # as autograd, with the parameter's strides
         if self._is_last_backward:
             self._parameters.restore(parameter)  # frees its copy
         if self._is_only_backward and gradient.dtype != parameter.dtype:

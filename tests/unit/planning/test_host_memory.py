@@ -7,7 +7,7 @@ import pytest
 
 from ftkit.config.execution import GIB
 from ftkit.models.parameters import count_model
-from ftkit.planning.fit import PROCESS_GIB, Fit
+from ftkit.planning.fit import PROCESS_GIB, Fit, Tensors
 from ftkit.planning.training_setup import Setup
 
 if TYPE_CHECKING:
@@ -54,6 +54,18 @@ def test_offloaded_state_is_divided_among_nodes(
     assert memory is not None
     state = (memory.total - memory.processes) * GIB
     assert state == pytest.approx(width * count_model(shape).total / 2)
+
+
+def test_only_one_process_that_keeps_all_state_has_gradients_in_bf16(architecture: Shapes, training: Specs) -> None:
+    shape = architecture("llama3-8b")
+    one = Setup(shape, training(global_batch_size=1))
+    whole = 4 * count_model(shape).total / GIB
+    others = [replace(one, engine="zero3"), one.with_training(global_batch_size=2)]
+    found = [Tensors(each).gradients / GIB for each in (one, *others)]
+    assert found == pytest.approx([whole / 2, whole, whole], rel=0.05)
+    offloaded = Fit(one.with_training(offload="all")).host_memory
+    assert offloaded is not None
+    assert offloaded.gradients >= whole
 
 
 def test_parameters_and_gradients_of_fsdp2_are_pinned_in_powers_of_two(architecture: Shapes, training: Specs) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ftkit.models.adapters import ALL_PROJECTIONS
 from ftkit.models.parameters import count_model
 from ftkit.planning.flops import attention_layers, document_flops, mean_visible_keys, token_flops
-from ftkit.planning.step_time import FORWARD_SHARE, _offload_seconds, predict_step_time
+from ftkit.planning.step_time import FORWARD_SHARE, _offload_seconds, predict_step_time, replays_graphs
 from ftkit.planning.training_setup import GPUS, Setup, gpu_of_device
 
 if TYPE_CHECKING:
@@ -103,6 +103,13 @@ def test_the_host_limits_small_micro_batches_unless_it_launches_graphs(architect
     assert [predict_step_time(setup, H200).bound for setup in (launched, captured)] == ["host", "gpu"]
 
 
+def test_graphs_are_for_micro_batches_that_the_host_may_limit(architecture: Shapes, training: Specs) -> None:
+    specs = (training(method="lora", sequence_length=length, global_batch_size=1) for length in (2048, 16_384))
+    setups = [Setup(architecture("llama3-8b"), spec, gpu=H200) for spec in specs]
+    assert [(each.can_replay_graphs, replays_graphs(each)) for each in setups] == [(True, True), (True, False)]
+    assert not replays_graphs(replace(setups[0], has_packs=False))
+
+
 @pytest.mark.parametrize(
     ("model", "num_shards", "changes"),
     [
@@ -120,8 +127,8 @@ def test_the_host_limits_small_micro_batches_unless_it_launches_graphs(architect
 def test_kernels_that_can_not_be_captured_are_launched_one_by_one(
     model: str, num_shards: int, changes: dict[str, object], architecture: Shapes, training: Specs
 ) -> None:
-    assert not Setup(architecture(model), training(**changes), num_shards).replays_graphs
-    assert Setup(architecture("gemma3-1b"), training(objective="dpo")).replays_graphs  # its reference is stored
+    assert not Setup(architecture(model), training(**changes), num_shards).can_replay_graphs
+    assert Setup(architecture("gemma3-1b"), training(objective="dpo")).can_replay_graphs  # its reference is stored
 
 
 def test_a_slow_host_slows_only_steps_that_are_short_for_their_layers(architecture: Shapes, training: Specs) -> None:
