@@ -218,9 +218,13 @@ def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingP
 
 @lru_cache(maxsize=64)
 def predict_option(setup: Setup, gpu: Gpu) -> Option:
-    """Return a setup's settings with their predictions, after choosing its sharding."""
+    """Return a setup's settings with their predictions, after choosing its sharding.
+
+    Settings are compared without CUDA graphs: evaluation has none, and not every decoder can be captured.
+    """
     setup = with_sharding(setup)
-    return Option(setup.training, predict_step_time(setup, gpu).step_seconds, Fit(setup).memory.total)
+    launched = predict_step_time(setup.with_training(cuda_graphs=False), gpu)
+    return Option(setup.training, launched.step_seconds, Fit(setup).memory.total)
 
 
 def possible_options(
@@ -287,7 +291,7 @@ def _is_possible(setup: Setup, mode: ActivationCheckpointing) -> bool:
 
 def _with_fewest_layers(setup: Setup, room_gib: float) -> Setup:
     """Return the setup with its checkpointing mode in the fewest layers that fit; in all layers if fewer don't."""
-    resharded = replace(setup, gpu=None)  # without spare memory, layers are resharded
+    resharded = replace(setup, gpu=None if setup.num_processes > 1 else setup.gpu)  # without spare memory
 
     def fits(num: int) -> bool:
         return Fit(with_sharding(resharded.with_training(checkpointed_layers=num))).on_gpu(room_gib)

@@ -255,8 +255,10 @@ class Tensors:
 
         The loss has its own copy of the projection, if that is trained, and the hidden states and their gradient.
         """
-        in_graphs = max(each.activations + each.communication + each.gradients for each in backward)
-        rest = max(0.0, in_graphs - loss.activations - loss.communication - loss.gradients)
+        gradients = (0.0, self.width * self.stored / GIB)  # of a micro-batch, at the last layer and at the first
+        sizes = (each.activations + each.communication for each in backward)
+        in_graphs = max(map(sum, zip(sizes, gradients, strict=True)))
+        rest = max(0.0, in_graphs - loss.activations - loss.communication)
         own = 2 * self.width * self.tokens * self.shape.hidden_size
         own += self.width * self.table if self.training.adapters is None else 0
         return replace(loss, activations=loss.activations + rest + own / GIB)

@@ -37,7 +37,7 @@ from ftkit.planning.plan import (
     has_packs,
     setup_of,
 )
-from ftkit.planning.step_time import PADDING, predict_step_time
+from ftkit.planning.step_time import PADDING, predict_step_time, replays_graphs
 from ftkit.planning.suggestions import notes_on_pictures, suggest_changes, suggest_faster
 from ftkit.planning.training_checks import (
     RunInputs,
@@ -169,7 +169,12 @@ def plan_for_counts(plan: RunPlan, counts: ModelCounts) -> RunPlan:
     return replace(
         plan,
         recipe=plan.recipe.model_copy(update={"model": model}),
-        engine=replace(plan.engine, keeps_weights=setup.keeps_weights, defers_sync=setup.defers_sync),
+        engine=replace(
+            plan.engine,
+            keeps_weights=setup.keeps_weights,
+            defers_sync=setup.defers_sync,
+            replays_graphs=replays_graphs(setup),
+        ),
         memory=Fit(setup).memory,
         host_memory=Fit(setup).host_memory,
         num_parameters=counts.total + (shape.vision.total if shape.vision else 0),

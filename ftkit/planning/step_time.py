@@ -142,7 +142,7 @@ def predict_step_time(setup: Setup, gpu: Gpu, padding: float = 1.0, fill: float 
 def predict_forward_hours(setup: Setup, gpu: Gpu, num_tokens: float) -> float:
     """Predict the GPU hours of the forward passes of a teacher or a reference with this setup, before step 1."""
     share = FORWARD_SHARE[setup.training.adapters is not None]
-    plain = replace(setup, training=setup.training.model_copy(update={"objective": "next_token"}))
+    plain = replace(setup, training=setup.training.model_copy(update={"objective": "next_token", "cuda_graphs": False}))
     return setup.num_processes * share * num_tokens / predict_step_time(plain, gpu).tokens_per_second / 3600
 
 
@@ -154,7 +154,7 @@ def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound
     gpu_seconds += _weights_bytes(setup, is_last=is_last) / gpu.memory_bandwidth
     if count_model(setup.shape).experts_per_token and setup.num_layer_shards > 1:
         gpu_seconds += EXPERT_GAP_SECONDS * setup.shape.num_hidden_layers
-    has_graphs = replays_graphs(setup)
+    has_graphs = setup.shape.is_measured and replays_graphs(setup)  # not all other families can be captured
     if setup.training.adapters is not None and not has_graphs:
         gpu_seconds += ADAPTER_GAP_SECONDS * setup.shape.num_hidden_layers
     if setup.training.tensor_parallel > 1:

@@ -136,10 +136,12 @@ class _Run(NamedTuple):
 
     def fit(self, change: Change) -> Fit:
         """Return the predictions after a change. With `auto`, layers are resharded, as memory is short."""
-        setup, fields = replace(self.setup, gpu=None, num_replicas=1), dict(change)
+        setup, fields = replace(self.setup, num_replicas=1), dict(change)
         num_processes = self.setup.num_processes
         if fields.pop("num_nodes", None):
             setup, num_processes = replace(setup, num_nodes=2 * setup.num_nodes), 2 * num_processes
+        if num_processes > 1:
+            setup = replace(setup, gpu=None)
         return Fit(choices.with_sharding(replace(setup, num_shards=num_processes).with_training(**fields)))
 
     def knobs(self) -> Iterator[list[Change]]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from captured_training import engine_of, train
 
 from ftkit.train.model.hf_model import find_decoder_layers
@@ -53,6 +54,7 @@ def test_a_decoder_that_waits_for_the_device_trains_without_graphs(world: World)
         layer = find_decoder_layers(engine.model.hf_model)[1]
         layer.register_forward_pre_hook(lambda _, inputs: float(inputs[0].float().sum()) * 0 or None)
         found.append(train(engine, world, 1))
-        assert engine._graphs is None or engine._graphs._captured is None
+        assert engine._graphs is None or engine._graphs._is_impossible
+    torch.cuda.empty_cache()  # fails if torch did not end the capture
     launched, captured = found
     assert np.array(captured) == pytest.approx(np.array(launched), rel=2e-3)

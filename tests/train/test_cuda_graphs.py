@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from captured_training import engine_of, train
 from lone_world import lone_world
 from recorded_graphs import use_recorded_graphs
@@ -44,6 +45,17 @@ def test_replayed_micro_batches_give_the_same_losses_and_gradients(
     assert engine._graphs._captured is not None
     # Both gradients of a tied embedding are summed in bf16 by autograd, in fp32 over micro-batches here.
     assert np.array(captured) == pytest.approx(np.array(launched), rel=2e-3 if family == "gemma3_text" else 1e-5)
+
+
+def test_graphs_that_leave_no_memory_for_the_loss_are_not_used(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    use_recorded_graphs(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**30, 2**40))
+    launched, captured = (train(engine_of(world, "llama", is_captured=each), world, 1) for each in (False, True))
+    assert captured == launched
+    assert "only 1.0 GiB" in caplog.text
 
 
 def test_a_decoder_that_fails_in_a_capture_trains_without_graphs(

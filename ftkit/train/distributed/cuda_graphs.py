@@ -71,13 +71,16 @@ class GraphedDecoder:
         self._is_impossible = False
         self._anchor = torch.zeros((), requires_grad=True)
 
-    def hidden_states(self, batch: MicroBatch) -> torch.Tensor | None:
-        """Return the last hidden states, [B, T, H], valid until the next call; None if it can't be captured."""
+    def hidden_states(self, batch: MicroBatch, *, is_only: bool) -> torch.Tensor | None:
+        """Return the last hidden states, [B, T, H], valid until the next call; None if it can't be captured.
+
+        `is_only` tells whether steps have one micro-batch, so that gradients are not added up elsewhere.
+        """
         if self._is_impossible or batch.attention_mask is not None or batch.picture_tokens is not None:
             return None
         if self._captured is None or not self._captured.accepts(batch):
             self.release()
-            self._capture(batch)
+            self._capture(batch, is_only=is_only)
         if self._captured is None:
             return None
         self._captured.replay_forward(batch)
@@ -91,7 +94,7 @@ class GraphedDecoder:
             self._captured = None
             torch.cuda.empty_cache()
 
-    def _capture(self, batch: MicroBatch) -> None:
+    def _capture(self, batch: MicroBatch, *, is_only: bool) -> None:
         stream = torch.cuda.current_stream()
         try:
             self._captured = _Captured(self._model, self._leaves, batch, self._cast, self._receive)
@@ -100,7 +103,8 @@ class GraphedDecoder:
             self._give_up(one_line(error))
             return
         free, _ = torch.cuda.mem_get_info(batch.input_ids.device)
-        if free < _bytes_of_loss(self._model):
+        sums = 0 if is_only else 4 * self._captured.num_trained
+        if free < _bytes_of_loss(self._model) + sums:
             self._give_up(f"they leave only {free / 2**30:.1f} GiB of memory free")
         else:
             log.info("the decoder's forward and backward pass were captured as CUDA graphs")
@@ -146,6 +150,7 @@ class _Captured:
             computed = torch.autograd.grad(hidden, leaves, self._gradient, allow_unused=True)
         self.hidden = hidden.detach()
         self._gradients += [(one, each) for one, each in zip(leaves, computed, strict=True) if each is not None]
+        self.num_trained = sum(each.numel() for _, each in self._gradients)
 
     def accepts(self, batch: MicroBatch) -> bool:
         given, own = (_shapes(_inputs_of(each)) for each in (batch, self._inputs))
@@ -178,7 +183,10 @@ class _Captured:
 
 @contextmanager
 def _without_syncs() -> Iterator[None]:
-    """Raise an error where the host would wait for the device: after CUDA's own, torch could not end the capture."""
+    """Raise an error where the host would wait for the device: after CUDA's own, torch could not end the capture.
+
+    The mode is the process's: other threads must not copy to or from the device without `non_blocking` meanwhile.
+    """
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -188,12 +196,12 @@ def _without_syncs() -> Iterator[None]:
 
 
 def _bytes_of_loss(model: CausalLM) -> int:
-    """Return the memory that loss and update need beside the graphs, at most.
+    """Return about the memory that loss and update need beside the graphs.
 
-    These are two chunks of logits; and of a trained projection, a copy, its gradient, and their sum in fp32.
+    These are two chunks of logits in fp32; and of a trained projection, a copy, its gradient, and their sum in fp32.
     """
     weight = model.hf_model.get_output_embeddings().weight
-    return 4 * CHUNK_LOGITS + (8 * weight.numel() if weight.requires_grad else 0)
+    return 8 * CHUNK_LOGITS + (8 * weight.numel() if weight.requires_grad else 0)
 
 
 class _Replay(torch.autograd.Function):

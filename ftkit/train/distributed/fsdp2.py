@@ -107,6 +107,7 @@ class Fsdp2Engine:
         self._parameters = ReplacedParameters(hf_model)
         self.optimizer = make_optimizer(hf_model, training)
         self._num_steps, self._num_backwards = 0, 0  # so far, and in the current step
+        self._has_one_backward = True  # in the last step
         self._graphs = None
         if self._is_unsharded and chosen.replays_graphs and can_capture(self.model):
             leaves = [self._anchor, *(shard for shard in self._shards if shard.requires_grad)]
@@ -178,7 +179,7 @@ class Fsdp2Engine:
     def forward(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
         hidden = None
         if self._graphs is not None and self._num_steps >= _STEPS_BEFORE_GRAPHS:
-            hidden = self._graphs.hidden_states(batch)
+            hidden = self._graphs.hidden_states(batch, is_only=self._has_one_backward)
         if self._weights_of_step is None or (hidden is None and not self._has_all_copies):
             self._end_copies()
             self._weights_of_step, self._has_all_copies = ExitStack(), hidden is None
@@ -210,7 +211,7 @@ class Fsdp2Engine:
         torch.autograd.backward(loss * (self._world.num_layer_ranks / num_labels))
         self._is_only_backward = self._is_last_backward = False
         if is_last:
-            self._num_backwards = 0
+            self._has_one_backward, self._num_backwards = self._num_backwards == 1, 0
             self._end_copies()
 
     @contextmanager
