@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ftkit.config.convert_rows import AS_HERE, DATASET, OBJECTIVE, Conversion, Row
+from ftkit.config.convert_rows import ANOTHER, AS_HERE, DATASET, OBJECTIVE, Conversion, Row
 from ftkit.config.data_sources import expand_source
 from ftkit.config.foreign_files import Code, Settings
 from ftkit.config.objectives import OPTIONS, DistillSpec
@@ -237,7 +237,7 @@ def _set_objective(it: Conversion) -> None:
     if name:
         it.put("training.objective", name, *(row for rows in named.values() for row in rows))
         for row in [row for row in it.rows if row.note == AS_HERE]:
-            row.note = "another key sets this"
+            row.note = ANOTHER
     if name not in {"", "distill"}:
         it.remove("data.train_on", "completions are trained")
         if not (isinstance(form := it.recipe.get("data.format"), dict) and form["kind"] == "preferences"):

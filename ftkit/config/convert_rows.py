@@ -28,6 +28,7 @@ OBJECTIVE: Final = "objective="  # prefix of facts that set an objective
 _BNB: Final = re.compile(r"(-unsloth)?-bnb-4bit$")
 _NO_BNB: Final = "the model before bitsandbytes: ftkit quantizes it itself, and refuses weights in 4 bits"
 _UNKNOWN: Final = "ftkit does not know this key: look it up in the tool's documentation"
+ANOTHER: Final = "another key sets this"
 AS_HERE: Final = "supervised fine-tuning, as here"
 _SUPERVISED: Final = "Convert the configuration of the supervised stage before it."
 _NO_SOUND: Final = "ftkit trains on text and pictures: rows with sound or video are refused"
@@ -116,7 +117,7 @@ class Conversion:
             row.note = _NO_SOUND if is_multimodal else AS_HERE
             row.status = "changed" if is_multimodal else row.status
             return
-        row.note = "another key sets this"
+        row.note = ANOTHER
         names = {known for known, theirs in read_values()["objectives"].items() if {*theirs.split()} & {*words}}
         if len(names) != 1:
             message = f"ftkit's objectives are {', '.join(get_args(Objective))}, and not {row.value!r}."
@@ -142,14 +143,14 @@ class Conversion:
         for row in self.sources.pop(key, ()):
             row.became, row.note, row.status = "", note, "none"
 
-    def take(self, fact: str, note: str = "another key sets this") -> list[Row]:
+    def take(self, fact: str, note: str = ANOTHER) -> list[Row]:
         """Remove a fact and return its rows; `note` is their note unless the caller puts them."""
         rows = self.facts.pop(fact, [])
         for row in rows:
             row.note = "the program computes it: look the value up" if isinstance(row.value, Code) else note
         return rows
 
-    def number(self, fact: str, note: str = "another key sets this") -> tuple[float | None, list[Row]]:
+    def number(self, fact: str, note: str = ANOTHER) -> tuple[float | None, list[Row]]:
         """Take a fact; return its first number, and the row of the number."""
         for row in self.take(fact, note):
             if isinstance(row.value, int | float) and not isinstance(row.value, bool) and 0 <= row.value < 2**31:

@@ -119,17 +119,13 @@ class Tensors:
             frozen += self.width * self.counts.total - saved_by_quantization(self.shape, self.training)
         return (frozen + self.copies + FP32 * self.stored * self.has_masters) / self.num_shards
 
-    @property
-    def gradient_width(self) -> int:
-        """Bytes per element: one process keeps the gradients of a step's only micro-batch in the compute dtype."""
-        setup, training = self.setup, self.training
-        is_whole = setup.num_processes == 1 and setup.engine == "fsdp2" and training.offload != "all"
-        is_cast = is_whole and training.adapters is None and setup.num_micro_batches == 1
-        return self.width if is_cast else FP32
-
     @cached_property
     def gradients(self) -> float:
-        return self.gradient_width * self.stored * self.has_masters / self.num_shards
+        """Gradients in fp32; in the compute dtype if one process has a single micro-batch per step."""
+        setup = self.setup
+        is_single = setup.engine == "fsdp2" and setup.num_processes == setup.num_micro_batches == 1
+        width = self.width if is_single and self.training.adapters is None else FP32
+        return width * self.stored * self.has_masters / self.num_shards
 
     @cached_property
     def states(self) -> float:

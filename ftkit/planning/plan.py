@@ -196,7 +196,9 @@ class RunPlan(JobPlan):
     def setup(self) -> Setup:
         """Inputs of the predictions of memory and step time."""
         recipe, engine = self.recipe, self.engine
-        setup = setup_of(recipe.model.architecture, recipe.training, engine.name, self.cluster, self.placement)
+        setup = setup_of(
+            recipe.model.architecture, recipe.training, engine.name, self.cluster, self.placement, recipe.data
+        )
         return replace(
             setup,
             keeps_weights=engine.keeps_weights,
@@ -204,7 +206,6 @@ class RunPlan(JobPlan):
             num_replicas=engine.num_replicas,
             defers_sync=engine.defers_sync,
             has_linear_kernel=engine.has_linear_kernel,
-            has_packs=has_packs(recipe.data),
         )
 
     @property
@@ -224,14 +225,10 @@ class RunPlan(JobPlan):
         return None if trained is None or Path(trained.folder).is_dir() else trained
 
 
-def has_packs(data: DataSpec) -> bool:
-    """Return whether micro-batches are packs of text, if the model can train on packs."""
-    return not data.pictures and data.packing != "off"
-
-
 def setup_of(
-    shape: ArchitectureSpec, training: TrainingPlan, engine: EngineName, cluster: ClusterProfile, place: PlacementPlan
-) -> Setup:
+    shape: ArchitectureSpec, training: TrainingPlan, engine: EngineName, cluster: ClusterProfile, place: PlacementPlan,
+    data: DataSpec,
+) -> Setup:  # fmt: skip
     """Return the inputs of the predictions of memory and step time, with layers resharded after the forward pass."""
     return Setup(
         shape,
@@ -243,6 +240,7 @@ def setup_of(
         num_nodes=place.num_nodes,
         node_bandwidth=None if cluster.network_gbps is None else cluster.network_gbps * 1e9 / 8,
         node_memory_gib=cluster.memory_per_node_gib,
+        has_packs=not data.pictures and data.packing != "off",
     )
 
 

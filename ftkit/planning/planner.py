@@ -34,7 +34,6 @@ from ftkit.planning.plan import (
     RunPlan,
     Script,
     ScriptPlan,
-    has_packs,
     setup_of,
 )
 from ftkit.planning.step_time import PADDING, predict_step_time, replays_graphs
@@ -69,9 +68,8 @@ def plan_run(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | Non
     engine = choose_engine(shape, training, placement.world_size, cluster.gpu, has_pictures=bool(recipe.data.pictures))
     trained_in = None if cluster.runtime == "none" else image
     lightest = replace(
-        setup_of(shape, least_memory(training), engine.name, cluster, placement),
+        setup_of(shape, least_memory(training), engine.name, cluster, placement, recipe.data),
         has_linear_kernel=trained_in is None or LINEAR_KERNELS in trained_in.listed_packages,
-        has_packs=has_packs(recipe.data),
     )
     chosen, execution = choose_execution(training, lightest)
     setup = with_sharding(replace(lightest, training=chosen))

@@ -188,10 +188,6 @@ def update_adamw(
     )  # fmt: skip
 
 
-def can_update_8bit(parameter: torch.Tensor) -> bool:
-    return triton is not None and parameter.is_cuda
-
-
 def update_adamw8bit(
     parameter: torch.Tensor,
     gradient: torch.Tensor,

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.optim.adamw import adamw
 
-from ftkit.train.gpu_kernels import can_update, can_update_8bit, update_adamw, update_adamw8bit
+from ftkit.train.gpu_kernels import can_update, has_kernels, update_adamw, update_adamw8bit
 from ftkit.train.model.local_shard import local_tensor
 from ftkit.train.model.vision import trained_vision
 from ftkit.train.private_apis.libraries import import_bitsandbytes, zero3_partition
@@ -205,7 +205,7 @@ class AdamW8bit(FusedAdamW):
             average, square = (
                 (state[name + _BYTES], state[name + _ABSMAX], _code(name, values.device)) for name in _MOMENTS
             )
-            if can_update_8bit(values):
+            if has_kernels(values):
                 update_adamw8bit(
                     values, gradient.contiguous(), average, square, state["step"],
                     group=group, divisor=divisor, is_skipped=is_skipped,

@@ -153,15 +153,18 @@ class _Captured:
         self.num_trained = sum(each.numel() for _, each in self._gradients)
 
     def accepts(self, batch: MicroBatch) -> bool:
-        given, own = (_shapes(_inputs_of(each)) for each in (batch, self._inputs))
+        given, own = (
+            {name: each.shape for name, each in _tensors(inputs).items()}
+            for inputs in (_inputs_of(batch), self._inputs)
+        )
         documents, most = (each.pop("cu_seqlens")[0] for each in (given, own))
         return given == own and documents <= most
 
     def replay_forward(self, batch: MicroBatch) -> None:
         self.move_gradients()
-        inputs = _inputs_of(batch)
+        inputs = _tensors(_inputs_of(batch))
         for name, own in _tensors(self._inputs).items():
-            given = _tensors(inputs)[name]
+            given = inputs[name]
             if name == "cu_seqlens":  # the rest are empty documents
                 own[len(given) :].fill_(batch.input_ids.numel())
             own[: len(given)].copy_(given)
@@ -238,7 +241,3 @@ def _with_room(inputs: MicroBatch) -> MicroBatch:
 
 def _tensors(inputs: MicroBatch) -> dict[str, torch.Tensor]:
     return {name: value for name, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
-
-
-def _shapes(inputs: MicroBatch) -> dict[str, torch.Size]:
-    return {name: each.shape for name, each in _tensors(inputs).items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -87,7 +86,7 @@ class Fsdp2Engine:
         self._is_unsharded = world.size == 1 and training.offload != "all"
         self._weights_of_step: ExitStack | None = None
         self._has_all_copies = False  # of weights; otherwise of the output projection's
-        self._is_only_backward = self._is_last_backward = False  # of a step
+        self._is_last_backward = False  # of a step
         self._anchor = torch.zeros((), requires_grad=True)
         self._chosen = chosen
         _check_support(hf_model, world, is_sharded=not self._is_unsharded)
@@ -150,8 +149,7 @@ class Fsdp2Engine:
         dtype = DTYPES[self._training.compute_precision]
         if not self._is_unsharded or self._training.adapters is not None or dtype == torch.float32:
             return nullcontext()
-        # A weak reference, because garbage collection can't follow the context of an autograd function.
-        receive = receive or partial(_receive_gradient, weakref.ref(self))
+        receive = receive or self.add_gradient
         chosen = [*(self._shards if parameters is None else parameters)]
         copies = dict(zip(chosen, cast_all(chosen, dtype), strict=True))
 
@@ -169,7 +167,8 @@ class Fsdp2Engine:
         kept, gradient = self.optimizer.gradients, gradient.contiguous()  # as autograd, with the parameter's strides
         if self._is_last_backward:
             self._parameters.restore(parameter)  # frees its copy
-        if self._is_only_backward and gradient.dtype != parameter.dtype:
+        is_only = self._is_last_backward and self._num_backwards == 1
+        if is_only and gradient.dtype != parameter.dtype:
             kept[parameter] = kept[parameter] + gradient if parameter in kept else gradient
         elif parameter.grad is None:
             parameter.grad = gradient.to(parameter.dtype)
@@ -205,11 +204,11 @@ class Fsdp2Engine:
         if self._chosen.defers_sync:
             root.set_requires_gradient_sync(is_last)
             root.set_reshard_after_backward(is_last or not self._chosen.keeps_weights)
-        self._is_only_backward, self._is_last_backward = is_last and not self._num_backwards, is_last
+        self._is_last_backward = is_last
         self._num_backwards += 1
         # FSDP2 averages gradients over the ranks that share a layer; the loss is a mean over the labels of all ranks.
         torch.autograd.backward(loss * (self._world.num_layer_ranks / num_labels))
-        self._is_only_backward = self._is_last_backward = False
+        self._is_last_backward = False
         if is_last:
             self._has_one_backward, self._num_backwards = self._num_backwards == 1, 0
             self._end_copies()
@@ -325,11 +324,6 @@ class ComputeCopy(torch.autograd.Function):
     def backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[None, None, None]:
         ctx.receive(gradient)
         return None, None, None
-
-
-def _receive_gradient(engine: weakref.ref[Fsdp2Engine], parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    if (owner := engine()) is not None:
-        owner.add_gradient(parameter, gradient)
 
 
 def _check_support(model: nn.Module, world: World, *, is_sharded: bool) -> None:
