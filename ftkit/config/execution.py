@@ -11,7 +11,7 @@ from ftkit.models.parameters import count_model, vision_of
 
 if TYPE_CHECKING:
     from ftkit.config.training import Quantization, TrainingSpec
-    from ftkit.models.architecture import ArchitectureSpec, ExpertMatrix
+    from ftkit.models.architecture import ArchitectureSpec
 
 GIB: Final = 2**30
 FP32: Final = 4  # bytes per fp32 number
@@ -71,6 +71,7 @@ class ParameterCounts:
 
 NF4_BLOCK = 64  # weights that share a scale
 FP8_MULTIPLE = 16  # both dimensions of FP8 matrices must be multiples of this
+GROUPED_MULTIPLE = 8  # grouped matmuls need rows of multiples of 16 bytes: 8 elements in bf16
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """Names of routers in transformers' models. Routers are small and sensitive to rounding."""
 NF4_NESTED_BLOCK = 256  # scales per second-level scale of double quantization
@@ -92,9 +93,10 @@ def is_gathered_in_fp8(name: str, num_inputs: int, num_outputs: int) -> bool:
     return name not in READ_BY_KERNELS and is_quantized("fp8", num_inputs, num_outputs)
 
 
-def are_quantized(quantization: Quantization, matrix: ExpertMatrix) -> bool:
-    """Return whether a matrix of frozen experts is stored quantized: in FP8 only."""
-    return quantization == "fp8" and is_quantized("fp8", matrix.inputs, matrix.outputs)
+def are_quantized(quantization: Quantization, num_inputs: int, num_outputs: int) -> bool:
+    """Return whether a matrix of each of a layer's frozen experts is stored quantized."""
+    is_grouped = num_inputs % GROUPED_MULTIPLE == 0 and num_outputs % GROUPED_MULTIPLE == 0
+    return is_grouped and is_quantized(quantization, num_inputs, num_outputs)
 
 
 def quantized_bytes(quantization: Quantization, num_inputs: int, num_outputs: int) -> int:
@@ -133,7 +135,7 @@ def _quantized_matrices(shape: ArchitectureSpec, training: TrainingSpec) -> Iter
         if is_quantized(kind, linear.inputs, linear.outputs):
             yield linear.count, linear.inputs, linear.outputs
     for matrix in counts.expert_matrices:
-        if are_quantized(kind, matrix):
+        if are_quantized(kind, matrix.inputs, matrix.outputs):
             yield matrix.count * matrix.experts, matrix.inputs, matrix.outputs
 
 

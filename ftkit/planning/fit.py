@@ -165,7 +165,8 @@ class Tensors:
         """A copy of the largest quantized matrix: dequantized from NF4, or transposed in FP8."""
         width = {"none": 0, "nf4": self.width, "fp8": 1}[self.training.quantization]
         sizes = [linear.size for linear in self.counts.linears]
-        sizes += [each.size for each in self.counts.expert_matrices if are_quantized(self.training.quantization, each)]
+        kind, experts = self.training.quantization, self.counts.expert_matrices
+        sizes += [each.size for each in experts if are_quantized(kind, each.inputs, each.outputs)]
         return width * max(sizes, default=0)
 
     def unsharded_weights(self, layers: int) -> float:

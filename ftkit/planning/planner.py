@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit import __version__
 from ftkit.config.cluster import ClusterProfile, site_folders
-from ftkit.config.execution import are_quantized, method_counts
+from ftkit.config.execution import FP8_MULTIPLE, GROUPED_MULTIPLE, are_quantized, method_counts
 from ftkit.config.image_reference import AnyImage, ImageFile, NamedImage, RegistryImage
 from ftkit.config.layers import COMMAND_LINE
 from ftkit.config.recipe import RecipePlan, RecipeSpec, ResourcesSpec, shares_prompts
@@ -354,12 +354,13 @@ def _notes_on_model(run: RunInputs) -> Iterator[str]:
         return
     counts, family = count_model(shape), shape.family
     quantized = training.precision if training.trains_in_fp8 else training.quantization
-    in_8_bits = {are_quantized(training.quantization, each) for each in counts.expert_matrices}
-    if counts.experts_per_token and quantized != "none" and in_8_bits != {True}:
-        yield (
-            f"the experts of '{family}' compute and stay in bf16, not in {quantized}: in transformers 5 they are not "
-            "linear layers"
-        )
+    stored = {are_quantized(training.quantization, each.inputs, each.outputs) for each in counts.expert_matrices}
+    if counts.experts_per_token and quantized != "none" and stored != {True}:
+        multiple = FP8_MULTIPLE if quantized == "fp8" else GROUPED_MULTIPLE
+        reason = f"sizes of their matrices are not multiples of {multiple}"
+        if training.trains_in_fp8:
+            reason = "in transformers 5 they are not linear layers"
+        yield f"the experts of '{family}' compute and stay in bf16, not in {quantized}: {reason}"
     yield (
         f"'{family}' is none of {', '.join(MEASURED)}: {_ESTIMATED[counts.source]}, and whether it can be trained is "
         "checked when the job starts"

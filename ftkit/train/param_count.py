@@ -108,7 +108,8 @@ def count_method(model: PreTrainedModel, training: TrainingPlan) -> ParameterCou
         for _, _, (inputs, outputs) in linears_in_layers(model)
         if is_quantized(training.quantization, inputs, outputs)
     )
-    matrices = [each for each in expert_matrices(model) if are_quantized(training.quantization, each)]
+    experts = expert_matrices(model)
+    matrices = [each for each in experts if are_quantized(training.quantization, each.inputs, each.outputs)]
     return ParameterCounts(
         base + adapters, adapters + of_vision, quantized + sum(each.count * each.size for each in matrices)
     )

@@ -117,7 +117,7 @@ class Gathers(TorchDispatchMode):  # type: ignore[misc] # torch has no types for
 def cases() -> Iterator[Case]:
     yield from itertools.starmap(Case, product(TRIED, get_args(Method), get_args(EngineName)))
     if CONVERTS_WEIGHTS:
-        yield from itertools.starmap(Case, product(["qwen3_moe"], ["full", "lora"], get_args(EngineName)))
+        yield from itertools.starmap(Case, product(["qwen3_moe"], get_args(Method), get_args(EngineName)))
         yield Case("qwen3_moe", "full", "fsdp2", packs="halved")
     for offload, engine in product(("optimizer", "all"), get_args(EngineName)):
         yield Case("llama", "full", engine, offload)

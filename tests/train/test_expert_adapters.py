@@ -27,8 +27,15 @@ from ftkit.train.model.adapted_linear import TokenKeys, token_keys
 from ftkit.train.model.expert_adapters import GroupedExperts
 from ftkit.train.model.float8 import Fp8Layout
 from ftkit.train.model.hf_model import find_decoder_layers
-from ftkit.train.model.linears import QuantizedLinear
-from ftkit.train.model.lora import init_adapters, is_adapter, load_adapters, merge_adapters, prepare_method
+from ftkit.train.model.linears import Nf4Layout, QuantizedLinear
+from ftkit.train.model.lora import (
+    dequantized_base,
+    init_adapters,
+    is_adapter,
+    load_adapters,
+    merge_adapters,
+    prepare_method,
+)
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 
 if TYPE_CHECKING:
@@ -57,8 +64,8 @@ def build(family: str) -> Any:
 
 def training(lora: LoraSpec, **more: Any) -> TrainingPlan:
     return TrainingPlan(
-        sequence_length=32, global_batch_size=1, max_steps=1, learning_rate=1e-3, method="lora", lora=lora,
-        **({"precision": "fp32"} | more),
+        sequence_length=32, global_batch_size=1, max_steps=1, learning_rate=1e-3, lora=lora,
+        **({"method": "lora", "precision": "fp32"} | more),
     )  # fmt: skip
 
 
@@ -143,6 +150,41 @@ def test_frozen_experts_in_fp8_are_those_of_dequantized_weights_but_for_the_roun
         found, expected = gradients(model, tokens), gradients(plain, tokens)
     assert found.keys() == expected.keys()
     assert difference(found["logits"], expected["logits"]) < 0.2  # some tokens go to other experts
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_frozen_experts_in_4_bits_are_those_of_the_dequantized_base_that_exports_merge_into(
+    family: str, world: World
+) -> None:
+    lora, tokens = LoraSpec(rank=4, targets=NAMES[family]), torch.arange(3, 43)[None]
+    plain = adapted(family, world, lora)
+    model = adapted(family, world, lora, method="qlora")
+    experts = next(module for module in model.modules() if isinstance(module, GroupedExperts))
+    assert experts.layouts.keys() == {"gate_up_proj", "down_proj"}
+    original = dict(build(family).named_parameters())
+    with torch.device("meta"):
+        empty = build(family)
+    dequantized, own = dequantized_base(original, empty, torch.float32), dict(plain.named_parameters())
+    for name, each in own.items():
+        if not is_adapter(name):
+            stored = name.replace(".base_layer.", ".")
+            each.data.copy_(dequantized[stored])
+            assert each.ndim < 3 or not each.equal(original[stored])
+    found, expected = gradients(model, tokens), gradients(plain, tokens)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+
+
+def test_compiled_experts_in_4_bits_are_dequantized_as_one_by_one() -> None:
+    layout = Nf4Layout(40, 24, torch.bfloat16)
+    weights = torch.randn(3, 40, 24, generator=torch.Generator().manual_seed(1))
+    stored = layout.quantize(weights)
+    assert layout.quantize(weights[:0]).shape == (0, layout.num_stored)
+    assert layout.dequantize(stored).equal(torch.stack([layout.dequantize(layout.quantize(each)) for each in weights]))
+    assert layout.dequantize(stored.to("meta")).shape == weights.shape
+    compiled = torch.compile(layout.dequantize, dynamic=False, fullgraph=True, backend="aot_eager")
+    assert compiled(stored).equal(layout.dequantize(stored))
 
 
 def test_products_of_experts_in_fp8_are_those_of_dequantized_weights() -> None:

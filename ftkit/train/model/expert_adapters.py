@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ftkit.config.execution import GROUPED_MULTIPLE
 from ftkit.errors import TrainingError
 from ftkit.models.architecture import ExpertMatrix
 from ftkit.train.model.hf_model import find_decoder_layers
@@ -34,13 +35,12 @@ if TYPE_CHECKING:
 
     from ftkit.models.adapters import LoraSpec
     from ftkit.train.model.adapted_linear import Dropout, TokenKeys
-    from ftkit.train.model.float8 import Fp8Layout
+    from ftkit.train.model.linears import WeightLayout
 
-    LayoutOf = Callable[[int, int], Fp8Layout | None]
+    LayoutOf = Callable[[int, int], WeightLayout | None]
 
 _KEY_OF_EXPERT = 0x9E3779B97F4A7C15 - 2**64
 """An odd number. Its product with the expert's index is added to token keys, so that masks differ between experts."""
-_RANK_MULTIPLE = 8  # grouped matmuls need rows of multiples of 16 bytes, 8 elements in bf16
 
 
 def experts_in_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -59,18 +59,23 @@ def _experts_in(layer: nn.Module) -> list[tuple[str, nn.Module]]:
 def expert_matrices(model: PreTrainedModel) -> tuple[ExpertMatrix, ...]:
     """Return the matrices of a model's routed experts that can get adapters."""
     found = Counter(
-        ExpertMatrix(name, _parts(model, f"{path}.{name}"), *_sizes(experts, name), 1)
+        ExpertMatrix(name, _parts(model, f"{path}.{name}"), *sizes, 1)
         for path, experts in experts_in_layers(model)
-        for name in matrix_names(experts)
+        for name, sizes in expert_sizes(experts).items()
     )
     return tuple(replace(matrix, count=count) for matrix, count in found.items())
 
 
-def matrix_names(experts: nn.Module) -> list[str]:
-    """Return the names of the stacked matrices of a layer's experts, in the order in which peft wraps them."""
+def expert_sizes(experts: nn.Module) -> dict[str, tuple[int, int, int]]:
+    """Return the numbers of experts, inputs and outputs of each stacked matrix, in peft's order of wrapping them."""
     if isinstance(experts, GroupedExperts):
-        return [*experts.sizes]
-    return [name for name, each in experts.named_parameters(recurse=False) if each.ndim == 3]  # noqa: PLR2004
+        return experts.sizes
+    found = {}
+    for name, each in experts.named_parameters(recurse=False):
+        if each.ndim == 3:  # noqa: PLR2004
+            num, rows, columns = each.shape
+            found[name] = (num, rows, columns) if experts.is_transposed else (num, columns, rows)
+    return found
 
 
 def transposed_experts(model: nn.Module) -> frozenset[str]:
@@ -79,14 +84,8 @@ def transposed_experts(model: nn.Module) -> frozenset[str]:
         f"{path}.{name}"
         for path, module in model.named_modules()
         if is_experts(module) and module.is_transposed is True
-        for name in matrix_names(module)
+        for name in expert_sizes(module)
     )
-
-
-def _sizes(experts: nn.Module, name: str) -> tuple[int, int, int]:
-    """Return the number of experts, and the numbers of inputs and outputs of a matrix."""
-    num, rows, columns = getattr(experts, name).shape
-    return (num, rows, columns) if experts.is_transposed else (num, columns, rows)
 
 
 def _parts(model: PreTrainedModel, parameter: str) -> tuple[str, ...]:
@@ -122,8 +121,7 @@ def prepare_experts(
 ) -> None:
     """Add fp32 adapters to the stacked experts that are targets, and quantize frozen weights if `layout_of` is set.
 
-    `layout_of` returns the layout of a matrix from its numbers of inputs and outputs, or None to keep the matrix. There
-    is no layout of experts in 4 bits.
+    `layout_of` returns the layout of a matrix from its numbers of inputs and outputs, or None to keep the matrix.
     """
     ranks = {each.name: each.num_ranks(lora.targets) for each in expert_matrices(model)}
     if not any(ranks.values()) and layout_of is None:
@@ -175,11 +173,11 @@ class GroupedExperts(nn.Module):
 
         `ranks` has each matrix's adapter rank in multiples of `lora.rank`, or 0. `effect` is that of `AdaptedLinear`.
         """
-        sizes = {name: _sizes(experts, name) for name in matrix_names(experts)}
+        sizes = expert_sizes(experts)
         vars(self).update(vars(experts))
         self.sizes = sizes
         self.effect = effect
-        self.layouts: dict[str, Fp8Layout] = {}
+        self.layouts: dict[str, WeightLayout] = {}
         self._scaling = {name: lora.scaling_of(ranks[name]) for name in sizes if ranks[name]}
         self.dropouts = nn.ModuleDict({name: each for name, each in dropouts.items() if each is not None})
         for name, (num, inputs, outputs) in sizes.items():
@@ -229,7 +227,7 @@ class GroupedExperts(nn.Module):
         if name not in self._scaling:
             return product
         down, up = (getattr(self, f"lora_{factor}_{name}").to(rows.dtype) for factor in "AB")
-        if missing := -down.shape[1] % _RANK_MULTIPLE:
+        if missing := -down.shape[1] % GROUPED_MULTIPLE:
             down, up = functional.pad(down, (0, 0, 0, missing)), functional.pad(up, (0, missing))
         if self.training and name in self.dropouts:
             dropout = cast("Dropout", self.dropouts[name])

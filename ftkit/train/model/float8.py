@@ -206,7 +206,6 @@ class Fp8Layout(WeightLayout):
     kind = "fp8"
 
     def quantize(self, weight: torch.Tensor) -> torch.Tensor:
-        """Quantize matrices, [..., num_outputs, num_inputs], to their flat forms, [..., num_stored]."""
         rounded = _round(weight.to(self.storage).contiguous(), by_row=True)
         return torch.cat([part.view(torch.uint8).flatten(-2) for part in rounded], dim=-1).view(self.storage)
 
@@ -223,10 +222,7 @@ class Fp8Layout(WeightLayout):
     def multiply_grouped(
         self, rows: torch.Tensor, stored: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor
     ) -> torch.Tensor:
-        """Multiply rows, [S, num_inputs], by the matrices of their experts, [S] in ascending order.
-
-        Expert e, of [E, num_stored], has the rows before `ends[e]`, int32. Only rows get a gradient.
-        """
+        """Multiply rows by the matrices of their experts; each row is cast with a separate scale."""
         product: torch.Tensor = _FrozenProduct.apply(rows, stored, self, experts, ends)  # type: ignore[no-untyped-call]
         return product
 

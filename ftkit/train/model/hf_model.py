@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ftkit.config.execution import GROUPED_MULTIPLE
 from ftkit.errors import TrainingError, one_line
 from ftkit.models.architecture import ArchitectureSpec
 from ftkit.models.config_json import CONFIG_KEYS, find_contradictions, text_part, unquantized_fix, why_not_dequantizable
@@ -33,7 +34,6 @@ from ftkit.models.weight_files import CONFIG_FILE, WRAPPED
 
 log = logging.getLogger(__name__)
 
-_BF16_IN_16_BYTES = 8
 _PASSED_ON = set(ArchitectureSpec.model_fields) - {"family", "sliding_window", "full_attention_every", "rope_scaling"}
 
 
@@ -242,7 +242,7 @@ def auto_class_of(config: PretrainedConfig) -> Any:
 def _avoid_grouped_mm_of_odd_sizes(model: PreTrainedModel) -> None:
     """Compute experts one by one if `torch._grouped_mm` can't: it needs rows of multiples of 16 bytes (8 in bf16)."""
     stacked = (each.shape for name, each in model.named_parameters() if ".experts." in name and each.ndim == 3)  # noqa: PLR2004
-    is_odd = any(size % _BF16_IN_16_BYTES for shape in stacked for size in shape[1:])
+    is_odd = any(size % GROUPED_MULTIPLE for shape in stacked for size in shape[1:])
     if is_odd and hasattr(model, "set_experts_implementation"):  # transformers 4 always computes them one by one
         model.set_experts_implementation("eager")
 

@@ -17,10 +17,18 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ftkit.config.execution import NF4_BLOCK, NF4_NESTED_BLOCK, is_quantized, nf4_parts, quantized_bytes
+from ftkit.config.execution import (
+    NF4_BLOCK,
+    NF4_NESTED_BLOCK,
+    are_quantized,
+    is_quantized,
+    nf4_parts,
+    quantized_bytes,
+)
 from ftkit.config.training import Quantization
 from ftkit.train.model.hf_model import find_decoder, find_decoder_layers, sees_pictures
 from ftkit.train.private_apis.libraries import import_bitsandbytes
+from ftkit.train.private_apis.transformers import grouped_mm
 
 if TYPE_CHECKING:
     from ftkit.train.private_apis.torch import Ctx
@@ -81,6 +89,8 @@ def transposed_weights(model: nn.Module) -> frozenset[str]:
 class WeightLayout(ABC):
     """Quantization and layout of a frozen matrix, [num_outputs, num_inputs], in its flat form, [num_stored].
 
+    The matrices of a layer's experts, stacked, are quantized separately: each row of the stacked flat forms is one.
+
     The flat form has the compute dtype, `storage`, although its bits are not values of that dtype: an engine that
     all-gathers parameters in the compute dtype copies them unchanged.
     """
@@ -95,6 +105,11 @@ class WeightLayout(ABC):
         """Return the layout of a matrix of a decoder layer; None if its sizes can't be quantized."""
         return cls(num_outputs, num_inputs, storage) if is_quantized(cls.kind, num_inputs, num_outputs) else None
 
+    @classmethod
+    def of_experts(cls, storage: torch.dtype, num_inputs: int, num_outputs: int) -> Self | None:
+        """Return the layout of a matrix of each expert; None if its sizes can't be quantized."""
+        return cls(num_outputs, num_inputs, storage) if are_quantized(cls.kind, num_inputs, num_outputs) else None
+
     @property
     def num_weights(self) -> int:
         return self.num_outputs * self.num_inputs
@@ -105,15 +120,24 @@ class WeightLayout(ABC):
 
     @abstractmethod
     def quantize(self, weight: torch.Tensor) -> torch.Tensor:
-        """Quantize an unsharded matrix to its flat form."""
+        """Quantize unsharded matrices, [..., num_outputs, num_inputs], to their flat forms, [..., num_stored]."""
 
     @abstractmethod
     def dequantize(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the dequantized matrix, in the compute dtype."""
+        """Return the dequantized matrices, in the compute dtype."""
 
     @abstractmethod
     def multiply(self, inputs: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         """Multiply inputs, [..., num_inputs], by the matrix: [..., num_outputs]. Only the inputs get a gradient."""
+
+    @abstractmethod
+    def multiply_grouped(
+        self, rows: torch.Tensor, stored: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        """Multiply rows, [S, num_inputs], by the matrices of their experts, [S] in ascending order.
+
+        Expert e, of [E, num_stored], has the rows before `ends[e]`, int32. Only rows get a gradient.
+        """
 
 
 class QuantizedLinear(nn.Linear):
@@ -137,10 +161,6 @@ class QuantizedLinear(nn.Linear):
         """The dequantized matrix, which DoRA reads for its magnitudes."""
         return self.layout.dequantize(self.quantized)
 
-    def by_output(self, stored: torch.Tensor) -> torch.Tensor:
-        """Convert a matrix between the files' layout and [outputs, inputs], in either direction."""
-        return stored.T if self.is_transposed else stored
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
         output = self.layout.multiply(input, self.quantized)
         return output if self.bias is None else output + self.bias
@@ -159,7 +179,7 @@ def quantize_linears(layers: Iterable[nn.Module], layout_of: Callable[[int, int]
             weight, bias = cast("nn.Linear", linear).weight, cast("nn.Linear", linear).bias
             quantized = QuantizedLinear(layout, bias, weight.device, is_transposed=is_transposed(linear))
             if not weight.is_meta:
-                quantized.quantized.data.copy_(layout.quantize(quantized.by_output(weight.data)))
+                quantized.quantized.data.copy_(layout.quantize(weight.data.T if is_transposed(linear) else weight.data))
             layer.set_submodule(name, quantized)
 
 
@@ -189,6 +209,11 @@ class Nf4Layout(WeightLayout):
     kind = "nf4"
 
     def quantize(self, weight: torch.Tensor) -> torch.Tensor:
+        if weight.ndim > 2:  # noqa: PLR2004 - experts
+            stored = torch.empty(len(weight), self.num_stored, dtype=self.storage, device=weight.device)
+            for row, matrix in zip(stored, weight, strict=True):
+                row.copy_(self.quantize(matrix))
+            return stored
         quantized, state = _bitsandbytes().quantize_4bit(
             weight.to(self.storage).contiguous(), blocksize=NF4_BLOCK, compress_statistics=True, quant_type="nf4"
         )
@@ -200,14 +225,19 @@ class Nf4Layout(WeightLayout):
         return flat
 
     def dequantize(self, flat: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the dequantized matrix; `after` is a tensor that compiled code waits for."""
+        """Return the dequantized matrices; `after` is a tensor that compiled code waits for."""
         flat = flat.detach()
         if torch.compiler.is_compiling():
             sizes, tables = (self.num_outputs, self.num_inputs), _tables(flat.device)
             weights: torch.Tensor = torch.ops.ftkit.nf4_matrix(flat, *sizes, *tables, after)
             return weights
         if flat.is_meta:  # peft looks at each matrix 21 times
-            return flat.new_empty(self.num_outputs, self.num_inputs)
+            return flat.new_empty(*flat.shape[:-1], self.num_outputs, self.num_inputs)
+        if flat.ndim > 1:
+            matrices = flat.new_empty(len(flat), self.num_outputs, self.num_inputs)
+            for matrix, row in zip(matrices, flat, strict=True):
+                matrix.copy_(self.dequantize(row))
+            return matrices
         _bitsandbytes()  # defines the operators; bitsandbytes' wrapper around them takes more host time than they do
         operators = torch.ops.bitsandbytes
         if flat.storage_offset() % _ALIGNMENT:  # an engine may all-gather it together with others
@@ -231,12 +261,20 @@ class Nf4Layout(WeightLayout):
 
     def multiply(self, inputs: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         """Multiply by the matrix, which exists only during the product."""
-        product: torch.Tensor = _Product.apply(inputs, flat, self)  # type: ignore[no-untyped-call]
+        product: torch.Tensor = _Product.apply(inputs, flat, self, None)  # type: ignore[no-untyped-call]
+        return product
+
+    def multiply_grouped(
+        self, rows: torch.Tensor, stored: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        """Multiply rows by the matrices of their experts, all of which exist during the product."""
+        del experts
+        product: torch.Tensor = _Product.apply(rows, stored, self, ends)  # type: ignore[no-untyped-call]
         return product
 
     def parts(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the parts of a flat form, as bytes."""
-        return torch.split(flat.view(torch.uint8), list(nf4_parts(self.num_weights)))
+        return torch.split(flat.view(torch.uint8), list(nf4_parts(self.num_weights)), dim=-1)
 
 
 def _dequantize_compiled(
@@ -247,27 +285,28 @@ def _dequantize_compiled(
     code: torch.Tensor,
     after: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the matrix of a flat form, in plain operations that a compiler fuses into two kernels.
+    """Return the matrices of flat forms, in plain operations that a compiler fuses into two kernels.
 
     `levels` are the 16 values of 4-bit weights, `code` the 256 values of absmax. The weights depend on `after`, the
     other factor of their matmul. Otherwise a compiler, which sees forward and backward together, would dequantize once
     for both and save the weights, or dequantize for several matmuls in advance.
     """
-    layout, storage = Nf4Layout(num_outputs, num_inputs, flat.dtype), flat.dtype
+    layout, storage, stack = Nf4Layout(num_outputs, num_inputs, flat.dtype), flat.dtype, flat.shape[:-1]
     quantized, absmax, absmax2, offset = layout.parts(flat)
     if after is not None:
         zero = opaque_zero(after)
         quantized, absmax = quantized | zero, absmax | zero
-    per_block_of_blocks = absmax2.view(torch.float32)[: len(absmax) // NF4_NESTED_BLOCK].unsqueeze(1)
-    exact_absmax = code[absmax.int()].view(-1, NF4_NESTED_BLOCK) * per_block_of_blocks + offset.view(torch.float32)[0]
-    per_block = exact_absmax.flatten()[: 2 * len(quantized) // NF4_BLOCK].unsqueeze(1)
+    per_block_of_blocks = absmax2.view(torch.float32)[..., : absmax.shape[-1] // NF4_NESTED_BLOCK, None]
+    mean = offset.view(torch.float32)[..., :1, None]
+    exact_absmax = code[absmax.int()].view(*stack, -1, NF4_NESTED_BLOCK) * per_block_of_blocks + mean
+    per_block = exact_absmax.flatten(-2)[..., : 2 * quantized.shape[-1] // NF4_BLOCK, None]
     width = storage.itemsize
-    columns = quantized.view(-1, NF4_BLOCK * width // _WORD, _WORD // width // 2).int().unbind(-1)
+    columns = quantized.view(*stack, -1, NF4_BLOCK * width // _WORD, _WORD // width // 2).int().unbind(-1)
     words = torch.zeros((), dtype=torch.int64, device=quantized.device)
     for place, numbers in enumerate(number for column in columns for number in (column >> 4, column & 15)):
         bits = (levels[numbers] * per_block).to(storage).view(_INTEGERS[width]).long() & ((1 << 8 * width) - 1)
         words = words | bits << (8 * width * place)
-    return words.flatten().view(storage)[: layout.num_weights].view(num_outputs, num_inputs)
+    return words.flatten(-2).view(storage)[..., : layout.num_weights].reshape(*stack, num_outputs, num_inputs)
 
 
 # A composite operator: the compiler decomposes it when it differentiates a layer, and caches the result for later
@@ -280,20 +319,25 @@ _OPERATORS.impl("nf4_matrix", _dequantize_compiled, "CompositeImplicitAutograd")
 
 
 class _Product(torch.autograd.Function):
-    """A matmul with a matrix that is dequantized again in the backward pass.
+    """A matmul with a matrix that is dequantized again in the backward pass; with `ends`, of rows with experts'.
 
     Autograd saves the parameter instead of views of it: an engine may free and all-gather it in between.
     """
 
     @staticmethod
-    def forward(ctx: Ctx, inputs: torch.Tensor, quantized: torch.Tensor, layout: Nf4Layout) -> torch.Tensor:
-        ctx.save_for_backward(quantized)
+    def forward(
+        ctx: Ctx, inputs: torch.Tensor, quantized: torch.Tensor, layout: Nf4Layout, ends: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(quantized, *(() if ends is None else (ends,)))
         ctx.layout = layout
-        return functional.linear(inputs, layout.dequantize(quantized, after=inputs))
+        weight = layout.dequantize(quantized, after=inputs)
+        return functional.linear(inputs, weight) if ends is None else grouped_mm(inputs, weight.mT, ends)
 
     @staticmethod
-    def backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gradient @ ctx.layout.dequantize(*ctx.saved_tensors, after=gradient), None, None
+    def backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        quantized, *ends = ctx.saved_tensors
+        weight = ctx.layout.dequantize(quantized, after=gradient)
+        return grouped_mm(gradient, weight, *ends) if ends else gradient @ weight, None, None, None
 
 
 def _bitsandbytes() -> Any:

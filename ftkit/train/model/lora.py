@@ -22,8 +22,8 @@ from ftkit.train.model.expert_adapters import (
     GroupedExperts,
     check_expert_targets,
     expert_matrices,
+    expert_sizes,
     experts_in_layers,
-    matrix_names,
     prepare_experts,
 )
 from ftkit.train.model.float8 import Fp8Layout, check_fp8, convert_linears
@@ -41,6 +41,7 @@ from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.vision import trained_vision
 from ftkit.train.model.weight_conversion import LazyTensors, name_for_peft
 from ftkit.train.private_apis.libraries import adapts_experts, import_peft
+from ftkit.train.private_apis.transformers import is_experts
 from ftkit.train.world import DTYPES
 
 if TYPE_CHECKING:
@@ -85,13 +86,15 @@ def prepare_method(model: PreTrainedModel, training: TrainingPlan, device: torch
         return
     precision = DTYPES[training.compute_precision]
     freeze(model, precision)
+    layout_of_experts = None
     if (layout := _LAYOUTS.get(training.quantization)) is not None:
         quantize_linears(find_decoder_layers(model), partial(layout.of, precision))
+        layout_of_experts = partial(layout.of_experts, precision)
     tokens, effect = TokenKeys(lora.dropout, training.seed), torch.ones((), device=device)
     _inject(model, lora, tokens, effect)
-    fp8 = partial(Fp8Layout.of, precision) if training.quantization == "fp8" else None
-    prepare_experts(model, lora, tokens, effect, fp8)
-    if any(isinstance(module, GroupedExperts) and module.layouts for module in model.modules()):
+    prepare_experts(model, lora, tokens, effect, layout_of_experts)
+    experts = (module for module in model.modules() if isinstance(module, GroupedExperts))
+    if training.quantization == "fp8" and any(each.layouts for each in experts):
         check_fp8(device, has_experts=True)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
@@ -234,14 +237,22 @@ def dequantized_base(base: Mapping[str, torch.Tensor], model: PreTrainedModel, p
 
     `model` has no adapters, and is on the meta device; its linear layers are replaced.
     """
+    layouts: dict[str, tuple[WeightLayout, bool]] = {}
     quantize_linears(find_decoder_layers(model), partial(Nf4Layout.of, precision))
-    linears = {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, QuantizedLinear)}
+    for owner, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            layouts[f"{owner}.weight"] = module.layout, module.is_transposed
+        elif is_experts(module):
+            for name, (_, *sizes) in expert_sizes(module).items():
+                if (layout := Nf4Layout.of_experts(precision, *sizes)) is not None:
+                    layouts[f"{owner}.{name}"] = layout, bool(module.is_transposed)
 
     def read(name: str) -> torch.Tensor:
-        if (linear := linears.get(name)) is None:
+        if name not in layouts:
             return base[name]
-        matrix = linear.layout.dequantize(linear.layout.quantize(linear.by_output(base[name])))
-        return linear.by_output(matrix)
+        layout, is_turned = layouts[name]
+        matrix = layout.dequantize(layout.quantize(base[name].mT if is_turned else base[name]))
+        return matrix.mT if is_turned else matrix
 
     return LazyTensors(base, read)
 
@@ -333,7 +344,7 @@ def peft_names(model: PreTrainedModel, adapters: Iterable[str], place: TextPlace
     names = {}
     for match in experts:
         owner = match["experts"]
-        order = [name for name in matrix_names(model.get_submodule(owner)) if (owner, name) in adapted]
+        order = [name for name in expert_sizes(model.get_submodule(owner)) if (owner, name) in adapted]
         levels = ".base_layer" * (len(order) - 1 - order.index(match["matrix"]))
         names[match.string] = f"base_model.model.{rename(owner)}{levels}.lora_{match['factor']}.weight"
     name_of = partial(name_for_peft, model) if place is None else place.rename
@@ -384,7 +395,7 @@ def _add_experts(config: LoraConfig, model: PreTrainedModel, lora: LoraSpec, amb
     parameters = {
         f"{path}.{name}": ranks[name]
         for path, each in experts_in_layers(model)
-        for name in matrix_names(each)
+        for name in expert_sizes(each)
         if name in ranks
     }
     config.rank_pattern = {name: num * lora.rank for name, num in parameters.items() if num > 1}
