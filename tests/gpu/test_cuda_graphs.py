@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from captured_training import engine_of, train
+from captured_training import batch_of, engine_of, train
 
+from ftkit.train import gpu_kernels
 from ftkit.train.model.hf_model import find_decoder_layers
 
 if TYPE_CHECKING:
@@ -58,3 +59,31 @@ def test_a_decoder_that_waits_for_the_device_trains_without_graphs(world: World)
     torch.cuda.empty_cache()  # fails if torch did not end the capture
     launched, captured = found
     assert np.array(captured) == pytest.approx(np.array(launched), rel=2e-3)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"optimizer": "adamw8bit"}),
+        ("llama", {"precision": "fp8"}),
+        ("llama", {"method": "lora", "lora": {"dropout": 0.1}}),
+        ("llama", {"method": "qlora", "activation_checkpointing": "full"}),
+        ("qwen3_moe", {"method": "qlora", "lora": {"targets": ("q_proj", "gate_proj", "up_proj", "down_proj")}}),
+    ],
+)
+def test_no_step_waits_for_the_device(
+    family: str, changes: dict[str, Any], is_captured: bool, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_kernels, "_SMALLEST_UPDATE", 1)
+    engine = engine_of(world, family, is_captured=is_captured, **changes)
+    batches = [batch_of(world, number) for number in range(6)]
+    for number, batch in enumerate(batches):
+        if number == 4:  # layers are compiled, and captured
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            engine.backward(engine.forward(batch), len(batch.labels), is_last=True)
+            engine.step(1e-3, 1.0)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

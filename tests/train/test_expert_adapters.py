@@ -117,10 +117,11 @@ def test_logits_and_gradients_are_those_of_merged_weights(family: str, world: Wo
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.class 'torch.autograd.function.Function'. should not:DeprecationWarning")
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_compiled_and_recomputed_layers_have_the_same_gradients(mode: Any, world: World) -> None:
+@pytest.mark.parametrize(("mode", "method"), [("selective", "lora"), ("full", "lora"), ("selective", "qlora")])
+def test_compiled_and_recomputed_layers_have_the_same_gradients(mode: Any, method: str, world: World) -> None:
     lora, tokens = LoraSpec(rank=4, targets=TARGETS), torch.arange(3, 43)[None]
-    expected, model = gradients(adapted("qwen3_moe", world, lora), tokens), adapted("qwen3_moe", world, lora)
+    model, eager = (adapted("qwen3_moe", world, lora, method=method) for _ in range(2))
+    expected = gradients(eager, tokens)
     apply_activation_checkpointing(find_decoder_layers(model), [mode, mode], compiled=mode == "selective")
     found = gradients(model, tokens)
     assert found.keys() == expected.keys()

@@ -10,6 +10,7 @@ from torch import nn
 
 from ftkit.models.architecture import ArchitectureSpec
 from ftkit.train.model import local_shard
+from ftkit.train.model.linears import Nf4Layout
 from ftkit.train.model.local_shard import LocalShard
 from ftkit.train.model.pretrained import LoadTarget, init_weights
 
@@ -71,3 +72,22 @@ def test_adapter_magnitudes_need_only_the_rows_of_their_shard() -> None:
     assert set(asked) == {(2, 4)}
     assert torch.equal(shard.values, matrix[2:4].flatten())
     assert torch.allclose(magnitude.values, matrix[2:4].norm(dim=1))
+
+
+def test_experts_in_4_bits_are_read_as_few_at_a_time_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_shard, "_ELEMENTS_PER_READ", 2 * 64 * 32)
+    experts, read = torch.randn(5, 64, 32), []
+    layout = Nf4Layout(64, 32, torch.bfloat16)
+
+    class Source:
+        def get_shape(self) -> list[int]:
+            return [5, 64, 32]
+
+        def __getitem__(self, rows: slice) -> torch.Tensor:
+            read.append(rows.stop - rows.start)
+            return experts[rows]
+
+    stored = torch.zeros(5, layout.num_stored, dtype=torch.bfloat16)
+    LoadTarget(LocalShard(stored.shape, stored.view(-1), begin=0), layout).load(Source(), "experts.up_proj")
+    assert read == [2, 2, 1]
+    assert layout.dequantize(stored).equal(layout.dequantize(layout.quantize(experts)))

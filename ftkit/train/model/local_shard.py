@@ -65,11 +65,11 @@ class LocalShard:
         self.values.copy_(self._local_columns(unsharded).reshape(-1)[self.begin : self.end])
 
     @torch.no_grad()
-    def copy_rows(self, read: Callable[[int, int], torch.Tensor]) -> None:
-        """Copy this shard from a tensor, a few rows at a time; `read(first, last)` returns a range of its rows."""
+    def copy_rows(self, read: Callable[[int, int], torch.Tensor], step: int | None = None) -> None:
+        """Copy this shard from a tensor, `step` rows at a time; `read(first, last)` returns a range of its rows."""
         width = self.shape[1:].numel() if self.columns is None else len(self.columns)
         first, last = self.begin // width, -(-self.end // width)
-        step = rows_per_read(self.shape)
+        step = step or rows_per_read(self.shape)
         for top, bottom in pairwise([first, *range((first // step + 1) * step, last, step), last]):
             begin, end = max(self.begin, top * width), min(self.end, bottom * width)
             rows = self._local_columns(read(top, bottom)).reshape(-1)[begin - top * width : end - top * width]

@@ -111,7 +111,8 @@ class LoadTarget:
             elif magnitude is not None:
                 magnitude.copy_rows(lambda first, last: _row_norms(read(first, last)))
         elif len(self.shard.shape) > 1:
-            self.shard.copy_rows(lambda first, last: layout.quantize(by_output(read(first, last))))
+            num_experts = rows_per_read(self.expected_shape)
+            self.shard.copy_rows(lambda first, last: layout.quantize(by_output(read(first, last))), num_experts)
         else:
             flat = layout.quantize(by_output(read()))
             self.shard.copy_from(flat)

@@ -53,7 +53,6 @@ process_group: Callable[[str], ProcessGroup] = distributed_c10d._resolve_process
 """Returns a process group by its name: operators can take only the name."""
 dump_memory_snapshot: Callable[[Path], None] = torch.cuda.memory._dump_snapshot  # noqa: SLF001
 """Writes the recorded CUDA allocations to a path."""
-add_to_all = torch._foreach_add_  # adds a scalar to tensors in one kernel
 copy_all = torch._foreach_copy_  # copies tensors into others, of any dtype, in few kernels
 find_norms = torch._foreach_norm  # noqa: SLF001
 """Returns the norm of each tensor, of a given order and in a dtype, in few kernels; of order infinity, the amax."""
@@ -68,6 +67,14 @@ scaled_mm = torch._scaled_mm  # noqa: SLF001
 SCALED_MM = torch.ops.aten._scaled_mm.default  # noqa: SLF001
 GROUPED_MM = getattr(torch.ops.aten, "_grouped_mm", None)
 """Operators of FP8 matmuls and of experts (torch 2.8 and newer), which activation checkpointing recognizes."""
+
+
+def add_to_all(tensors: Sequence[torch.Tensor], added: torch.Tensor) -> None:
+    """Add a tensor, [], to tensors in few kernels.
+
+    `_foreach_add_` would take a single tensor as a number, which is a host sync.
+    """
+    torch._foreach_add_(tensors, [added] * len(tensors))  # type: ignore[call-overload]
 
 
 def cast_all(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
