@@ -12,9 +12,12 @@ from ftkit.config.data_sources import GeneratedSource
 from ftkit.errors import plural
 from ftkit.launch.inputs import available_formats, describe_detected
 from ftkit.models.parameters import count_model
+from ftkit.planning.step_time import longest_step
 from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ftkit.launch.preflight import Findings
     from ftkit.planning.fit import Moment
     from ftkit.planning.plan import JobPlan, RunPlan, ScriptPlan
@@ -235,20 +238,29 @@ def _speed(plan: RunPlan) -> str:
     if speed is None:
         is_gpu = plan.placement.device == "cuda"
         return "not predicted: the profile sets no GPU model" if is_gpu else "not predicted on CPUs"
-    each = speed.tokens_per_second / plan.placement.world_size
-    text = f"about {duration(speed.step_seconds)} per step, {count(each)} tokens/s per GPU ({speed.mfu:.0%} MFU)"
+    each, slowdown = speed.tokens_per_second / plan.placement.world_size, speed.slow_host_seconds / speed.step_seconds
+    longest = longest_step(plan.recipe.model.architecture, plan.recipe.training)
+    factors = (1.0, max(longest, slowdown)) if longest > 1 else (1.0,)
+
+    def span(show: Callable[[float], str], value: float, *, grows: bool = True) -> str:
+        values = sorted(value * factor if grows else value / factor for factor in factors)
+        return " to ".join(map(show, values))
+
+    rate, mfu = span(count, each, grows=False), span("{:.0%}".format, speed.mfu, grows=False)
+    text = f"{span(duration, speed.step_seconds)} per step, {rate} tokens/s per GPU ({mfu} MFU)"
+    if len(factors) == 1:
+        text = f"about {text}"
     if plan.fill_ratio is None:
         text += " with full packs"
     if speed.bound != "gpu":
         text += f", limited by the {speed.bound}"
-    slowdown = speed.slow_host_seconds / speed.step_seconds
-    if slowdown > _NOTED_SLOWDOWN:
+    if slowdown > max(_NOTED_SLOWDOWN, *factors):
         text += f", {count(each / slowdown)} beside a slow CPU"
     if plan.training_seconds is None:
         return text
     cost = plan.cost_of(plan.training_seconds)
-    price = "" if cost is None else f", which costs {cost:,.2f} at the profile's price_per_gpu_hour"
-    return f"{text}; {duration(plan.training_seconds)} for all steps{price}"
+    price = "" if cost is None else f", which costs {span('{:,.2f}'.format, cost)} at the profile's price_per_gpu_hour"
+    return f"{text}; {span(duration, plan.training_seconds)} for all steps{price}"
 
 
 def _data(plan: RunPlan) -> str:

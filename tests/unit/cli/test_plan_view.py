@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ftkit.cli.terminal.console import Styled
+from ftkit.cli.terminal.format import count, duration
 from ftkit.cli.terminal.plan_view import plan_facts
 from ftkit.config.context import Context
 from ftkit.config.image_reference import ImageFile
@@ -56,6 +57,29 @@ def test_pictures_are_printed_with_how_many_fit_a_pack(tokens: int, fitting: str
     request = replace(request, image=ImageFile(Path("/images/olmo3.sqsh")), model=model)
     made = plan_run(recipe, load_cluster("a3-ultragpu-8g", NOWHERE), None, request)
     assert f"each, {fitting}; " in str(dict(plan_facts(made))["pictures"])
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "factor"),
+    [("llama", "qlora", 1), ("mistral", "full", 1.25), ("qwen3_moe", "lora", 1.25), ("qwen3_moe", "qlora", 2.4)],
+)
+def test_speeds_that_were_not_measured_are_printed_as_an_interval(family: str, method: str, factor: float) -> None:
+    now = datetime(2026, 1, 2, tzinfo=UTC)
+    changes = (f"model.architecture.family={family}", f"training.method={method}", "training.learning_rate=1e-4")
+    recipe = load_recipe("olmo3-7b-full", NOWHERE, ("training.activation_checkpointing=none", *changes))
+    request = RunRequest(None, None, None, None, False, Path("/shared/me"), "/venv/bin/python", now, "ab12")
+    made = plan_run(
+        recipe, load_cluster("a3-ultragpu-8g", NOWHERE), None, replace(request, image=ImageFile(Path("/a")))
+    )
+    shown, speed = str(dict(plan_facts(made))["speed"]), made.speed
+    assert speed is not None
+    rate = speed.tokens_per_second / made.placement.world_size
+    if factor == 1:
+        assert shown.startswith("about ")
+        assert f", {count(rate)} tokens/s per GPU" in shown
+    else:
+        assert shown.startswith(f"{duration(speed.step_seconds)} to {duration(factor * speed.step_seconds)} per step")
+        assert f", {count(rate / factor)} to {count(rate)} tokens/s per GPU" in shown
 
 
 @pytest.mark.parametrize(("nodes", "fits"), [(2, False), (4, True)])
