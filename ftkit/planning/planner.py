@@ -360,6 +360,8 @@ def _notes_on_model(run: RunInputs) -> Iterator[str]:
         reason = f"sizes of their matrices are not multiples of {multiple}"
         if training.trains_in_fp8:
             reason = "in transformers 5 they are not linear layers"
+        elif not stored:
+            reason = "their class computes them in a way of its own"
         yield f"the experts of '{family}' compute and stay in bf16, not in {quantized}: {reason}"
     yield (
         f"'{family}' is none of {', '.join(MEASURED)}: {_ESTIMATED[counts.source]}, and whether it can be trained is "

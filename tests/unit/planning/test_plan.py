@@ -613,6 +613,12 @@ def test_the_plan_notes_that_experts_are_not_quantized() -> None:
         found = [note for note in notes if "stay in bf16" in note]
         assert len(found) == (expected is not None)
         assert expected is None or expected in found[0]
+    recipe = demo("model.architecture.family=mixtral", "training.method=qlora", "training.global_batch_size=32")
+    request = replace(REQUEST, image=OLMO3)
+    counted = count_model(plan(recipe, A4, IMAGE, request).recipe.model.architecture)
+    counts = replace(counted, source="model", expert_matrices=())
+    request = replace(request, model=plan_model(recipe.model, None, counts))
+    assert any("a way of its own" in note for note in plan(recipe, A4, IMAGE, request).notes)
 
 
 @pytest.mark.parametrize(
