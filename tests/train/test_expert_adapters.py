@@ -129,6 +129,28 @@ def test_compiled_and_recomputed_layers_have_the_same_gradients(mode: Any, metho
         torch.testing.assert_close(found[name], value)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.class 'torch.autograd.function.Function'. should not:DeprecationWarning")
+def test_experts_of_odd_sizes_are_computed_one_by_one_between_compiled_parts(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of experts 36 wide, only gate and up are in 4 bits: both of their sizes are multiples of 8."""
+    monkeypatch.setitem(SIZES, "intermediate_size", 36)
+    monkeypatch.setitem(SIZES, "num_hidden_layers", 1)
+    lora, tokens = LoraSpec(rank=4, targets=("q_proj",)), torch.arange(3, 43)[None]
+    model, eager = (adapted("mixtral", world, lora, method="qlora") for _ in range(2))
+    for each in (model, eager):
+        each.set_experts_implementation("eager")
+    assert [[*each.layouts] for each in model.modules() if isinstance(each, GroupedExperts)] == [["gate_up_proj"]]
+    expected = gradients(eager, tokens)
+    apply_activation_checkpointing(find_decoder_layers(model), ["none"], compiled=True)
+    found = gradients(model, tokens)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+
+
 def difference(found: Any, expected: Any) -> float:
     return float((found - expected).detach().norm() / expected.detach().norm())
 
