@@ -67,6 +67,8 @@ class LocalShard:
     @torch.no_grad()
     def copy_rows(self, read: Callable[[int, int], torch.Tensor], step: int | None = None) -> None:
         """Copy this shard from a tensor, `step` rows at a time; `read(first, last)` returns a range of its rows."""
+        if self.begin == self.end:  # there are more ranks than rows, such as experts
+            return
         width = self.shape[1:].numel() if self.columns is None else len(self.columns)
         first, last = self.begin // width, -(-self.end // width)
         step = step or rows_per_read(self.shape)
