@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ftkit.models.adapters import count_adapter_parameters, whole_adapter_size
+from ftkit.models.families import family_of
 from ftkit.models.parameters import count_model, vision_of
 
 if TYPE_CHECKING:
     from ftkit.config.training import Quantization, TrainingSpec
-    from ftkit.models.architecture import ArchitectureSpec
+    from ftkit.models.architecture import ArchitectureSpec, ExpertMatrix
 
 GIB: Final = 2**30
 FP32: Final = 4  # bytes per fp32 number
@@ -99,6 +100,15 @@ def are_quantized(quantization: Quantization, num_inputs: int, num_outputs: int)
     return is_grouped and is_quantized(quantization, num_inputs, num_outputs)
 
 
+def quantized_experts(shape: ArchitectureSpec, training: TrainingSpec) -> tuple[ExpertMatrix, ...]:
+    """Return the matrices of experts that are stored quantized; none if it is not known how the class computes them."""
+    counts = count_model(shape)
+    if counts.source != "model" and not family_of(shape.family).has_formula:
+        return ()
+    kind = training.quantization
+    return tuple(each for each in counts.expert_matrices if are_quantized(kind, each.inputs, each.outputs))
+
+
 def quantized_bytes(quantization: Quantization, num_inputs: int, num_outputs: int) -> int:
     """Count the bytes of a quantized matrix, its scales included."""
     if quantization == "fp8":
@@ -134,9 +144,8 @@ def _quantized_matrices(shape: ArchitectureSpec, training: TrainingSpec) -> Iter
     for linear in counts.linears:
         if is_quantized(kind, linear.inputs, linear.outputs):
             yield linear.count, linear.inputs, linear.outputs
-    for matrix in counts.expert_matrices:
-        if are_quantized(kind, matrix.inputs, matrix.outputs):
-            yield matrix.count * matrix.experts, matrix.inputs, matrix.outputs
+    for matrix in quantized_experts(shape, training):
+        yield matrix.count * matrix.experts, matrix.inputs, matrix.outputs
 
 
 def saved_by_quantization(shape: ArchitectureSpec, training: TrainingSpec) -> int:

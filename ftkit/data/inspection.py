@@ -261,7 +261,8 @@ class DataInspector:
             return f"{what}longer than sequence_length {length:,}: dropped"
         parts = shorten(sample[0], length, too_long, self.encoder.end_of_turn)
         kept = " and ".join(f"{len(part.tokens):,}" for part in parts)
-        outcome = f"{too_long}, {kept} tokens are kept" if kept else "dropped"
+        num_trained = sum(int((part.labels != IGNORED).sum()) for part in parts)
+        outcome = f"{too_long}, {kept} tokens are kept, {num_trained:,} of them trained" if kept else "dropped"
         return f"longer than sequence_length {length:,}: {outcome}"
 
     def _pictures(self, encoder: RowEncoder, row: Row) -> Iterator[ShownPicture]:

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
     from ftkit.config.data import DataSpec
 
-_TODAY = datetime(2025, 1, 1, tzinfo=UTC)
-"""Date for templates that write the current date (gpt-oss, Mistral), so that preparing twice gives the same data."""
+TODAY = datetime(2025, 1, 1, tzinfo=UTC)
+"""Date for templates that write the current date (gpt-oss, Llama 3), so that data prepared twice are equal, and exports
+render as in training on any day."""
 _WINDOW = 16
 _MAX_SHOWN_ROLES = 8
 _CUT = "\ufdd0"
@@ -234,7 +235,7 @@ class ChatRenderer(Template):
             "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": open_turn,
-            "strftime_now": _TODAY.strftime,
+            "strftime_now": TODAY.strftime,
         }
         try:
             text = str(compile_chat_template(self.tool_template if tools else self.template).render(variables))

@@ -280,13 +280,14 @@ def _load_trained(model: torch.nn.Module, source: TrainedStep) -> None:
         saved = {name: torch.empty(sizes[name], dtype=each.dtype) for name, each in trained.items()}
         try:
             read_state({"model": saved}, folder)
-        except CheckpointException as error:  # for example, training has removed a file in the meantime
+        except CheckpointException as error:
             problem = reason_of(error)
     if problem:
         raise TrainingError(
             f"checkpoint {folder} can't be loaded: {problem}",
-            meaning="the file system lost data; or the checkpoint, the base model or the run's plan was changed",
-            fix="give another step of the run as RUN@STEP, or restore the files",
+            meaning="the run still trains, and deleted it (training.keep_checkpoints); the file system lost data; or "
+            "the checkpoint, the base model or the run's plan was changed",
+            fix="try again; give another step of the run as RUN@STEP; or restore the files",
         )
     for name, parameter in trained.items():
         parameter.copy_(saved[name].view(parameter.shape))

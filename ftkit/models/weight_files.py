@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -155,6 +156,8 @@ def check_tensors(shape: ArchitectureFields, config: Mapping[str, Any], folder: 
     num = 1 + max((int(found["number"]) for name in stored if (found := _LAYER.match(name))), default=-1)
     of_config = shape.num_hidden_layers
     wrong = [*_wrong_shapes(shape, shape.counts.linears, stored)] if shape.counts.is_exact else []
+    if num >= of_config and family_of(shape.family).has_formula:
+        wrong += _missing(shape, shape.counts.linears, stored)
     if 0 < num < of_config:
         found_layers = f"the files have {plural(num, 'decoder layer')}"
         wrong.insert(0, f"{found_layers}, {CONFIG_FILE} says {of_config} (num_hidden_layers)")
@@ -176,6 +179,23 @@ def check_tensors(shape: ArchitectureFields, config: Mapping[str, Any], folder: 
         f"(num_hidden_layers): the run trains and exports only the first {of_config}; if that is not intended, copy or "
         f"download {CONFIG_FILE} again"
     )
+
+
+def _missing(shape: ArchitecturePlan, linears: tuple[Linear, ...], stored: Iterable[str]) -> Iterator[str]:
+    """Yield the kinds of linear layers of which the files have only a part."""
+    names = (name.removesuffix(".weight").rpartition(".")[2] for name in stored if _is_in_layers(name, shape))
+    found, expected = Counter(names), Counter[str]()
+    for each in linears:
+        expected[each.name] += each.count
+    for name, num in expected.items():
+        if 0 < found[name] < num:
+            yield f"the files have {found[name]} of {num} '{name}'"
+
+
+def _is_in_layers(name: str, shape: ArchitecturePlan) -> bool:
+    layer = _LAYER.match(name)
+    is_used = layer is not None and int(layer["number"]) < shape.num_hidden_layers
+    return is_used and ".experts." not in name and name.endswith(".weight")
 
 
 def _wrong_shapes(

@@ -17,10 +17,10 @@ from ftkit.config.execution import (
     LOGITS_ALIGNMENT,
     ZERO3_BUCKET,
     ZERO3_LIVE_WEIGHTS,
-    are_quantized,
     count_repeated_parameters,
     logits_rows,
     method_counts,
+    quantized_experts,
     saved_by_quantization,
 )
 from ftkit.models.parameters import count_model, vision_of
@@ -165,8 +165,7 @@ class Tensors:
         """A copy of the largest quantized matrix: dequantized from NF4, or transposed in FP8."""
         width = {"none": 0, "nf4": self.width, "fp8": 1}[self.training.quantization]
         sizes = [linear.size for linear in self.counts.linears]
-        kind, experts = self.training.quantization, self.counts.expert_matrices
-        sizes += [each.size for each in experts if are_quantized(kind, each.inputs, each.outputs)]
+        sizes += [each.size for each in quantized_experts(self.shape, self.training)]
         return width * max(sizes, default=0)
 
     def unsharded_weights(self, layers: int) -> float:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit import __version__
 from ftkit.config.cluster import ClusterProfile, site_folders
-from ftkit.config.execution import FP8_MULTIPLE, GROUPED_MULTIPLE, are_quantized, method_counts
+from ftkit.config.execution import FP8_MULTIPLE, GROUPED_MULTIPLE, method_counts, quantized_experts
 from ftkit.config.image_reference import AnyImage, ImageFile, NamedImage, RegistryImage
 from ftkit.config.layers import COMMAND_LINE
 from ftkit.config.recipe import RecipePlan, RecipeSpec, ResourcesSpec, shares_prompts
@@ -19,7 +19,7 @@ from ftkit.errors import ConfigError, Problem, one_line, plural
 from ftkit.models.adapters import default_targets
 from ftkit.models.architecture import ArchitecturePlan, CountSource, ModelCounts, ModelPlan, ModelSpec
 from ftkit.models.config_json import resolve_shape
-from ftkit.models.families import MEASURED, UNPACKED
+from ftkit.models.families import MEASURED, UNPACKED, family_of
 from ftkit.models.parameters import count_by_config, count_model
 from ftkit.planning.choices import choose_engine, choose_execution, least_memory, with_sharding
 from ftkit.planning.compatibility import check_job, check_mounts, find_problems
@@ -354,15 +354,18 @@ def _notes_on_model(run: RunInputs) -> Iterator[str]:
         return
     counts, family = count_model(shape), shape.family
     quantized = training.precision if training.trains_in_fp8 else training.quantization
-    stored = {are_quantized(training.quantization, each.inputs, each.outputs) for each in counts.expert_matrices}
-    if counts.experts_per_token and quantized != "none" and stored != {True}:
+    stored, matrices = quantized_experts(shape, training), counts.expert_matrices
+    if counts.experts_per_token and quantized != "none" and not 0 < len(stored) == len(matrices):
         multiple = FP8_MULTIPLE if quantized == "fp8" else GROUPED_MULTIPLE
-        reason = f"sizes of their matrices are not multiples of {multiple}"
+        reason = f"not all sizes of their matrices are multiples of {multiple}"
         if training.trains_in_fp8:
             reason = "in transformers 5 they are not linear layers"
-        elif not stored:
+        elif not matrices:
             reason = "their class computes them in a way of its own"
-        yield f"the experts of '{family}' compute and stay in bf16, not in {quantized}: {reason}"
+        elif not stored and not family_of(family).has_formula:
+            reason = "so the plan assumes, because it does not know their class"
+        which = "some matrices of the experts" if stored else "the experts"
+        yield f"{which} of '{family}' compute and stay in bf16, not in {quantized}: {reason}"
     yield (
         f"'{family}' is none of {', '.join(MEASURED)}: {_ESTIMATED[counts.source]}, and whether it can be trained is "
         "checked when the job starts"

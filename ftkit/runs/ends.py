@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -75,7 +76,7 @@ def find_end(layout: RunLayout, since: float) -> tuple[End, dict[str, str] | Non
         return End({"stopped": Cause.STOP_REQUEST, "completed": Cause.MORE_STEPS}[last.outcome]), None
     error = first_error(layout, since=since)
     if error is None:
-        return End(Cause.UNKNOWN, "no rank left an error, and Slurm no word in the job's log"), None
+        return _end_by_exit_code(layout, since), None
     step = read_last_step(layout.metrics)
     where = f"after step {step.step}" if step and step.time >= since else "before its first step"
     detail = f"rank {error.rank} on {error.host}: {error.type}: {one_line(error.message)}"
@@ -93,11 +94,24 @@ def find_end(layout: RunLayout, since: float) -> tuple[End, dict[str, str] | Non
     return End(cause, detail), {"where": where, "error": same}
 
 
+def _end_by_exit_code(layout: RunLayout, since: float) -> End:
+    """Determine the end of a start without any other trace from the exit code that the job script logged."""
+    found = [match for line in _lines_of_start(layout, since) if (match := _EXIT_CODE.search(line))]
+    if not found:
+        return End(Cause.UNKNOWN, "no rank left an error, and the job's log has no reason")
+    code = int(found[-1][1])
+    if code == 128 + signal.SIGKILL:
+        return End(Cause.KILLED, "its launcher, by signal 9")
+    return End(Cause.UNKNOWN, f"training ended with exit code {code}, and no rank left an error")
+
+
 # --- Slurm's words -------------------------------------------------------------------------------
 
 _LOG_BYTES = 2**20
 _TRAINING = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ) ftkit: training\b")
 """The line that the job script logs before each start of training."""
+_EXIT_CODE = re.compile(r"Z ftkit: (?:error: )?training ended with exit code (\d+)")
+"""The line that it logs when training has ended with an error."""
 _WORDS: Final = re.compile(
     r"error: \*\*\* (?P<unit>JOB|STEP) (?P<job>\d+)\S* ON (?P<node>\S+) CANCELLED AT \S+"
     r"(?: DUE TO (?P<why>PREEMPTION|TIME LIMIT|NODE FAILURE|JOB REQUEUE))?"
@@ -124,13 +138,7 @@ def find_slurms_words(layout: RunLayout, *, since: float | None = None, job_id: 
     has begun since; the default is the last start. If `job_id` is given, messages about other jobs are ignored, except
     for a task of a job array, whose messages have another number than its id.
     """
-    lines = log_tail(layout, num_lines=None, num_bytes=_LOG_BYTES)
-    starts = {index: match[1] for index, line in enumerate(lines) if (match := _TRAINING.match(line))}
-    if since is None:
-        lines = lines[max(starts, default=0) :]
-    else:
-        begun = [index for index, time in starts.items() if datetime.fromisoformat(time).timestamp() <= since]
-        lines = lines[max(begun, default=0) : max(starts, default=None)]
+    lines = _lines_of_start(layout, since)
     for line in lines:
         found = _WORDS.search(line)
         if found is None or (found["job"] and "_" not in (job_id or "_") and job_id != found["job"]):
@@ -144,6 +152,16 @@ def find_slurms_words(layout: RunLayout, *, since: float | None = None, job_id: 
         if found["unit"] == "JOB":  # for a STEP, srun writes the same if one of its tasks failed
             return End(Cause.CANCELED)
     return None
+
+
+def _lines_of_start(layout: RunLayout, since: float | None) -> list[str]:
+    """Return the lines of the job's log since a start recorded itself, up to the next start."""
+    lines = log_tail(layout, num_lines=None, num_bytes=_LOG_BYTES)
+    starts = {index: match[1] for index, line in enumerate(lines) if (match := _TRAINING.match(line))}
+    if since is None:
+        return lines[max(starts, default=0) :]
+    begun = [index for index, time in starts.items() if datetime.fromisoformat(time).timestamp() <= since]
+    return lines[max(begun, default=0) : max(starts, default=None)]
 
 
 def find_wait(layout: RunLayout) -> str:

@@ -181,6 +181,13 @@ def test_prompts_of_evaluation_and_the_record_of_an_export_are_rendered_within_t
         make_prompts(tokenizer_with(HOSTILE["nested loops that assign"]))
 
 
+def test_an_export_renders_dates_as_training_did_on_any_day() -> None:
+    tokenizer = tokenizer_with(
+        "{{ strftime_now('%d %b %Y, %H:%M:%S.%f') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    assert all(prompt.text.startswith("01 Jan 2025, 00:00:00.000000") for prompt in make_prompts(tokenizer))
+
+
 @pytest.mark.parametrize("name", ["a comparison of shared lists", "a text times a number"])
 def test_preparing_many_rows_names_the_template_that_ended_a_worker(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -26,14 +26,14 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def check(folder: Path, prefix: str = "model.", **edits: Any) -> str | None:
-    """Check files of three layers against an edited config.json."""
+def check(folder: Path, prefix: str = "model.", missing: str = "", **edits: Any) -> str | None:
+    """Check files of three layers against an edited config.json; one tensor may be missing."""
     tensors = {f"{prefix}embed_tokens.weight": (20, 8), "lm_head.weight": (20, 8)}
     for number in range(3):
         layer = f"{prefix}layers.{number}."
         tensors |= {f"{layer}self_attn.k_proj.weight": (4, 8), f"{layer}mlp.down_proj.weight": (8, 12)}
         tensors[f"{layer}mlp.experts.0.down_proj.weight"] = (3, 3)
-    arrays = {name: np.zeros(shape, np.float16) for name, shape in tensors.items()}
+    arrays = {name: np.zeros(shape, np.float16) for name, shape in tensors.items() if name != missing}
     safetensors.numpy.save_file(arrays, folder / "model.safetensors")
     config = CONFIG | edits
     shape = plan_model(ModelSpec(weights="org/model"), config).architecture
@@ -67,6 +67,11 @@ def test_files_of_other_shapes_than_the_configuration_are_rejected(
 ) -> None:
     with pytest.raises(NotFoundError, match=message):
         check(tmp_path, **edits)
+
+
+def test_files_that_lack_a_matrix_of_one_layer_are_rejected(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="2 of 3 'down_proj'"):
+        check(tmp_path, missing="model.layers.1.mlp.down_proj.weight")
 
 
 def test_files_that_do_not_fit_are_rejected_before_the_job(tmp_path: Path) -> None:

@@ -605,8 +605,9 @@ def test_the_plan_notes_that_experts_are_not_quantized() -> None:
         ("mixtral", ["training.precision=fp8"], "not linear layers"),
         ("phi3", ["training.precision=fp8"], None),
         ("mixtral", ["training.method=qlora"], None),
-        ("mixtral", ["training.method=qlora", odd], "not multiples of 8"),
+        ("mixtral", ["training.method=qlora", odd], "multiples of 8"),
         ("phi3", ["training.method=qlora", odd], None),
+        ("jamba", ["training.method=qlora"], "does not know their class"),
     ]:
         always = ("training.precision=bf16", f"model.architecture.family={family}", "training.global_batch_size=32")
         notes = plan(demo(*always, *settings), A4, IMAGE, replace(REQUEST, image=OLMO3)).notes

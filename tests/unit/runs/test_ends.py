@@ -79,6 +79,24 @@ def test_words_about_another_start_than_the_recorded_one_do_not_count(layout: Ru
     assert find_end(layout, BEGAN + 600)[0].cause is Cause.UNKNOWN
 
 
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("error: training ended with exit code 137 (resources.max_restarts is 0)", Cause.KILLED),
+        ("training ended with exit code 137: restart 1 of at most 3", Cause.KILLED),
+        ("training ended with exit code 1: restart 1 of at most 3", Cause.UNKNOWN),
+    ],
+)
+def test_a_killed_launcher_is_known_from_the_exit_code_in_the_jobs_log(
+    line: str, cause: Cause, layout: RunLayout
+) -> None:
+    layout.job_log.write_text(f"{START.format(0)}2026-01-01T00:00:09Z ftkit: {line}\n{START.format(1)}")
+    end, error = find_end(layout, BEGAN)
+    assert (end.cause, error) == (cause, None)
+    assert "9" in end.detail or "exit code 1" in end.detail
+    assert find_end(layout, BEGAN + 600)[0].cause is Cause.UNKNOWN, "the start after it has not ended"
+
+
 def test_a_note_precedes_the_words_that_follow_from_it(layout: RunLayout) -> None:
     note_end(layout, End(Cause.TIME_LIMIT))  # by the job script, which then requeues its job
     layout.job_log.write_text(START.format(0) + JOB.format(" DUE TO JOB REQUEUE") + START.format(1))
