@@ -23,6 +23,10 @@ _DOCUMENTS: Final = (
 )
 
 
+_NO_LOWEST: Final = (
+    "its lowest learning rate is not known: 0 here. transformers has no default: without min_lr or min_lr_rate in "
+    "lr_scheduler_kwargs, training does not start"
+)
 _LOADERS: Final = ("json", "csv", "parquet", "arrow", "text")  # names of `load_dataset` for files
 _WEIGHTS: Final = "give each source its share: data.source: [{source: PLACE, weight: SHARE}, …], without num_train"
 _OF_SOURCE: Final = ("path", "subset", "split", "revision", "files", "num")
@@ -208,6 +212,9 @@ def _set_schedule(it: Conversion) -> None:
     if lowest is not None and isinstance(highest, int | float) and highest > 0:
         ratio = min(1.0, round(lowest / highest, 6))
         it.put("training.min_learning_rate_ratio", ratio, *by_lowest, note=f"{lowest:g} / {highest:g}")
+    for row in it.sources.get("training.schedule", ()):
+        if "min_lr" in str(row.value) and "training.min_learning_rate_ratio" not in it.recipe:
+            row.note, row.status = _NO_LOWEST, "changed"
     (beta1, by_1), (beta2, by_2) = it.number("beta1"), it.number("beta2")
     if beta1 is not None or beta2 is not None:
         betas = [0.9 if beta1 is None else beta1, 0.999 if beta2 is None else beta2]

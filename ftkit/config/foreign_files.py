@@ -108,7 +108,7 @@ def _read_commands(text: str) -> Settings:
             words = words[end + 1 :]
     if pending:
         raise ValueError("a quote is not closed")
-    return settings
+    return dict(_flat(settings))
 
 
 def _fill(word: str, variables: Mapping[str, str]) -> str:
@@ -150,7 +150,17 @@ def _read_command(words: list[str], variables: dict[str, str], settings: Setting
 def _scalar(text: str, source: str) -> object:
     if isinstance(source, Code):
         return Code(text)
-    return parse_override(f"x={text}").values["x"] if text[:1] not in "'\"{" else text
+    if text[:1] in "'\"" or (text[0] == "{" and not _is_json(text)):  # `{input}` is a template
+        return text
+    return parse_override(f"x={text}").values["x"]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 # --- Python ----------------------------------------------------------------------------------------

@@ -346,6 +346,28 @@ def test_deepspeed_files_say_offload_and_leave_auto_to_the_trainer(tmp_path: Pat
     assert values["min_learning_rate_ratio"] == 0.1
 
 
+def status_of_schedule(found: Converted) -> str:
+    return next(row.status for row in found.rows if row.key == "lr_scheduler_type")
+
+
+@pytest.mark.parametrize("lowest", ['{"min_lr_rate": 0.1}', '{"min_lr": 2e-6}'])
+def test_json_on_a_command_line_is_read_as_in_yaml(tmp_path: Path, lowest: str) -> None:
+    options = f"--learning_rate 2e-5 --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{lowest}'"
+    places = '[{"path": "org/a"}, {"path": "org/b"}]'
+    script = f"trl sft --model_name_or_path org/model {options} --datasets '{places}' --unknown '{{text}}'"
+    found = converted(tmp_path, {"train.sh": script})
+    assert (training(found)["schedule"], training(found)["min_learning_rate_ratio"]) == ("cosine", 0.1)
+    assert found.recipe["data"]["source"] == ["org/a", "org/b"]
+    assert status_of_schedule(found) == "converted"
+    assert next(row.value for row in found.rows if row.key == "unknown") == "{text}"
+
+
+def test_a_schedule_whose_lowest_learning_rate_is_missing_is_not_exact(tmp_path: Path) -> None:
+    found = converted(tmp_path, {"sft.yaml": TRL_YAML.replace("{min_lr_rate: 0.1}", "{}")})
+    assert "min_learning_rate_ratio" not in training(found)
+    assert status_of_schedule(found) == "changed"
+
+
 def test_documents_become_packs_of_as_many_tokens(tmp_path: Path) -> None:
     documents = {"sft.yaml": TRL_YAML.replace("per_device_train_batch_size: 4", "per_device_train_batch_size: 64")}
     found = converted(tmp_path, documents)
