@@ -220,7 +220,8 @@ def _facts(stats: DataStats, length: int) -> Facts:
         facts.append(("completions", "mean of {:,.0f} tokens chosen, {:,.0f} rejected".format(*stats.sides)))
     for source in stats.sources if len(stats.sources) > 1 else ():
         share = f"{source.num_tokens / max(1, stats.num_tokens):.1%}"
-        facts.append((source.name, f"{plural(source.num_rows, 'row')}, {plural(source.num_tokens, 'token')} ({share})"))
+        rows = plural(source.num_train_rows, "training row")
+        facts.append((source.name, f"{rows}, {plural(source.num_tokens, 'token')} ({share})"))
     return facts
 
 

@@ -58,7 +58,7 @@ def prepare(plan: RunPlan, report: Callable[[str], None], num_workers: int | Non
     for source in manifest.sources if len(manifest.sources) > 1 else ():
         share = source.num_tokens / max(1, manifest.num_train_tokens)
         tokens = plural(source.num_tokens, "token")
-        report(f"source {source.name}: {plural(source.num_rows, 'row')}, {tokens} ({share:.1%})")
+        report(f"source {source.name}: {plural(source.num_train_rows, 'training row')}, {tokens} ({share:.1%})")
     return prepared
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SourceStats:
-    """Totals of one source: rows; documents, tokens, and targets (tokens in the loss) of the training split."""
+    """Totals of one source: rows; rows, documents, tokens, and targets (tokens in the loss) of the training split."""
 
     name: str
     num_rows: int = 0
@@ -40,6 +40,7 @@ class SourceStats:
     num_tokens: int = 0
     num_targets: int = 0
     num_too_long: int = 0
+    num_train_rows: int = 0
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ class EncodedBatch:
     train: DocumentBatch = field(init=False)
     validation: DocumentBatch = field(init=False)
     num_rows: Counter[int] = field(default_factory=Counter)
+    num_train_rows: Counter[int] = field(default_factory=Counter)
     num_documents: int = 0
     num_too_long: Counter[int] = field(default_factory=Counter)
     longest: int = 0
@@ -107,6 +108,7 @@ class Totals:
             self.sources[number] = replace(
                 stats,
                 num_rows=stats.num_rows + num_rows,
+                num_train_rows=stats.num_train_rows + batch.num_train_rows[number],
                 num_documents=stats.num_documents + int((batch.train.sources & ~REJECTED == number).sum()),
                 num_tokens=stats.num_tokens + tokens,
                 num_targets=stats.num_targets + targets,
@@ -202,6 +204,7 @@ class BatchEncoder:
             done.num_dropped += not result
             done.unused.update(unused_columns(row.columns, data, self.encoders[source].format))
             split = split or (split_of(row.columns, data.validation) if data.validation else "train")  # noqa: PLW2901
+            done.num_train_rows[source] += split == "train"
             if split == "validation":
                 columns = portable(row.columns, row.folder) if data.pictures else row.columns
                 done.validation_rows += json.dumps(columns, ensure_ascii=False, default=str) + "\n"
