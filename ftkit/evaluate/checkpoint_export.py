@@ -13,7 +13,16 @@ import torch
 
 from ftkit.config.training import Precision
 from ftkit.data.cases import ModelInput
-from ftkit.errors import DataError, NotFoundError, PrerequisiteError, TrainingError, one_line, plural
+from ftkit.errors import (
+    ConfigError,
+    DataError,
+    NotFoundError,
+    PrerequisiteError,
+    Problem,
+    TrainingError,
+    one_line,
+    plural,
+)
 from ftkit.evaluate.loaded_model import LoadedModel, config_of, tokenizer_of
 from ftkit.evaluate.scoring import evaluation_set
 from ftkit.evaluate.source import MeasureSettings, TrainedStep
@@ -55,14 +64,14 @@ def export_run(
     are recorded, and the model is never run. `report` gets a line at the start of each stage.
 
     Raises:
+        ConfigError: adapters are to be merged, and the run has none.
         NotFoundError: there is no such checkpoint, or the base model can't be found.
         PrerequisiteError: this user can't write the folder, or this machine has too little memory to verify the export.
         TrainingError: a checkpoint is damaged, or belongs to another model.
     """
     plan = read_plan_to_use(layout)
     if request.merges and plan.recipe.training.adapters is None:
-        report("this run trained all weights: there is nothing to merge")
-        request = replace(request, merges=False)
+        raise ConfigError([Problem("", "--merge", "has no effect: this run has no adapters.", "Leave it out.")])
     checkpoints = dict(layout.list_checkpoints())
     step = choose_step(layout, request.step, checkpoints)
     checkpoint = checkpoints[step]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ def failures(run: Run, folder: Path) -> Iterator[tuple[str, Callable[[], object]
     yield "a folder without a model", lambda: find_target(str(folder), workspace)
     yield "a run that has not saved a checkpoint", lambda: find_target("demo", workspace)
     yield "a run to export that has not saved a checkpoint", lambda: export_run(layout, request, None, print)
+    merged = replace(request, merges=True)
+    yield "merging without adapters", lambda: export_run(layout, merged, None, print)
     yield "vLLM on a machine without it", lambda: takes_vllm(ModelFolder(folder, "demo"), "vllm")
     yield "GGUF without llama.cpp", find_converter
     yield "vLLM's adapters of a full model", lambda: check_format("vllm-lora", plan, merges=True)

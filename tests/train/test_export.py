@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ftkit.cli.main import cli
-from ftkit.errors import NotFoundError, PrerequisiteError, TrainingError
+from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, TrainingError
 from ftkit.evaluate.checkpoint_export import ExportRequest, export_run
 from ftkit.evaluate.loaded_model import load_model
 from ftkit.evaluate.scoring import Ranks, evaluation_set, measure
@@ -70,6 +70,13 @@ def test_a_folder_that_can_t_be_written_is_refused_before_anything_is_computed(
     with pytest.raises(PrerequisiteError, match="can't write to"):
         export_run(finished_run.layout, request, verify, told.append)
     assert told == []
+
+
+def test_merging_is_refused_for_a_run_without_adapters(finished_run: Any, tmp_path: Path) -> None:
+    request = ExportRequest("last", merges=True, precision=None, folder=tmp_path / "model")
+    with pytest.raises(ConfigError, match="--merge"):
+        export_run(finished_run.layout, request, None, quiet)
+    assert not (tmp_path / "model").exists()
 
 
 def test_an_export_that_can_t_be_verified_for_want_of_memory_is_refused_before_it_is_written(
