@@ -147,8 +147,15 @@ def describe_detected(data: DataSpec) -> str:
     """Describe in one line the detected formats of a recipe's data, if the recipe sets none."""
     try:
         forms = [describe_format(form) for _, form in read_available(data)]
-    except FtkitError:
-        return "of no known format"  # the checks report why
+    except FtkitError:  # the checks report why
+        local = [number for number, source in enumerate(data.sources) if not isinstance(source, HubSource)]
+        groups: list[list[Row]] = []
+        with suppress(FtkitError):
+            groups = [first_rows(data, number, DETECTION_ROWS) for number in local]
+        try:
+            forms = [describe_format(resolve_format(data.format, rows, data.ignore_columns)) for rows in groups]
+        except FtkitError:
+            return "of no known format"
     return f"{', '.join(dict.fromkeys(forms))} (detected)" if forms else "format detected once rows are read"
 
 

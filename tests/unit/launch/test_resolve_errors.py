@@ -18,7 +18,7 @@ from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.recipe import RecipePlan
 from ftkit.errors import DataError, MemoryExhaustedError, NotFoundError, PrerequisiteError
-from ftkit.launch.inputs import data_stamp
+from ftkit.launch.inputs import data_stamp, describe_detected
 from ftkit.launch.preflight import Findings, check_memory, check_trackers, run_checks, source_checks
 from ftkit.launch.resolve import detect_hardware
 from ftkit.runs.manifest import build_manifest
@@ -459,3 +459,18 @@ def test_the_manifest_records_the_inputs_of_a_run(plan: RunPlan, tmp_path: Path)
     recorded = build_manifest(plan, ["ftkit"], tmp_path)["project"]["git"]
     commit = read_commit(tmp_path)
     assert recorded == {"commit": commit and commit.id, "has_uncommitted_changes": True}
+
+
+def test_the_format_is_described_although_another_check_of_the_data_fails(tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "q"}]}\n')
+    (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
+
+    def describe(data: str) -> str:
+        recipe = tmp_path / "mine.yaml"
+        recipe.write_text(f"model: org/model\ndata: {data}\n")
+        return describe_detected(load_recipe(str(recipe), Context(tmp_path, tmp_path / "user", {})).data)
+
+    assert "'messages'" in describe("{source: ./chats.jsonl, validation: {count: 9}}")
+    assert "'messages'" in describe("{source: ./chats.jsonl, validation: {file: ./missing.jsonl}}")
+    assert "no known format" in describe("./other.jsonl")
+    assert "no known format" not in describe("./missing.jsonl")
