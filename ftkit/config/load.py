@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
+import shlex
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 
@@ -27,6 +29,10 @@ from ftkit.paths import absolute_path, is_address, is_file, is_path, neighbor_of
 from ftkit.spec import RUN
 
 SpecT = TypeVar("SpecT", bound=BaseModel)
+_DATA_SUFFIXES: Final = frozenset(
+    (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather", ".txt", ".md",
+     ".gz", ".bz2", ".xz", ".zst")
+)  # fmt: skip
 
 
 class Loaded(NamedTuple, Generic[SpecT]):
@@ -149,6 +155,25 @@ def _check_can_be_a_file(kind: str, name: str) -> None:
         raise NotFoundError(f"there is no such {kind}: {problem}", fix=f"give a {kind}'s name")
     if name.endswith(".py"):
         raise NotFoundError(f"{name} is not a {kind}: it is a Python program", fix=f"ftkit run --script {name}")
+    if kind == "recipe" and _is_data(name):
+        raise NotFoundError(
+            f"{name} is not a recipe: it is data",
+            meaning="a recipe names a model and its data",
+            fix=f"write one: ftkit init MODEL {shlex.quote(name)}",
+        )
+
+
+def _is_data(name: str) -> bool:
+    """Return whether a file exists and has a suffix of data; a recipe may be an object in JSON."""
+    path = absolute_path(name, Path.cwd())
+    suffix = path.suffix.lower()
+    if suffix not in _DATA_SUFFIXES or not is_file(path):
+        return False
+    if suffix != ".json" or "/" not in name:
+        return True
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(64).lstrip().startswith(b"[")
+    return False
 
 
 def _closest(word: str, known: list[str], otherwise: str) -> str:

@@ -55,6 +55,8 @@ def failures_of_config(folder: Path) -> Iterator[tuple[str, Callable[[], object]
         yield name, partial(load_recipe, "demo", ctx, [override])
     yield "unknown recipe", partial(load_recipe, "dmeo", ctx)
     yield "script as a recipe", partial(load_recipe, "train.py", ctx)
+    (ctx.project / "chats.jsonl").touch()
+    yield "data as a recipe", partial(load_recipe, str(ctx.project / "chats.jsonl"), ctx)
     yield "unknown cluster", partial(load_cluster, "a3-mega", ctx)
     yield "unknown image", partial(load_image, "olmo3:25.03", ctx)
     (folder / "ftkit.yaml").write_text("clutser: x\n")

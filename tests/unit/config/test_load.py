@@ -532,3 +532,24 @@ def test_a_profile_needs_the_number_of_processes_of_its_device(device: str, key:
     rest = {"name": "x", "description": "", "scheduler": "local", "runtime": "none", "device": device}
     with pytest.raises(ValueError, match=f"device '{device}' needs {key}"):
         ClusterProfile.model_validate(rest | other)
+
+
+@pytest.mark.parametrize(
+    "name", ["chats.jsonl", "chats.JSON", "chats.csv", "chats.parquet", "notes.md", "chats.jsonl.gz"]
+)
+@pytest.mark.parametrize("prefix", ["", "./"])
+def test_a_data_file_in_place_of_a_recipe_is_answered_with_the_command_that_writes_one(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch, name: str, prefix: str
+) -> None:
+    monkeypatch.chdir(ctx.project)
+    (ctx.project / name).write_text('[{"text": "a"}]')
+    with pytest.raises(NotFoundError) as caught:
+        load_recipe(f"{prefix}{name}", ctx)
+    assert f"ftkit init MODEL {prefix}{name}" in caught.value.fix
+    assert "demo" not in str(caught.value)
+
+
+def test_a_recipe_may_be_json(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ctx.project)
+    (ctx.project / "mine.json").write_text('{"model": "org/model", "data": "org/chats"}')
+    assert load_recipe("./mine.json", ctx).name == "mine"
