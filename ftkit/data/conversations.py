@@ -174,7 +174,9 @@ def read_turns(turns: object, column: str, style: str, ignored: Collection[str])
     """Yield the turns of a column, a list or JSON text of one, without the keys in `ignored`."""
     if isinstance(turns, str) and turns.lstrip().startswith("["):
         turns = _parse_json(turns, f"column '{column}'")
-    if not isinstance(turns, list) or not turns:
+    if turns == []:
+        raise DataError(f"column '{column}' is an empty list: it has no turns", fix="remove this example")
+    if not isinstance(turns, list):
         raise DataError(
             f"column '{column}' is not a list of turns",
             fix="set data.format.column to the column with the conversation, or remove this example",

@@ -85,8 +85,10 @@ def resolve_format(form: Format, rows: Sequence[Row], ignored: Collection[str] =
 def _unknown_format(rows: Sequence[Row], names: frozenset[str]) -> DataError:
     where, columns = rows[0].where, rows[0].columns
     if found := sorted(names & _TURN_COLUMNS):
+        num_empty = sum(row.columns.get(found[0]) == [] for row in rows)
+        what = "an empty list" if num_empty * 2 > len(rows) else "not a list of turns"
         return DataError(
-            f"{where}: column '{found[0]}' is not a list of turns in most of the first rows, such as "
+            f"{where}: column '{found[0]}' is {what} in most of the first rows, such as "
             f"{str(columns.get(found[0]))[:80]}",
             meaning="a turn is an object with role and content, or with from and value",
             fix="correct the data, or select another column: data.format={kind: messages, column: NAME}",

@@ -246,6 +246,16 @@ def test_each_invalid_row_is_printed_with_its_location_and_the_exit_code_is_8(
     assert json.loads(out)["rows"] == 3
 
 
+def test_rows_with_an_empty_list_of_turns_are_not_counted_with_rows_without_a_list(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad: list[object] = [[], "[]", None, 3, None]
+    file = write(tmp_path / "chats.jsonl", *[{"messages": TALK}] * 6, *({"messages": each} for each in bad))
+    _, out, _ = call(capsys, "check", file)
+    kinds = [line for line in out.splitlines() if not line.startswith(" ")]
+    assert [(line.split(":")[0], "empty list" in line) for line in kinds] == [("2 rows", True), ("3 rows", False)]
+
+
 def test_rows_with_the_same_problem_are_counted_and_three_of_them_are_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

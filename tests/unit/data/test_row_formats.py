@@ -142,6 +142,7 @@ def test_plain_text_is_detected_and_stays_a_text() -> None:
         ([{"dialog": [{"from": "user", "text": "q"}]}], r"columns dialog\n.*\nset how a row becomes a conversation"),
         ([{"messages": {"role": ["user"], "content": ["q"]}}], r"column 'messages' is not a list of turns in most"),
         ([{"messages": []}, {"messages": None}, {"messages": [ASK, ANSWER]}], r"not a list .*, such as \[\]\n"),
+        ([{"messages": []}, {"messages": []}, {"messages": [ASK, ANSWER]}], r"column 'messages' is an empty list"),
         ([{"train": [{"messages": [ASK]}]}], r"f:1: .* train\n"),
     ],
 )
