@@ -26,9 +26,8 @@ class LoraSpec(Spec):
     dropout: Annotated[float, Field(ge=0, lt=1), NUMBER] = 0.0
     """Dropout probability of an adapter's inputs during training."""
     targets: tuple[ProjectionName, ...] = ()
-    """Linear layers of each decoder layer that get an adapter, and matrices of its routed experts (`gate_proj`,
-    `up_proj`, `down_proj`). If empty: those of attention and feed-forward layers; in a mixture of experts, those of
-    attention only."""
+    """Linear layers of each decoder layer that get an adapter, and matrices of its routed experts (the names that files
+    have). If empty: those of attention and feed-forward layers; in a mixture of experts, of attention only."""
     use_rslora: bool = False
     """Rank-stabilized scaling (Kalajdzievski 2023)."""
     use_dora: bool = False
