@@ -220,7 +220,8 @@ def _facts(stats: DataStats, length: int) -> Facts:
         facts.append(("completions", "mean of {:,.0f} tokens chosen, {:,.0f} rejected".format(*stats.sides)))
     for source in stats.sources if len(stats.sources) > 1 else ():
         share = f"{source.num_tokens / max(1, stats.num_tokens):.1%}"
-        rows = plural(source.num_train_rows, "training row")
+        own = source.num_train_rows  # 0 in data that an earlier version prepared
+        rows = plural(own, "training row") if own else plural(source.num_rows, "row")
         facts.append((source.name, f"{rows}, {plural(source.num_tokens, 'token')} ({share})"))
     return facts
 
