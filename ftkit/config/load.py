@@ -165,9 +165,8 @@ def _check_can_be_a_file(kind: str, name: str) -> None:
 
 def _is_data(name: str) -> bool:
     """Return whether a file exists and has a suffix of data; a recipe may be an object in JSON."""
-    path = absolute_path(name, Path.cwd())
-    suffix = path.suffix.lower()
-    if suffix not in _DATA_SUFFIXES or not is_file(path):
+    suffix = Path(name).suffix.lower()
+    if suffix not in _DATA_SUFFIXES or not is_file(path := absolute_path(name, Path.cwd())):
         return False
     if suffix != ".json" or "/" not in name:
         return True
