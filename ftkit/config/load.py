@@ -8,14 +8,14 @@ import shlex
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 
 from ftkit import assets
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.context import Context, list_images, list_names, search_folders
-from ftkit.config.data_sources import GeneratedSource, expand_source, is_inline_template
+from ftkit.config.data_sources import DATA_FILE, GeneratedSource, expand_source, is_inline_template
 from ftkit.config.image import BASE_LOCK_NAME, ImageSpec, read_base_lock
 from ftkit.config.image_reference import parse_image, parse_reference
 from ftkit.config.layers import KeyPath, Layers
@@ -29,10 +29,6 @@ from ftkit.paths import absolute_path, is_address, is_file, is_path, neighbor_of
 from ftkit.spec import RUN
 
 SpecT = TypeVar("SpecT", bound=BaseModel)
-_DATA_SUFFIXES: Final = frozenset(
-    (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather", ".txt", ".md",
-     ".gz", ".bz2", ".xz", ".zst")
-)  # fmt: skip
 
 
 class Loaded(NamedTuple, Generic[SpecT]):
@@ -165,10 +161,9 @@ def _check_can_be_a_file(kind: str, name: str) -> None:
 
 def _is_data(name: str) -> bool:
     """Return whether a file exists and has a suffix of data; a recipe may be an object in JSON."""
-    suffix = Path(name).suffix.lower()
-    if suffix not in _DATA_SUFFIXES or not is_file(path := absolute_path(name, Path.cwd())):
+    if not DATA_FILE.search(name) or not is_file(path := absolute_path(name, Path.cwd())):
         return False
-    if suffix != ".json" or "/" not in name:
+    if path.suffix.lower() != ".json" or "/" not in name:
         return True
     with suppress(OSError), path.open("rb") as file:
         return file.read(64).lstrip().startswith(b"[")

@@ -33,13 +33,26 @@ if TYPE_CHECKING:
 
     from ftkit.config.data import DataSpec
 
-TODAY = datetime(2025, 1, 1, tzinfo=UTC)
+_TODAY = datetime(2025, 1, 1, tzinfo=UTC)
 """Date for templates that write the current date (gpt-oss, Llama 3), so that data prepared twice are equal, and exports
 render as in training on any day."""
 _WINDOW = 16
 _MAX_SHOWN_ROLES = 8
 _CUT = "\ufdd0"
 """Mark inside a special token in the text of the data: a Unicode noncharacter, which texts don't contain."""
+
+
+def render_turns(
+    template: str,
+    variables: Mapping[str, object],
+    turns: Sequence[Mapping[str, object]],
+    tools: Sequence[JsonObject] = (),
+    *,
+    open_turn: bool,
+) -> str:
+    """Render turns as `apply_chat_template` does, but on a fixed date. Raises whatever a template raises."""
+    given = {"messages": turns, "tools": list(tools) or None, "documents": None, "add_generation_prompt": open_turn}
+    return str(compile_chat_template(template).render({**variables, **given, "strftime_now": _TODAY.strftime}))
 
 
 @dataclass(frozen=True)
@@ -229,16 +242,9 @@ class ChatRenderer(Template):
         return replace(conversation, messages=messages, tools=tuple(_cut(list(conversation.tools), pattern))), True
 
     def _render(self, turns: Sequence[TemplateTurn], tools: Sequence[JsonObject], *, open_turn: bool) -> str:
-        variables = {
-            **self.variables,
-            "messages": turns,
-            "tools": list(tools) or None,
-            "documents": None,
-            "add_generation_prompt": open_turn,
-            "strftime_now": TODAY.strftime,
-        }
+        template = self.tool_template if tools else self.template
         try:
-            text = str(compile_chat_template(self.tool_template if tools else self.template).render(variables))
+            text = render_turns(template, self.variables, turns, tools, open_turn=open_turn)
         except MemoryError:
             raise
         except Exception as error:  # a template may raise anything: Jinja's errors, its own, Python's

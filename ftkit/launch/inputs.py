@@ -114,14 +114,16 @@ def with_formats(data: DataSpec, rows: list[Row]) -> Iterator[tuple[Row, Format]
     """Yield rows with their format; each source of a mixture may have its own. Tasks are not run."""
     if not rows or data.format.kind == "task":
         return
-    if isinstance(data.format, AutoFormat) and len(data.sources) > 1:
-        local = [number for number, source in enumerate(data.sources) if not isinstance(source, HubSource)]
-        groups = [first_rows(data, number, DETECTION_ROWS) for number in local]
-    else:
-        groups = [rows]
-    for group in groups:
+    is_mixture = isinstance(data.format, AutoFormat) and len(data.sources) > 1
+    for group in _rows_by_source(data) if is_mixture else [rows]:
         form = resolve_format(data.format, group[:DETECTION_ROWS], data.ignore_columns)
         yield from ((row, form) for row in group)
+
+
+def _rows_by_source(data: DataSpec) -> list[list[Row]]:
+    """Return the first rows of each source on this machine."""
+    local = [number for number, source in enumerate(data.sources) if not isinstance(source, HubSource)]
+    return [first_rows(data, number, DETECTION_ROWS) for number in local]
 
 
 def available_formats(data: DataSpec) -> list[Format]:
@@ -147,11 +149,10 @@ def describe_detected(data: DataSpec) -> str:
     """Describe in one line the detected formats of a recipe's data, if the recipe sets none."""
     try:
         forms = [describe_format(form) for _, form in read_available(data)]
-    except FtkitError:  # the checks report why
-        local = [number for number, source in enumerate(data.sources) if not isinstance(source, HubSource)]
+    except FtkitError:  # the checks report why; it may not be the format
         groups: list[list[Row]] = []
         with suppress(FtkitError):
-            groups = [first_rows(data, number, DETECTION_ROWS) for number in local]
+            groups = _rows_by_source(data)
         try:
             forms = [describe_format(resolve_format(data.format, rows, data.ignore_columns)) for rows in groups]
         except FtkitError:

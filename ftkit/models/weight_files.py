@@ -183,7 +183,7 @@ def check_tensors(shape: ArchitectureFields, config: Mapping[str, Any], folder: 
 
 def _missing(shape: ArchitecturePlan, linears: tuple[Linear, ...], stored: Iterable[str]) -> Iterator[str]:
     """Yield the kinds of linear layers of which the files have only a part."""
-    names = (name.removesuffix(".weight").rpartition(".")[2] for name in stored if _is_in_layers(name, shape))
+    names = (name.removesuffix(".weight").rpartition(".")[2] for name in stored if _is_compared(name, shape))
     found, expected = Counter(names), Counter[str]()
     for each in linears:
         expected[each.name] += each.count
@@ -192,7 +192,8 @@ def _missing(shape: ArchitecturePlan, linears: tuple[Linear, ...], stored: Itera
             yield f"the files have {found[name]} of {num} '{name}'"
 
 
-def _is_in_layers(name: str, shape: ArchitecturePlan) -> bool:
+def _is_compared(name: str, shape: ArchitecturePlan) -> bool:
+    """Return whether a tensor is a matrix of a decoder layer, but not of routed experts."""
     layer = _LAYER.match(name)
     is_used = layer is not None and int(layer["number"]) < shape.num_hidden_layers
     return is_used and ".experts." not in name and name.endswith(".weight")
@@ -210,10 +211,7 @@ def _wrong_shapes(
         sizes = {name: [*own, *((b, a) for a, b in own), *((a + 1, b) for a, b in own)] for name, own in sizes.items()}
     for name, size in stored.items():
         module, _, kind = name.removeprefix("model.").rpartition(".")
-        layer = _LAYER.match(name)
-        is_compared = module in tables
-        if layer:
-            is_compared = int(layer["number"]) < shape.num_hidden_layers and ".experts." not in name
-        expected = sizes.get(module.rpartition(".")[2], []) if kind == "weight" and is_compared else []
+        is_compared = (module in tables and kind == "weight") or _is_compared(name, shape)
+        expected = sizes.get(module.rpartition(".")[2], []) if is_compared else []
         if expected and len(size) == len(expected[0]) and size not in expected:
             yield f"'{name}' has shape {[*size]} in the files, and {[*expected[0]]} by {CONFIG_FILE}"

@@ -15,8 +15,7 @@ from torch import nn
 from ftkit.config.training import Precision
 from ftkit.data.limits import Template, run_limited
 from ftkit.data.pictures import load_processor
-from ftkit.data.private_apis import compile_chat_template
-from ftkit.data.rendering import TODAY, name_of_template
+from ftkit.data.rendering import name_of_template, render_turns
 from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.model.hf_model import find_decoder_layers
 
@@ -123,10 +122,7 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
 
 def _render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
     messages = [{"role": role, "content": content} for role, content in prompt.turns]
-    # On the date of training: `apply_chat_template` would write today's.
-    variables = {"tools": None, "documents": None, "strftime_now": TODAY.strftime, **tokenizer.special_tokens_map}
-    template = compile_chat_template(tokenizer.get_chat_template())
-    return template.render(variables, messages=messages, add_generation_prompt=prompt.asks)
+    return render_turns(tokenizer.get_chat_template(), tokenizer.special_tokens_map, messages, open_turn=prompt.asks)
 
 
 def tokenizer_digests(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
