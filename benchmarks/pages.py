@@ -77,7 +77,7 @@ def plan_again() -> list[Planned]:
     for name, record in read_all().items():
         for row in record.rows:
             if row.training and row.labels.get("trainer", "ftkit") == "ftkit" and row.labels.get("device") != "cpu":
-                steps = f", {len(row.repeats['step_seconds'])} steps" if row.repeats else ""
+                steps = f", {len(row.repeats['step_seconds'])}" if row.repeats else ""
                 training = with_kernel(row.training, row.labels)
                 launched = ("training.cuda_graphs=false",) if row.labels.get("note") != GRAPHS else ()
                 ran = replace(training, overrides=(*training.overrides, *launched))
@@ -165,7 +165,7 @@ def planned_table(planned: list[Planned]) -> str:
         ]
         for each in planned
     ]  # fmt: skip
-    titles = "run|GPUs|peak GiB|planned|off by|tokens/s/GPU|planned|off by|measured"
+    titles = "run|GPUs|peak GiB|planned|off by|tokens/s/GPU|planned|off by|measured, steps"
     return markdown(titles.split("|"), rows)
 
 

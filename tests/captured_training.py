@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 NUM_STEPS = 6
 
 
-def batch_of(world: World, number: int) -> MicroBatch:
-    """Two packs whose numbers of documents and labels differ from those of other numbers."""
+def batch_of(world: World, number: int, num_packs: int = 2, length: int = LENGTH) -> MicroBatch:
+    """Packs whose numbers of documents and labels differ from those of other numbers."""
     random = np.random.default_rng(number)
-    packs = np.zeros((2, 4, LENGTH), dtype=np.int32)
-    packs[:, 0] = random.integers(0, VOCABULARY, (2, LENGTH))
-    packs[:, 1] = np.where(random.random((2, LENGTH)) < 0.5, packs[:, 0], IGNORED)
+    packs = np.zeros((num_packs, 4, length), dtype=np.int32)
+    packs[:, 0] = random.integers(0, VOCABULARY, (num_packs, length))
+    packs[:, 1] = np.where(random.random((num_packs, length)) < 0.5, packs[:, 0], IGNORED)
     for pack in packs:
-        begins = np.unique([0, *random.integers(1, LENGTH, 1 + 40 * (number % 3))])
-        starts = np.zeros(LENGTH, dtype=np.int32)
+        begins = np.unique([0, *random.integers(1, length, 1 + 40 * (number % 3))])
+        starts = np.zeros(length, dtype=np.int32)
         starts[begins] = begins
-        pack[2] = np.arange(LENGTH) - np.maximum.accumulate(starts)
+        pack[2] = np.arange(length) - np.maximum.accumulate(starts)
     return to_micro_batch(packs, world.device)
 
 
@@ -55,11 +55,12 @@ def engine_of(world: World, family: str, *, is_captured: bool, **changes: Any) -
     return Fsdp2Engine(model, settings, world, initialize, EnginePlan("fsdp2", "", replays_graphs=is_captured))
 
 
-def train(engine: Fsdp2Engine, world: World, num_micro_batches: int) -> list[tuple[float, float]]:
-    """Return the loss and the norm of the gradient of each step; evaluate after one of them."""
+def train(engine: Fsdp2Engine, world: World, num_micro_batches: int, length: int = LENGTH) -> list[tuple[float, ...]]:
+    """Return each step's loss, norm of the gradient, and sum of load-balancing losses; evaluate after one of them."""
     results = []
     for step in range(NUM_STEPS):
-        batches = [batch_of(world, num_micro_batches * step + each) for each in range(num_micro_batches)]
+        numbers = range(num_micro_batches * step, num_micro_batches * (step + 1))
+        batches = [batch_of(world, number, length=length) for number in numbers]
         num_labels = sum(len(each.labels) for each in batches)
         total = torch.zeros((), device=world.device)
         for each in batches:
@@ -67,8 +68,9 @@ def train(engine: Fsdp2Engine, world: World, num_micro_batches: int) -> list[tup
             engine.backward(loss, num_labels, is_last=each is batches[-1])
             total += loss.detach() / num_labels
             del loss  # frees its graph, as the loop does
-        results.append((float(total), float(engine.step(1e-3, 1.0))))
+        norm, balance = engine.step(1e-3, 1.0), engine.model.routers.take().values[-1:]
+        results.append((float(total), float(norm), float(balance.sum())))
         if step == NUM_STEPS - 3:
             with engine.inference() as model:
-                model(batch=batches[0])
+                model(batch=batch_of(world, 0, num_packs=1, length=length))
     return results

@@ -57,8 +57,10 @@ def use_recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         "current_stream": object,
         "set_stream": lambda _: None,
         "mem_get_info": lambda _: (2**40, 2**40),
+        "is_current_stream_capturing": lambda: True,
+        "get_rng_state": lambda _: torch.get_rng_state(),
         "get_sync_debug_mode": lambda: 0,
         "set_sync_debug_mode": lambda _: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch.random, "fork_rng", lambda _: nullcontext())
+    monkeypatch.setattr(torch.random, "fork_rng", lambda *_, **__: nullcontext())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ftkit.config.execution import FP32, count_repeated_parameters, is_quantized, method_counts, saved_by_quantization
 from ftkit.models.adapters import count_active_adapter_parameters
-from ftkit.models.families import family_of
+from ftkit.models.families import MEASURED, family_of
 from ftkit.models.parameters import count_model
 from ftkit.planning.activations import Activations, layer_bytes
 from ftkit.planning.flops import delta_rule_seconds, document_flops, token_flops, vision_flops
@@ -92,21 +92,23 @@ PADDING: Final = 2 * log(2)
 lengths are assumed to be log-uniform."""
 HOST_SECONDS_PER_LAYER = {"fsdp2": 0.004, "zero3": 0.008}
 """Time that the host takes to launch the kernels of a layer, forward and backward."""
+RECOMPUTED_HOST_SECONDS = 0.0065
+"""Additional time of a layer that is recomputed in full, whose hooks keep track of each saved tensor: without CUDA
+graphs, QLoRA with packs of 2,048 tokens took 12.3 ms a layer for Qwen3 8B and 9.9 ms for Qwen3-30B-A3B on an H200."""
 GRAPHS_UP_TO = 4
 """Largest time of a micro-batch on the GPU, relative to the host's, for CUDA graphs: beyond, they take memory and save
 little. LoRA on Llama 3 8B with 2 packs of 4,096 tokens has 4.1, and its GPU waits 1% of a step for the host."""
+CAPTURED_FAMILIES = {*MEASURED, "qwen3_moe"}  # not all others can be captured
 GRAPH_SECONDS_PER_LAYER = 0.0006
 """Assumed minimum time of a layer's kernels in CUDA graphs, forward and backward: about 150 kernels (Gemma 3 12B LoRA)
 of 4 µs. No run of so few tokens was measured."""
 SLOW_HOST = 1.8
 """Launch time on the slowest measured host, relative to `HOST_SECONDS_PER_LAYER`: Gemma 3 1B with four packs of 2,048
 tokens took 189 ms a step beside an H100."""
-UNMEASURED = 1.25
-"""Longest step to expect of a family that nothing was fitted to, relative to the plan's: Qwen 3.5 9B took 1.12 times as
-long as planned; if layers don't compile as one graph, steps take 1.16 times as long (torchtitan's Llama 3 8B)."""
-UNMEASURED_4_BITS = 2.4
-"""The same with experts in 4 bits: Qwen3-30B-A3B took 2.4 times as long with one pack of 2,048 tokens on an H200, for
-reasons that are not known."""
+UNMEASURED = 1.3
+"""Longest step to expect of a family that nothing was fitted to, relative to the plan's: 16 layers of Qwen3-30B-A3B
+with adapters of experts took 1.3 times as long as planned, Qwen 3.5 9B 1.12 times; if layers don't compile as one
+graph, steps take 1.16 times as long (torchtitan's Llama 3 8B)."""
 FP8_HOST_SECONDS_PER_LAYER = 0.00096
 """Time in which the host also launches the cast and transpose kernels of FP8. Fitted to Gemma 3 12B LoRA with frozen
 weights in FP8 at 2,048 tokens on an H200, where the host limits the step."""
@@ -160,7 +162,7 @@ def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound
     gpu_seconds += _weights_bytes(setup, is_last=is_last) / gpu.memory_bandwidth
     if count_model(setup.shape).experts_per_token and setup.num_layer_shards > 1:
         gpu_seconds += EXPERT_GAP_SECONDS * setup.shape.num_hidden_layers
-    has_graphs = setup.shape.is_measured and replays_graphs(setup)  # not all other families can be captured
+    has_graphs = setup.shape.family in CAPTURED_FAMILIES and replays_graphs(setup)
     if setup.training.adapters is not None and not has_graphs:
         gpu_seconds += ADAPTER_GAP_SECONDS * setup.shape.num_hidden_layers
     if setup.training.tensor_parallel > 1:
@@ -184,10 +186,8 @@ def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound
     return {resource: passes * seconds for resource, seconds in busy.items()}
 
 
-def longest_step(shape: ArchitecturePlan, training: TrainingPlan) -> float:
+def longest_step(shape: ArchitecturePlan) -> float:
     """Return the longest step to expect, relative to the plan's, beside a host that is not slow."""
-    if training.quantization == "nf4" and count_model(shape).experts_per_token:
-        return UNMEASURED_4_BITS
     return 1.0 if shape.is_measured else UNMEASURED
 
 
@@ -200,8 +200,11 @@ def replays_graphs(setup: Setup) -> bool:
 
 def _host_seconds(setup: Setup) -> float:
     """Return the seconds in which the host launches the kernels of a micro-batch one by one."""
-    fp8_seconds = FP8_HOST_SECONDS_PER_LAYER if setup.training.multiplies_in_fp8 else 0.0
-    return setup.shape.num_hidden_layers * (HOST_SECONDS_PER_LAYER[setup.engine] + fp8_seconds)
+    num_layers, seconds = setup.shape.num_hidden_layers, HOST_SECONDS_PER_LAYER[setup.engine]
+    if setup.training.multiplies_in_fp8:
+        seconds += FP8_HOST_SECONDS_PER_LAYER
+    num_recomputed = setup.training.checkpointing_of_layers(num_layers, setup.engine).count("full")
+    return num_layers * seconds + num_recomputed * RECOMPUTED_HOST_SECONDS
 
 
 def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:

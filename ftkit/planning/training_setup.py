@@ -151,18 +151,16 @@ class Setup:
     def can_replay_graphs(self) -> bool:
         """Whether the host can launch a micro-batch's decoder as two CUDA graphs: its forward and its backward pass.
 
-        A graph's memory is its own: a second forward pass beside it, as of a reference or of a layer that is called
-        again in the backward pass, would need all activations twice. Routers and linear attention can't be captured.
+        A graph's memory is its own: a second forward pass beside it, as of a reference, would need all activations
+        twice. Linear attention can't be captured.
         """
         training = self.training
         is_alone = self.num_processes == 1 and self.device == "cuda" and self.engine == "fsdp2"
         is_eager = training.compile == "none" or training.offload == "all" or training.activation_offload
-        modes = training.checkpointing_of_layers(self.shape.num_hidden_layers, self.engine)
-        calls_again = "full" in modes or training.objective == "kto"
-        calls_again = calls_again or (training.has_reference and not training.stores_reference)
+        calls_again = training.objective == "kto" or (training.has_reference and not training.stores_reference)
         has_state = family_of(self.shape.family).other_layers == "linear_attention"
-        is_static = not has_state and not count_model(self.shape).experts_per_token
-        return training.cuda_graphs and self.has_packs and is_alone and is_static and not is_eager and not calls_again
+        is_compiled_alone = is_alone and not is_eager
+        return training.cuda_graphs and self.has_packs and is_compiled_alone and not has_state and not calls_again
 
     def with_training(self, **changes: Any) -> Setup:
         return replace(self, training=self.training.model_copy(update=changes))

@@ -193,7 +193,7 @@ class CausalLM(nn.Module):
         """
         zero = self._zero_of_vision(batch)  # first, because every rank calls the vision encoder before the decoder
         if self.has_head_layers:
-            self._begin_routing(batch)
+            self.begin_routing(batch)
             states: torch.Tensor = self.hf_model(**model_inputs(self.hf_model, batch)).logits
         else:
             states = self.hidden_states(batch) if hidden is None else hidden
@@ -281,11 +281,12 @@ class CausalLM(nn.Module):
     def hidden_states(self, batch: MicroBatch) -> torch.Tensor:
         """Return the last hidden states, [B, T, H]. Within `forward` only."""
         body = find_body(self.hf_model)
-        self._begin_routing(batch)
+        self.begin_routing(batch)
         hidden: torch.Tensor = body(**model_inputs(body, batch)).last_hidden_state
         return hidden
 
-    def _begin_routing(self, batch: MicroBatch) -> None:
+    def begin_routing(self, batch: MicroBatch) -> None:
+        """Prepare the routers' statistics of a micro-batch; `hidden_states` does so itself."""
         self.routers.begin(batch.input_ids, batch.is_token, is_packed=batch.attention_mask is None)
 
     def generate(self, **inputs: Any) -> torch.Tensor:

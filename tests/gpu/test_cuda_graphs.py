@@ -32,6 +32,10 @@ pytestmark = pytest.mark.gpu
         ("llama", {"attention": "flex"}),
         ("llama", {"attention": "sdpa", "precision": "fp32"}),
         ("llama", {"precision": "fp8"}),
+        ("qwen3_moe", {"router_aux_loss_coef": 0.1}),
+        ("qwen3_moe", {"method": "lora", "lora": {"targets": ("q_proj", "gate_proj", "up_proj", "down_proj")}}),
+        ("qwen3_moe", {"method": "qlora", "activation_checkpointing": "full"}),
+        ("llama", {"activation_checkpointing": "full"}),
     ],
 )
 def test_a_captured_decoder_has_the_losses_and_gradients_of_launched_kernels(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import captured_training
 import numpy as np
 import pytest
 import torch
-from captured_training import engine_of, train
 from lone_world import lone_world
 from recorded_graphs import use_recorded_graphs
 
@@ -16,7 +16,19 @@ from ftkit.train.model.hf_model import find_decoder_layers
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ftkit.train.distributed.fsdp2 import Fsdp2Engine
     from ftkit.train.world import World
+
+
+LENGTH = 64  # of packs: CPUs without bf16 instructions multiply slowly
+
+
+def engine_of(world: World, family: str, **changes: Any) -> Fsdp2Engine:
+    return captured_training.engine_of(world, family, sequence_length=LENGTH, **changes)
+
+
+def train(engine: Fsdp2Engine, world: World, num_micro_batches: int) -> list[tuple[float, ...]]:
+    return captured_training.train(engine, world, num_micro_batches, LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +43,9 @@ def world() -> Iterator[World]:
         ("qwen3", 1, {}),
         ("gemma3_text", 3, {}),
         ("llama", 1, {"precision": "fp32"}),
-        ("llama", 3, {"method": "lora", "lora": {"dropout": 0.1}}),
+        ("llama", 3, {"method": "lora", "lora": {"dropout": 0.1}, "precision": "fp32"}),
+        ("llama", 1, {"activation_checkpointing": "full"}),
+        ("mixtral", 3, {"router_aux_loss_coef": 0.1, "precision": "fp32"}),
     ],
 )
 def test_replayed_micro_batches_give_the_same_losses_and_gradients(
@@ -44,7 +58,7 @@ def test_replayed_micro_batches_give_the_same_losses_and_gradients(
     assert engine._graphs is not None
     assert engine._graphs._captured is not None
     # Both gradients of a tied embedding are summed in bf16 by autograd, in fp32 over micro-batches here.
-    assert np.array(captured) == pytest.approx(np.array(launched), rel=2e-3 if family == "gemma3_text" else 1e-5)
+    assert np.array(captured) == pytest.approx(np.array(launched), rel=1e-2 if family == "gemma3_text" else 1e-5)
 
 
 def test_graphs_that_leave_no_memory_for_the_loss_are_not_used(
@@ -76,3 +90,16 @@ def test_a_decoder_that_fails_in_a_capture_trains_without_graphs(
     launched = train(engine_of(world, "llama", is_captured=False), world, 1)
     assert train(engine, world, 1) == launched
     assert "without CUDA graphs" in caplog.text
+
+
+def test_recomputed_layers_that_draw_random_numbers_are_not_captured(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    use_recorded_graphs(monkeypatch)
+    engine = engine_of(world, "llama", is_captured=True, activation_checkpointing="full")
+    layer = find_decoder_layers(engine.model.hf_model)[1]
+    layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] + torch.rand_like(inputs[0]),))
+    train(engine, world, 1)
+    assert engine._graphs is None or engine._graphs._is_impossible
+    assert "random numbers" in caplog.text

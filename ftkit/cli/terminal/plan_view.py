@@ -239,7 +239,7 @@ def _speed(plan: RunPlan) -> str:
         is_gpu = plan.placement.device == "cuda"
         return "not predicted: the profile sets no GPU model" if is_gpu else "not predicted on CPUs"
     each, slowdown = speed.tokens_per_second / plan.placement.world_size, speed.slow_host_seconds / speed.step_seconds
-    longest = longest_step(plan.recipe.model.architecture, plan.recipe.training)
+    longest = longest_step(plan.recipe.model.architecture)
     factors = (1.0, max(longest, slowdown)) if longest > 1 else (1.0,)
 
     def span(show: Callable[[float], str], value: float, *, grows: bool = True) -> str:

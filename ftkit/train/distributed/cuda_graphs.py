@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,7 +20,8 @@ from torch.nn import functional
 from ftkit.config.execution import CHUNK_LOGITS
 from ftkit.errors import one_line
 from ftkit.train.causal_lm import CausalLM, MicroBatch
-from ftkit.train.model.hf_model import has_recurrent_layers, text_part_of
+from ftkit.train.memory.activation_checkpointing import activation_checkpointing_of
+from ftkit.train.model.hf_model import find_decoder_layers, has_recurrent_layers, text_part_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -38,7 +39,7 @@ def can_capture(model: CausalLM) -> bool:
     """Return whether a decoder's kernels are the same for all packs, apart from the contents of tensors."""
     config = text_part_of(model.hf_model.config)
     drops_layers = getattr(config, "layerdrop", 0.0) > 0
-    return not (model.has_head_layers or model.routers.exist or has_recurrent_layers(config) or drops_layers)
+    return not (model.has_head_layers or has_recurrent_layers(config) or drops_layers)
 
 
 class GraphedDecoder:
@@ -83,6 +84,7 @@ class GraphedDecoder:
             self._capture(batch, is_only=is_only)
         if self._captured is None:
             return None
+        self._model.begin_routing(batch)  # the loss reads the sums of this micro-batch's shape
         self._captured.replay_forward(batch)
         hidden: torch.Tensor = _Replay.apply(self._anchor, self._captured)  # type: ignore[no-untyped-call]
         return hidden
@@ -128,12 +130,17 @@ class _Captured:
     ) -> None:
         self._receive = receive
         inputs = _inputs_of(batch)
-        with torch.random.fork_rng([batch.input_ids.device]):  # host sync: once
+        device = batch.input_ids.device
+        with torch.random.fork_rng([device]):  # host sync: once
+            state = torch.cuda.get_rng_state(device)
             # Libraries build kernels for this number of documents, which they can't do during a capture.
-            with cast(lambda *_: None):
+            with cast(lambda *_: None):  # its backward pass too, which may compute layers again
                 hidden = model(compute=CausalLM.hidden_states, batch=_with_room(inputs))
-            torch.autograd.grad(hidden, leaves, torch.zeros_like(hidden), allow_unused=True)
+                torch.autograd.grad(hidden, leaves, torch.zeros_like(hidden), allow_unused=True)
             del hidden
+            layers = find_decoder_layers(model.hf_model)
+            if "full" in map(activation_checkpointing_of, layers) and not state.equal(torch.cuda.get_rng_state(device)):
+                raise RuntimeError("a CUDA graph can't draw the same random numbers again for recomputed layers")
         self._inputs = _with_room(inputs)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and their gradients
@@ -143,11 +150,13 @@ class _Captured:
             torch.cuda.graph, pool=torch.cuda.graph_pool_handle(), stream=stream, capture_error_mode="thread_local"
         )  # fmt: skip
         # Host syncs: once.
-        with capture(self._forward), _without_syncs(), cast(lambda *own: self._gradients.append(own)):
-            hidden = model(compute=CausalLM.hidden_states, batch=self._inputs)
-        self._gradient = torch.empty_like(hidden)
-        with capture(self._backward), _without_syncs():
-            computed = torch.autograd.grad(hidden, leaves, self._gradient, allow_unused=True)
+        with ExitStack() as copies:
+            with capture(self._forward), _without_syncs():
+                copies.enter_context(cast(lambda *own: self._gradients.append(own)))
+                hidden = model(compute=CausalLM.hidden_states, batch=self._inputs)
+            self._gradient = torch.empty_like(hidden)
+            with capture(self._backward), _without_syncs():
+                computed = torch.autograd.grad(hidden, leaves, self._gradient, allow_unused=True)
         self.hidden = hidden.detach()
         self._gradients += [(one, each) for one, each in zip(leaves, computed, strict=True) if each is not None]
         self.num_trained = sum(each.numel() for _, each in self._gradients)

@@ -144,12 +144,12 @@ class Fsdp2Engine:
     ) -> AbstractContextManager[object]:
         """Replace an unsharded model's weights, or some, by copies in the compute dtype; otherwise, others cast.
 
-        `receive` gets a parameter and its gradient, by default `add_gradient`.
+        `receive` gets a parameter and its gradient, by default `add_gradient`; it does so once, so the copy is freed.
         """
         dtype = DTYPES[self._training.compute_precision]
         if not self._is_unsharded or self._training.adapters is not None or dtype == torch.float32:
             return nullcontext()
-        receive = receive or self.add_gradient
+        receive = self.add_gradient if receive is None else partial(self._pass_on, receive)
         chosen = [*(self._shards if parameters is None else parameters)]
         copies = dict(zip(chosen, cast_all(chosen, dtype), strict=True))
 
@@ -161,6 +161,10 @@ class Fsdp2Engine:
             return own
 
         return self._parameters.by(copy, chosen)
+
+    def _pass_on(self, receive: Receive, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._parameters.restore(parameter)
+        receive(parameter, gradient)
 
     def add_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add the gradient of a micro-batch, in the parameter's or in the compute dtype; may keep the tensor itself."""

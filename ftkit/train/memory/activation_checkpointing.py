@@ -156,18 +156,24 @@ def _forward_of(plain: Forward, name: str, mode: ActivationCheckpointing, *, com
     """Return a layer's forward that is recomputed, compiled, or both; `name` is for warnings."""
     if mode == "full" and compiled:
         # torch before 2.13 marks the operators of autograd functions for recomputation only if there is a policy.
-        recomputed = _recomputing(plain, context_fn=_save_nothing)
+        recomputed = _recomputing(plain, _save_nothing)
         called_twice = _recomputing(CompiledForward(plain, name))
         return CompiledForward(recomputed, name, fallback=called_twice) if TRACES_FULL_CHECKPOINTS else called_twice
     if mode == "full":
         return _recomputing(plain)
-    forward = plain if mode == "none" else _recomputing(plain, context_fn=_CONTEXTS[mode])
+    forward = plain if mode == "none" else _recomputing(plain, _CONTEXTS[mode])
     return CompiledForward(forward, name) if compiled else forward
 
 
-def _recomputing(forward: Forward, **options: Any) -> Forward:
+def _recomputing(forward: Forward, contexts: Callable[[], Contexts] | None = None) -> Forward:
+    """Return a forward that is recomputed in the backward pass, apart from what `contexts` save."""
+
     def recomputing(*args: Any, **kwargs: Any) -> object:
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+        if contexts is not None:
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        # The state of random numbers can't be read in a CUDA graph: layers that draw some are not recomputed in one.
+        is_captured = torch.cuda.is_current_stream_capturing()
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=not is_captured, **kwargs)
 
     return recomputing
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -67,8 +67,8 @@ class Routers:
         self._taps = [_Tap(has_loss=has_loss, adds_gradient=coefficient > 0) for _ in routers]
         for router, tap in zip(routers, self._taps, strict=True):
             router.register_forward_hook(tap)
-        self._sums = torch.zeros(0, device=device)
-        self._gradient = torch.zeros(0, device=device)
+        self._buffers: dict[tuple[int, ...], _Buffers] = {}  # by groups and their tokens; CUDA graphs write to the same
+        self._current = _Buffers.empty(0, 0, 0, 0, device)
         self._new_sums = partial(RouterSums, len(routers), num_experts, has_loss=has_loss, device=device)
         self._step = self._new_sums()
 
@@ -113,13 +113,15 @@ class Routers:
         if not self._taps:
             return
         num_groups = len(input_ids) if is_packed else 1
-        is_token = torch.ones_like(input_ids) if is_token is None else is_token
-        shape = (len(self._taps), len(_SUMS), num_groups, self._num_experts)
-        if self._sums.shape != shape:
-            self._sums, self._gradient = self._sums.new_zeros(shape), self._gradient.new_zeros(shape[2:])
-        self._gradient.zero_()  # for a pass without the loss, such as a check's
-        for tap, sums in zip(self._taps, self._sums, strict=True):
-            tap.sums, tap.gradient, tap.is_token = sums, self._gradient, is_token.float().view(num_groups, -1)
+        shape = (num_groups, input_ids.numel() // num_groups)
+        if shape not in self._buffers:
+            empty = _Buffers.empty(len(self._taps), self._num_experts, *shape, input_ids.device)
+            self._buffers[shape] = empty
+        self._current = self._buffers[shape]
+        self._current.gradient.zero_()  # for a pass without the loss, such as a check's
+        self._current.is_token.copy_((torch.ones_like(input_ids) if is_token is None else is_token).view(shape))
+        for tap, sums in zip(self._taps, self._current.sums, strict=True):
+            tap.sums, tap.gradient, tap.is_token = sums, self._current.gradient, self._current.is_token
 
     def balance(self, loss: torch.Tensor, label_index: torch.Tensor) -> torch.Tensor:
         """Return a micro-batch's loss with the same value, and with the gradient of the load-balancing loss added.
@@ -128,9 +130,9 @@ class Routers:
         """
         if not self._taps or not torch.is_grad_enabled():
             return loss
-        _, probability, _, largest = self._sums.sum(0)
+        sums, pending, is_token = self._current
+        _, probability, _, largest = sums.sum(0)
         num_groups = len(largest)
-        is_token = self._taps[0].is_token
         group_of_label = label_index // is_token.shape[1]
         labels = largest.new_zeros(num_groups).index_add_(0, group_of_label, torch.ones_like(group_of_label).float())
         # Sum over the ranks of a pack: counts of the largest logits, tokens and labels.
@@ -140,11 +142,11 @@ class Routers:
         largest, tokens, labels = whole[:, :-2], whole[:, -2:-1], whole[:, -1:]
         rows = len(self._taps) * tokens.clamp(min=1)
         gradient = self._num_experts * labels * largest / rows.square()
-        self._step.add(self._sums, is_token.sum(), (gradient * probability).sum())
+        self._step.add(sums, is_token.sum(), (gradient * probability).sum())
         if not self.coefficient:
             return loss
         balanced: torch.Tensor = _AddBalance.apply(  # type: ignore[no-untyped-call]
-            loss, self.coefficient * gradient, self._gradient
+            loss, self.coefficient * gradient, pending
         )
         return balanced
 
@@ -169,6 +171,25 @@ def _find_routers(hf_model: PreTrainedModel, num_experts: int) -> list[nn.Module
 _SUMS = ("chosen", "probability", "entropy", "largest")
 """The sums of a router's hook over the tokens of each pack, per expert: how often it was chosen, its probability, its
 share of the entropy, and how often it was among the k largest logits."""
+
+
+class _Buffers(NamedTuple):
+    """What the hooks write and read in a micro-batch of G groups of S tokens; L routers of E experts, all fp32."""
+
+    sums: torch.Tensor  # [L, 4, G, E], see `_SUMS`
+    gradient: torch.Tensor  # [G, E], of the probabilities
+    is_token: torch.Tensor  # [G, S], 0 for padding
+
+    @classmethod
+    def empty(
+        cls, num_routers: int, num_experts: int, num_groups: int, num_tokens: int, device: torch.device | None
+    ) -> _Buffers:
+        shapes = [
+            (num_routers, len(_SUMS), num_groups, num_experts),
+            (num_groups, num_experts),
+            (num_groups, num_tokens),
+        ]
+        return cls(*(torch.zeros(shape, device=device) for shape in shapes))
 
 
 class _Tap:
