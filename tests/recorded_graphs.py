@@ -5,17 +5,16 @@ As on a GPU, a replay sees new contents of tensors, but not new Python values, s
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import pytest
 
 
 class _Recorder(TorchDispatchMode):
@@ -43,7 +42,9 @@ class RecordedGraph:
 
 @contextmanager
 def _capture(graph: RecordedGraph, **_: object) -> Iterator[None]:
-    with graph.recorder:
+    with pytest.MonkeyPatch.context() as patches, graph.recorder:
+        for name in ("is_initialized", "is_current_stream_capturing"):
+            patches.setattr(torch.cuda, name, lambda: True)
         yield
 
 
@@ -57,10 +58,10 @@ def use_recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         "current_stream": object,
         "set_stream": lambda _: None,
         "mem_get_info": lambda _: (2**40, 2**40),
-        "is_current_stream_capturing": lambda: True,
         "get_rng_state": lambda _: torch.get_rng_state(),
         "get_sync_debug_mode": lambda: 0,
         "set_sync_debug_mode": lambda _: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch.random, "fork_rng", lambda *_, **__: nullcontext())
+    fork_rng = torch.random.fork_rng
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices=(), **options: fork_rng([], **options))  # noqa: ARG005

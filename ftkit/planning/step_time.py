@@ -93,19 +93,20 @@ lengths are assumed to be log-uniform."""
 HOST_SECONDS_PER_LAYER = {"fsdp2": 0.004, "zero3": 0.008}
 """Time that the host takes to launch the kernels of a layer, forward and backward."""
 RECOMPUTED_HOST_SECONDS = 0.0065
-"""Additional time of a layer that is recomputed in full, whose hooks keep track of each saved tensor: without CUDA
-graphs, QLoRA with packs of 2,048 tokens took 12.3 ms a layer for Qwen3 8B and 9.9 ms for Qwen3-30B-A3B on an H200."""
+"""Additional time of a compiled layer with adapters that is called again in the backward pass, with hooks of all saved
+tensors: without CUDA graphs, QLoRA with packs of 2,048 tokens took 12.3 ms a layer for Qwen3 8B and 9.9 ms for
+Qwen3-30B-A3B (H200, torch 2.11). Full fine-tuning was not measured."""
 GRAPHS_UP_TO = 4
 """Largest time of a micro-batch on the GPU, relative to the host's, for CUDA graphs: beyond, they take memory and save
 little. LoRA on Llama 3 8B with 2 packs of 4,096 tokens has 4.1, and its GPU waits 1% of a step for the host."""
-CAPTURED_FAMILIES = {*MEASURED, "qwen3_moe"}  # not all others can be captured
+CAPTURED_FAMILIES = {*MEASURED, "qwen3_moe"}  # not all others can be captured; their memory is planned for graphs
 GRAPH_SECONDS_PER_LAYER = 0.0006
 """Assumed minimum time of a layer's kernels in CUDA graphs, forward and backward: about 150 kernels (Gemma 3 12B LoRA)
 of 4 µs. No run of so few tokens was measured."""
 SLOW_HOST = 1.8
 """Launch time on the slowest measured host, relative to `HOST_SECONDS_PER_LAYER`: Gemma 3 1B with four packs of 2,048
 tokens took 189 ms a step beside an H100."""
-UNMEASURED = 1.3
+UNMEASURED = 1.35
 """Longest step to expect of a family that nothing was fitted to, relative to the plan's: 16 layers of Qwen3-30B-A3B
 with adapters of experts took 1.3 times as long as planned, Qwen 3.5 9B 1.12 times; if layers don't compile as one
 graph, steps take 1.16 times as long (torchtitan's Llama 3 8B)."""
@@ -195,16 +196,20 @@ def replays_graphs(setup: Setup) -> bool:
     """Return whether the host launches the decoder as CUDA graphs, because its speed may limit steps otherwise."""
     if not setup.can_replay_graphs or setup.gpu is None:
         return setup.can_replay_graphs
-    return _gpu_seconds(setup, setup.gpu, setup.tokens) < GRAPHS_UP_TO * _host_seconds(setup)
+    return _gpu_seconds(setup, setup.gpu, setup.tokens) < GRAPHS_UP_TO * _launch_seconds(setup)
 
 
 def _host_seconds(setup: Setup) -> float:
-    """Return the seconds in which the host launches the kernels of a micro-batch one by one."""
-    num_layers, seconds = setup.shape.num_hidden_layers, HOST_SECONDS_PER_LAYER[setup.engine]
-    if setup.training.multiplies_in_fp8:
-        seconds += FP8_HOST_SECONDS_PER_LAYER
-    num_recomputed = setup.training.checkpointing_of_layers(num_layers, setup.engine).count("full")
-    return num_layers * seconds + num_recomputed * RECOMPUTED_HOST_SECONDS
+    """Return the seconds that a micro-batch takes the host, if its kernels are launched one by one."""
+    training, recomputed = setup.training, 0
+    if setup.engine == "fsdp2" and training.adapters is not None and training.compile != "none":
+        recomputed = training.checkpointing_of_layers(setup.shape.num_hidden_layers, setup.engine).count("full")
+    return _launch_seconds(setup) + recomputed * RECOMPUTED_HOST_SECONDS
+
+
+def _launch_seconds(setup: Setup) -> float:
+    fp8_seconds = FP8_HOST_SECONDS_PER_LAYER if setup.training.multiplies_in_fp8 else 0.0
+    return setup.shape.num_hidden_layers * (HOST_SECONDS_PER_LAYER[setup.engine] + fp8_seconds)
 
 
 def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:

@@ -21,7 +21,9 @@ from ftkit.config.execution import CHUNK_LOGITS
 from ftkit.errors import one_line
 from ftkit.train.causal_lm import CausalLM, MicroBatch
 from ftkit.train.memory.activation_checkpointing import activation_checkpointing_of
+from ftkit.train.model.expert_adapters import experts_in_layers
 from ftkit.train.model.hf_model import find_decoder_layers, has_recurrent_layers, text_part_of
+from ftkit.train.private_apis.transformers import computes_experts_one_by_one
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -36,10 +38,12 @@ MIN_DOCUMENTS = 64  # the least capacity of `cu_seqlens`, as of cuDNN's graphs
 
 
 def can_capture(model: CausalLM) -> bool:
-    """Return whether a decoder's kernels are the same for all packs, apart from the contents of tensors."""
+    """Return whether a capture of the decoder is worth a try: its kernels should be the same for all packs."""
     config = text_part_of(model.hf_model.config)
     drops_layers = getattr(config, "layerdrop", 0.0) > 0
-    return not (model.has_head_layers or has_recurrent_layers(config) or drops_layers)
+    has_grouped = not computes_experts_one_by_one(config) and next(experts_in_layers(model.hf_model), None) is not None
+    waits_for_routers = model.routers.exist and not has_grouped
+    return not (model.has_head_layers or waits_for_routers or has_recurrent_layers(config) or drops_layers)
 
 
 class GraphedDecoder:
@@ -138,9 +142,9 @@ class _Captured:
                 hidden = model(compute=CausalLM.hidden_states, batch=_with_room(inputs))
                 torch.autograd.grad(hidden, leaves, torch.zeros_like(hidden), allow_unused=True)
             del hidden
-            layers = find_decoder_layers(model.hf_model)
-            if "full" in map(activation_checkpointing_of, layers) and not state.equal(torch.cuda.get_rng_state(device)):
-                raise RuntimeError("a CUDA graph can't draw the same random numbers again for recomputed layers")
+            is_recomputed = "full" in map(activation_checkpointing_of, find_decoder_layers(model.hf_model))
+            if is_recomputed and not state.equal(torch.cuda.get_rng_state(device)):
+                raise RuntimeError("a decoder with recomputed layers draws random numbers, which a graph can't repeat")
         self._inputs = _with_room(inputs)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and their gradients

@@ -144,7 +144,8 @@ class Fsdp2Engine:
     ) -> AbstractContextManager[object]:
         """Replace an unsharded model's weights, or some, by copies in the compute dtype; otherwise, others cast.
 
-        `receive` gets a parameter and its gradient, by default `add_gradient`; it does so once, so the copy is freed.
+        `receive` is called once per parameter, with its gradient, which frees the copy. By default, `add_gradient` is
+        called in each backward pass, and frees copies in a step's last one.
         """
         dtype = DTYPES[self._training.compute_precision]
         if not self._is_unsharded or self._training.adapters is not None or dtype == torch.float32:

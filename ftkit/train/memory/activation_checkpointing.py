@@ -171,8 +171,8 @@ def _recomputing(forward: Forward, contexts: Callable[[], Contexts] | None = Non
     def recomputing(*args: Any, **kwargs: Any) -> object:
         if contexts is not None:
             return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-        # The state of random numbers can't be read in a CUDA graph: layers that draw some are not recomputed in one.
-        is_captured = torch.cuda.is_current_stream_capturing()
+        # The state of random numbers can't be read in a CUDA graph, so decoders that draw some are not captured.
+        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=not is_captured, **kwargs)
 
     return recomputing

@@ -67,8 +67,9 @@ class Routers:
         self._taps = [_Tap(has_loss=has_loss, adds_gradient=coefficient > 0) for _ in routers]
         for router, tap in zip(routers, self._taps, strict=True):
             router.register_forward_hook(tap)
-        self._buffers: dict[tuple[int, ...], _Buffers] = {}  # by groups and their tokens; CUDA graphs write to the same
-        self._current = _Buffers.empty(0, 0, 0, 0, device)
+        self._buffers: dict[tuple[int, ...], _Buffers] = {}
+        """By the numbers of groups and tokens per group; kept, because CUDA graphs write to them."""
+        self._current: _Buffers | None = None  # those of the current micro-batch
         self._new_sums = partial(RouterSums, len(routers), num_experts, has_loss=has_loss, device=device)
         self._step = self._new_sums()
 
@@ -115,20 +116,21 @@ class Routers:
         num_groups = len(input_ids) if is_packed else 1
         shape = (num_groups, input_ids.numel() // num_groups)
         if shape not in self._buffers:
-            empty = _Buffers.empty(len(self._taps), self._num_experts, *shape, input_ids.device)
-            self._buffers[shape] = empty
-        self._current = self._buffers[shape]
-        self._current.gradient.zero_()  # for a pass without the loss, such as a check's
-        self._current.is_token.copy_((torch.ones_like(input_ids) if is_token is None else is_token).view(shape))
-        for tap, sums in zip(self._taps, self._current.sums, strict=True):
-            tap.sums, tap.gradient, tap.is_token = sums, self._current.gradient, self._current.is_token
+            zeros = partial(torch.zeros, device=input_ids.device)
+            sums = zeros(len(self._taps), len(_SUMS), num_groups, self._num_experts)
+            self._buffers[shape] = _Buffers(sums, zeros(num_groups, self._num_experts), zeros(shape))
+        self._current = current = self._buffers[shape]
+        current.gradient.zero_()  # for a pass without the loss, such as a check's
+        current.is_token.copy_((torch.ones_like(input_ids) if is_token is None else is_token).view(shape))
+        for tap, sums in zip(self._taps, current.sums, strict=True):
+            tap.sums, tap.gradient, tap.is_token = sums, current.gradient, current.is_token
 
     def balance(self, loss: torch.Tensor, label_index: torch.Tensor) -> torch.Tensor:
         """Return a micro-batch's loss with the same value, and with the gradient of the load-balancing loss added.
 
         The loss is summed over the labels; `label_index`, int64 [N], has the index of the token before each label.
         """
-        if not self._taps or not torch.is_grad_enabled():
+        if self._current is None or not torch.is_grad_enabled():
             return loss
         sums, pending, is_token = self._current
         _, probability, _, largest = sums.sum(0)
@@ -179,17 +181,6 @@ class _Buffers(NamedTuple):
     sums: torch.Tensor  # [L, 4, G, E], see `_SUMS`
     gradient: torch.Tensor  # [G, E], of the probabilities
     is_token: torch.Tensor  # [G, S], 0 for padding
-
-    @classmethod
-    def empty(
-        cls, num_routers: int, num_experts: int, num_groups: int, num_tokens: int, device: torch.device | None
-    ) -> _Buffers:
-        shapes = [
-            (num_routers, len(_SUMS), num_groups, num_experts),
-            (num_groups, num_experts),
-            (num_groups, num_tokens),
-        ]
-        return cls(*(torch.zeros(shape, device=device) for shape in shapes))
 
 
 class _Tap:

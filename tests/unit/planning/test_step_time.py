@@ -120,7 +120,7 @@ def test_graphs_save_the_host_most_time_where_layers_are_recomputed(
     )
     captured, launched = (predict_step_time(Setup(architecture(model), spec, gpu=H200), H200) for spec in specs)
     assert (captured.bound, launched.bound) == ("gpu", "host")
-    assert 1.6 < launched.step_seconds / captured.step_seconds < 2.3  # measured: 2.18 and 2.01
+    assert 1.6 < launched.step_seconds / captured.step_seconds < 2.3  # measured: 2.2 and 2.0
 
 
 @pytest.mark.parametrize(
@@ -183,10 +183,9 @@ def test_recomputing_layers_costs_a_quarter_to_a_third(architecture: Shapes, tra
 def test_recomputing_attention_costs_the_more_the_longer_the_sequence(
     length: int, least: float, most: float, architecture: Shapes, training: Specs
 ) -> None:
-    shape, rows = architecture("qwen3-8b"), max(1, 65536 // length)  # so that the host does not limit steps
-    sizes = {"sequence_length": length, "micro_batch_size": rows, "global_batch_size": 8 * rows}
+    shape = architecture("qwen3-8b")
     without, full = (
-        predict_step_time(Setup(shape, training(activation_checkpointing=mode, **sizes), 8), H200)
+        predict_step_time(Setup(shape, training(activation_checkpointing=mode, sequence_length=length), 8), H200)
         for mode in ("except_attention", "full")
     )
     assert least < full.step_seconds / without.step_seconds < most
