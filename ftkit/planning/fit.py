@@ -257,7 +257,9 @@ class Tensors:
         rest = max(0.0, in_graphs - loss.activations - loss.communication)
         own = 2 * self.width * self.tokens * self.shape.hidden_size
         own += self.width * self.table if self.training.adapters is None else 0
-        return replace(loss, activations=loss.activations + rest + own / GIB)
+        beside = replace(loss, activations=loss.activations + rest + own / GIB)
+        gpu = self.setup.gpu
+        return beside if gpu is None or beside.total <= gpu.usable_gib else loss  # a run gives up what does not fit
 
     def _in_tower(self) -> MemoryPlan:
         return self._plan(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ftkit.models.adapters import ALL_PROJECTIONS
 from ftkit.models.parameters import count_model
+from ftkit.planning.fit import Fit
 from ftkit.planning.flops import attention_layers, document_flops, mean_visible_keys, token_flops
 from ftkit.planning.step_time import FORWARD_SHARE, _offload_seconds, predict_step_time, replays_graphs
 from ftkit.planning.training_setup import GPUS, Setup, gpu_of_device
@@ -108,6 +109,18 @@ def test_graphs_are_for_micro_batches_that_the_host_may_limit(architecture: Shap
     setups = [Setup(architecture("llama3-8b"), spec, gpu=H200) for spec in specs]
     assert [(each.can_replay_graphs, replays_graphs(each)) for each in setups] == [(True, True), (True, False)]
     assert not replays_graphs(replace(setups[0], has_packs=False))
+
+
+def test_graphs_that_do_not_fit_take_no_planned_memory_because_the_run_gives_them_up(
+    architecture: Shapes, training: Specs
+) -> None:
+    spec = training(sequence_length=2048, micro_batch_size=4, global_batch_size=4)
+    setup = Setup(architecture("gemma3-1b"), spec, gpu=H200)
+    captured, launched = (Fit(each).memory.total for each in (setup, setup.with_training(cuda_graphs=False)))
+    assert captured > launched
+    for usable, planned in ((captured + 0.1, captured), (captured - 0.1, launched)):
+        small = replace(H200, memory_gib=usable * H200.memory_gib / H200.usable_gib)
+        assert Fit(replace(setup, gpu=small)).memory.total == pytest.approx(planned)
 
 
 @pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-30b-a3b"])
