@@ -41,9 +41,11 @@ def can_capture(model: CausalLM) -> bool:
     """Return whether a capture of the decoder is worth a try: its kernels should be the same for all packs."""
     config = text_part_of(model.hf_model.config)
     drops_layers = getattr(config, "layerdrop", 0.0) > 0
-    has_grouped = not computes_experts_one_by_one(config) and next(experts_in_layers(model.hf_model), None) is not None
-    waits_for_routers = model.routers.exist and not has_grouped
-    return not (model.has_head_layers or waits_for_routers or has_recurrent_layers(config) or drops_layers)
+    if model.routers.exist and (
+        computes_experts_one_by_one(config) or next(experts_in_layers(model.hf_model), None) is None
+    ):
+        return False  # the numbers of tokens per expert are sizes
+    return not (model.has_head_layers or has_recurrent_layers(config) or drops_layers)
 
 
 class GraphedDecoder:
