@@ -247,7 +247,7 @@ class Tensors:
         ]
 
     def _beside_graphs(self, loss: MemoryPlan, backward: list[MemoryPlan]) -> MemoryPlan:
-        """Return the memory at the loss with CUDA graphs, which also hold what only the backward pass needs.
+        """Return the memory at the loss with CUDA graphs, if they fit: they also hold what only the backward needs.
 
         The loss has its own copy of the projection, if that is trained, and the hidden states and their gradient.
         """

@@ -155,11 +155,11 @@ class Setup:
         twice. Linear attention can't be captured.
         """
         training = self.training
-        is_alone = self.num_processes == 1 and self.device == "cuda" and self.engine == "fsdp2" and self.has_packs
+        is_alone = self.num_processes == 1 and self.device == "cuda" and self.engine == "fsdp2"
         is_eager = training.compile == "none" or training.offload == "all" or training.activation_offload
         calls_again = training.objective == "kto" or (training.has_reference and not training.stores_reference)
         has_state = family_of(self.shape.family).other_layers == "linear_attention"
-        return training.cuda_graphs and is_alone and not (is_eager or has_state or calls_again)
+        return training.cuda_graphs and self.has_packs and is_alone and not (is_eager or has_state or calls_again)
 
     def with_training(self, **changes: Any) -> Setup:
         return replace(self, training=self.training.model_copy(update=changes))

@@ -41,10 +41,9 @@ def can_capture(model: CausalLM) -> bool:
     """Return whether a capture of the decoder is worth a try: its kernels should be the same for all packs."""
     config = text_part_of(model.hf_model.config)
     drops_layers = getattr(config, "layerdrop", 0.0) > 0
-    if model.routers.exist and (
-        computes_experts_one_by_one(config) or next(experts_in_layers(model.hf_model), None) is None
-    ):
-        return False  # the numbers of tokens per expert are sizes
+    are_grouped = next(experts_in_layers(model.hf_model), None) is not None
+    if model.routers.exist and (not are_grouped or computes_experts_one_by_one(config)):
+        return False  # tokens per expert would be sizes of tensors
     return not (model.has_head_layers or has_recurrent_layers(config) or drops_layers)
 
 
