@@ -34,12 +34,25 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 HERE = Path(__file__).parent
 SEALED = (HERE / "unit", HERE / "commands", HERE / "jobs", HERE / "train" / "test_data_commands.py")
 """Tests that see only `Machine`. The others need Slurm, a docker engine, sshd, GPUs, compilers, or the network."""
+WAITING = {"images", "packaging", "remote"}
+"""Folders whose tests wait for a docker engine, pip, or connections."""
 MACHINE = pytest.StashKey[Machine]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[MACHINE] = machine = Machine()
     config.add_cleanup(machine.remove)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with Slurm's tests, which take longest, and spread other files that wait over those that compute."""
+    groups: dict[str, list[Path]] = {}
+    for path in dict.fromkeys(item.path for item in items):
+        name = path.relative_to(HERE).parts[0] if path.is_relative_to(HERE) else ""
+        groups.setdefault(name if name == "slurm" else "waiting" * (name in WAITING), []).append(path)
+    places = {path: (name != "slurm", place / len(group)) for name, group in groups.items()
+              for place, path in enumerate(group)}  # fmt: skip
+    items.sort(key=lambda item: places[item.path])
 
 
 def pytest_collection_finish() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PATIENCE_SECONDS = 400
+PATIENCE_SECONDS = 900
 """How long a test waits for what must happen. Only a broken test waits so long: no result depends on the clock."""
 
 
