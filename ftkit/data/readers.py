@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 from ftkit.data.rows import NUL_BYTES, Columns, RawRow, Row
-from ftkit.errors import DataError, one_line
+from ftkit.errors import DataError, NotFoundError, one_line
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -55,8 +55,10 @@ def read_json_lines(path: Path) -> list[Row]:
             check_kind(file.peek(START_BYTES), str(path))
             return [row for raw in read_lines(file, str(path)) if (row := raw.parse())]
     except OSError as error:
-        fix = "check the path" if isinstance(error, FileNotFoundError) else "ask its owner for read permission"
-        raise DataError(f"can't read {path}: {error.strerror}", fix=fix) from error
+        what = f"can't read {path}: {error.strerror}"
+        if isinstance(error, FileNotFoundError):
+            raise NotFoundError(what, fix="check the path") from error
+        raise DataError(what, fix="ask its owner for read permission") from error
 
 
 def read_lines(file: IO[bytes], path: str) -> Iterator[RawRow]:

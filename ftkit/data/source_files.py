@@ -196,8 +196,9 @@ def read_file(path: str, key: str = "data.source") -> Iterator[RawRow]:
                 raise
         if not error.errno:  # raised by a decompressor
             raise cut_error(path, error) from error
-        reason = error.strerror or one_line(error)
-        raise DataError(f"can't read {path}: {reason}", fix=f"{neighbor_of(Path(path))}check {key}") from error
+        reason, fix = error.strerror or one_line(error), f"{neighbor_of(Path(path))}check {key}"
+        kind = NotFoundError if isinstance(error, FileNotFoundError) else DataError
+        raise kind(f"can't read {path}: {reason}", fix=fix) from error
 
 
 def count_rows(path: str, key: str = "data.source") -> int:

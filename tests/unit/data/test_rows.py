@@ -11,7 +11,7 @@ import pytest
 from ftkit.data.readers import read_json_lines
 from ftkit.data.rows import MAX_DEPTH, Row, errors_at
 from ftkit.data.source_files import read_file
-from ftkit.errors import DataError
+from ftkit.errors import DataError, NotFoundError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,7 +65,7 @@ def test_an_invalid_line_is_reported_with_file_and_line(line: bytes, message: st
 
 
 def test_a_missing_file_is_not_blamed_on_a_recipe(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"prompts\.jsonl: .*\n(?!.*recipe)"):
+    with pytest.raises(NotFoundError, match=r"prompts\.jsonl: .*\n(?!.*recipe)"):
         read_json_lines(tmp_path / "prompts.jsonl")
 
 
@@ -98,8 +98,8 @@ def test_surrogate_pairs_and_many_shallow_values_are_accepted(tmp_path: Path) ->
 
 
 def test_a_folder_or_a_missing_file_cannot_be_read(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "none.jsonl"):
-        with pytest.raises(DataError, match="can't read"):
+    for path, kind in ((tmp_path, DataError), (tmp_path / "none.jsonl", NotFoundError)):
+        with pytest.raises(kind, match="can't read"):
             read_json_lines(path)
 
 

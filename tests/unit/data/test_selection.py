@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from ftkit.config.data import DataSpec, MessagesFormat
 from ftkit.config.data_sources import FilesSource, GeneratedSource, TaskFile, ValidationSpec
 from ftkit.data.selection import peek_rows, read_rows, split_of
-from ftkit.errors import DataError
+from ftkit.errors import DataError, NotFoundError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -104,7 +104,7 @@ def test_a_malformed_line_is_reported_by_number(tmp_path: Path, line: str) -> No
 
 
 def test_a_missing_file_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="can't read"):
+    with pytest.raises(NotFoundError, match="can't read"):
         read(FilesSource(kind="files", train=str(tmp_path / "none.jsonl")))
 
 
