@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -109,6 +110,8 @@ def _training_checks(plan: RunPlan, environment: Mapping[str, str], *, is_previe
     yield partial(check_memory, plan, main_gib)
     node_gib = plan.cluster.memory_per_node_gib or (main_gib if is_here else None)
     yield partial(check_host_memory, plan, node_gib, "this machine" if is_here else f"a node of {plan.cluster.name}")
+    with suppress(OSError):
+        yield partial(check_precision, plan, Path("/proc/cpuinfo").read_text(encoding="utf-8"))
 
 
 def _check_sync(destination: str) -> None:
@@ -297,6 +300,18 @@ def check_memory(plan: RunPlan, main_gib: float) -> list[str]:
         fix = f"would fit: {fitting}" if fitting else "use more GPUs or nodes, or a smaller model"
         raise MemoryExhaustedError(what, fix=fix)
     return [f"{what}: expect it to run out of memory"] if needed > have and place.device == "cpu" else []
+
+
+def check_precision(plan: RunPlan, cpu_info: str) -> list[str]:
+    """Warn of bf16 on CPUs of this machine that lack instructions for oneDNN's matmuls: AVX-512, or Arm's bf16.
+
+    Full fine-tuning of a model of width 512 takes 11 times as long as fp32 with AVX2, and a third with AVX-512's bf16.
+    """
+    is_here = plan.cluster.scheduler == "local" and plan.placement.device == "cpu"
+    is_bf16 = plan.recipe.training.compute_precision == "bf16"
+    if is_here and is_bf16 and not re.search(r"^(flags|Features)\b.* (avx512bw|bf16)\b", cpu_info, re.MULTILINE):
+        return ["this machine's CPUs lack instructions for bf16: training.precision=fp32 would be many times faster"]
+    return []
 
 
 def _check_unseen(key: str, path: Path, cluster: ClusterProfile) -> list[str]:

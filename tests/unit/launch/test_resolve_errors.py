@@ -19,7 +19,7 @@ from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.recipe import RecipePlan
 from ftkit.errors import DataError, MemoryExhaustedError, NotFoundError, PrerequisiteError
 from ftkit.launch.inputs import data_stamp, describe_detected
-from ftkit.launch.preflight import Findings, check_memory, check_trackers, run_checks, source_checks
+from ftkit.launch.preflight import Findings, check_memory, check_precision, check_trackers, run_checks, source_checks
 from ftkit.launch.resolve import detect_hardware
 from ftkit.runs.manifest import build_manifest
 
@@ -430,6 +430,21 @@ def test_a_model_too_large_for_this_machine_is_rejected(
             check_memory(large, main_gib)
     elsewhere = replace(large, cluster=plan.cluster.model_copy(update={"scheduler": "slurm"}))
     assert check_memory(elsewhere, main_gib) == []
+
+
+@pytest.mark.parametrize(
+    ("cpu_info", "is_slow"),
+    [("flags : fpu avx2 fma", True), ("flags\t: avx2 avx512bw amx_bf16", False), ("Features : fp bf16", False),
+     ("Features : fp asimd", True), ("model name : bf16\nflags : sse4_2", True)],
+)  # fmt: skip
+def test_bf16_is_warned_of_on_cpus_without_its_instructions(plan: RunPlan, cpu_info: str, is_slow: bool) -> None:
+    assert check_precision(plan, cpu_info) == []  # fp32
+    training = plan.recipe.training.model_copy(update={"precision": "bf16"})
+    in_bf16 = replace(plan, recipe=plan.recipe.model_copy(update={"training": training}))
+    assert any("training.precision=fp32" in warning for warning in check_precision(in_bf16, cpu_info)) == is_slow
+    elsewhere = replace(in_bf16, cluster=plan.cluster.model_copy(update={"scheduler": "slurm"}))
+    on_gpus = replace(in_bf16, placement=replace(plan.placement, device="cuda"))
+    assert check_precision(elsewhere, cpu_info) == check_precision(on_gpus, cpu_info) == []
 
 
 def test_a_model_more_than_twice_too_large_for_a_gpu_is_rejected(plan: RunPlan) -> None:
