@@ -123,8 +123,9 @@ class TrainingSpec(ObjectiveSpec):
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this norm. A large one, such as 1e9, turns clipping off."""
     router_aux_loss_coef: NonNegativeFloat | None = None
-    """Weight of the load-balancing loss of a mixture of experts, computed per pack as in transformers. If null, the
-    value in config.json if `output_router_logits` is true there, else 0; with adapters, 0."""
+    """Weight of the load-balancing loss of a mixture of experts, computed per pack (per padded document without
+    packs) as in transformers. If null, the value in config.json if `output_router_logits` is true there, else 0; with
+    adapters, 0."""
     attention: AttentionChoice = "auto"
     """Attention kernel: `flash4` (flash-attn-4) or `cudnn` (nvidia-cudnn-frontend), both for Hopper and newer; `flex`
     (any CUDA device), `sdpa` (any device); `auto` selects the fastest kernel that supports the GPU and the model;

@@ -287,7 +287,7 @@ class CausalLM(nn.Module):
 
     def begin_routing(self, batch: MicroBatch) -> None:
         """Prepare the routers' statistics of a micro-batch; `hidden_states` does so itself."""
-        self.routers.begin(batch.input_ids, batch.is_token, is_packed=batch.attention_mask is None)
+        self.routers.begin(batch.input_ids, batch.is_token)
 
     def generate(self, **inputs: Any) -> torch.Tensor:
         """Return the result of transformers' `generate`: int64 [B, T + new]. Within `forward` only."""

@@ -158,17 +158,21 @@ def test_each_pack_is_balanced_over_its_own_tokens_in_any_micro_batches(world: W
     assert stats.router_entropy == pytest.approx(float(entropy))
 
 
-def test_padded_rows_of_a_micro_batch_are_balanced_together(world: World) -> None:
+@pytest.mark.parametrize("micro", [1, 2])
+def test_each_padded_row_is_balanced_over_its_own_tokens_in_any_micro_batches(micro: int, world: World) -> None:
     lengths = (LENGTH, 17)
-    [rows] = pad_documents(packs_of(*lengths), 2 * LENGTH, 1)
-    plain = build("mixtral")
-    tokens = torch.from_numpy(rows.values[:, 0]).long()
-    mask = torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
-    labels = tokens.masked_fill(~mask, IGNORED)
-    output = plain(tokens, attention_mask=mask.long(), labels=labels, output_router_logits=True)
-    (output.loss + (COEFFICIENT - plain.router_aux_loss_coef) * output.aux_loss).backward()
-    engine = make_engine(build("mixtral"), world)
-    engine.backward(engine.forward(to_padded_micro_batch(rows, world.device)), sum(lengths) - 2, is_last=True)
+    num_labels = sum(lengths) - len(lengths)
+    plain, engine = build("mixtral"), make_engine(build("mixtral"), world, micro_batch_size=micro)
+    for pack, length in zip(packs_of(*lengths), lengths, strict=True):
+        tokens = torch.from_numpy(pack[None, 0, :length]).long()
+        output = plain(tokens, labels=tokens, output_router_logits=True)
+        balanced = output.loss + (COEFFICIENT - plain.router_aux_loss_coef) * output.aux_loss
+        (balanced * (length - 1) / num_labels).backward()
+    batches = [each for first in range(0, 2, micro)
+               for each in pad_documents(packs_of(*lengths)[first : first + micro], micro * LENGTH, 1)]  # fmt: skip
+    for rows in batches:
+        loss = engine.forward(to_padded_micro_batch(rows, world.device))
+        engine.backward(loss, num_labels, is_last=rows is batches[-1])
     assert_same_gradients(engine, plain)
 
 

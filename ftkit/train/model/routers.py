@@ -4,9 +4,8 @@ The load-balancing loss is that of transformers (`load_balancing_loss_func`; Fed
 all layers at once): E * sum_i(f_i * P_i) over E experts. f_i is the frequency of expert i among the k largest logits of
 a layer's router, and P_i is its probability, both averaged over tokens and layers. The experts that process a token may
 differ: PhiMoE's routers sample them in training, and those of MiniMax-M2 and Ernie 4.5 add a bias. The statistics count
-the experts that process the tokens. ftkit computes the loss per pack, and each label's loss includes its pack's. So it
-does not depend on micro-batches, accumulation, or the number of processes. Padded rows aren't packed: the rows of a
-micro-batch count as one pack.
+the experts that process the tokens. ftkit computes the loss per row, which is a pack or a padded document, and each
+label's loss includes its row's. So it does not depend on micro-batches, accumulation, or the number of processes.
 
 f has no gradient, so a layer needs only f of all layers for the gradient of P. Layers may be compiled and recomputed in
 the backward pass, so no tensor with a graph leaves them. Instead, a hook of each router overwrites the sums of this
@@ -68,7 +67,7 @@ class Routers:
         for router, tap in zip(routers, self._taps, strict=True):
             router.register_forward_hook(tap)
         self._buffers: dict[tuple[int, ...], _Buffers] = {}
-        """By the numbers of groups and tokens per group; kept, because CUDA graphs write to them."""
+        """By the shape of the micro-batch; kept, because CUDA graphs write to them."""
         self._current: _Buffers | None = None  # those of the current micro-batch
         self._new_sums = partial(RouterSums, len(routers), num_experts, has_loss=has_loss, device=device)
         self._step = self._new_sums()
@@ -106,22 +105,21 @@ class Routers:
     def exist(self) -> bool:
         return bool(self._taps)
 
-    def begin(self, input_ids: torch.Tensor, is_token: torch.Tensor | None, *, is_packed: bool) -> None:
-        """Prepare for a forward pass over a micro-batch, int64 [B, T], whose rows may be packs.
+    def begin(self, input_ids: torch.Tensor, is_token: torch.Tensor | None) -> None:
+        """Prepare for a forward pass over a micro-batch, int64 [B, T].
 
         `is_token`, bool [B, T], is false for padding; None if there is none.
         """
         if not self._taps:
             return
-        num_groups = len(input_ids) if is_packed else 1
-        shape = (num_groups, input_ids.numel() // num_groups)
+        shape = (len(input_ids), input_ids.shape[1])
         if shape not in self._buffers:
             zeros = partial(torch.zeros, device=input_ids.device)
-            sums = zeros(len(self._taps), len(_SUMS), num_groups, self._num_experts)
-            self._buffers[shape] = _Buffers(sums, zeros(num_groups, self._num_experts), zeros(shape))
+            sums = zeros(len(self._taps), len(_SUMS), len(input_ids), self._num_experts)
+            self._buffers[shape] = _Buffers(sums, zeros(len(input_ids), self._num_experts), zeros(shape))
         self._current = current = self._buffers[shape]
         current.gradient.zero_()  # for a pass without the loss, such as a check's
-        current.is_token.copy_((torch.ones_like(input_ids) if is_token is None else is_token).view(shape))
+        current.is_token.copy_(torch.ones_like(input_ids) if is_token is None else is_token)
         for tap, sums in zip(self._taps, current.sums, strict=True):
             tap.sums, tap.gradient, tap.is_token = sums, current.gradient, current.is_token
 
@@ -134,9 +132,8 @@ class Routers:
             return loss
         sums, pending, is_token = self._current
         _, probability, _, largest = sums.sum(0)
-        num_groups = len(largest)
-        group_of_label = label_index // is_token.shape[1]
-        labels = largest.new_zeros(num_groups).index_add_(0, group_of_label, torch.ones_like(group_of_label).float())
+        row_of_label = label_index // is_token.shape[1]
+        labels = largest.new_zeros(len(largest)).index_add_(0, row_of_label, torch.ones_like(row_of_label).float())
         # Sum over the ranks of a pack: counts of the largest logits, tokens and labels.
         whole = torch.cat([largest, is_token.sum(1, keepdim=True), labels[:, None]], dim=1)
         if self._group is not None:
@@ -176,18 +173,18 @@ share of the entropy, and how often it was among the k largest logits."""
 
 
 class _Buffers(NamedTuple):
-    """What the hooks write and read in a micro-batch of G groups of S tokens; L routers of E experts, all fp32."""
+    """What the hooks write and read in a micro-batch of B rows of T tokens; L routers of E experts, all fp32."""
 
-    sums: torch.Tensor  # [L, 4, G, E], see `_SUMS`
-    gradient: torch.Tensor  # [G, E], of the probabilities
-    is_token: torch.Tensor  # [G, S], 0 for padding
+    sums: torch.Tensor  # [L, 4, B, E], see `_SUMS`
+    gradient: torch.Tensor  # [B, E], of the probabilities
+    is_token: torch.Tensor  # [B, T], 0 for padding
 
 
 class _Tap:
     """Forward hook of a router, traced by torch.compile with the layer, and called again when it is recomputed.
 
-    It writes a micro-batch's `sums`, [4, G, E], and reads the `gradient`, [G, E], of the probabilities. `is_token` is
-    fp32 [G, S], 0 for padding, for G groups of S tokens.
+    It writes a micro-batch's `sums`, [4, B, E], and reads the `gradient`, [B, E], of the probabilities. `is_token` is
+    fp32 [B, T], 0 for padding.
     """
 
     def __init__(self, *, has_loss: bool, adds_gradient: bool) -> None:
@@ -208,23 +205,23 @@ class _Tap:
 
     @torch.no_grad()
     def _sum(self, logits: torch.Tensor, experts: torch.Tensor) -> None:
-        _, num_groups, num_experts = self.sums.shape
-        probability = _probability(logits, num_groups, num_experts) * self.is_token[..., None]
-        chosen = largest = self._count(experts.long().reshape(num_groups, -1))
+        _, num_rows, num_experts = self.sums.shape
+        probability = _probability(logits, num_rows, num_experts) * self.is_token[..., None]
+        chosen = largest = self._count(experts.long().reshape(num_rows, -1))
         if self._has_loss:
             num_chosen = experts.numel() // self.is_token.numel()
             largest = self._count(probability.topk(num_chosen).indices.flatten(1))
         self.sums.copy_(torch.stack([chosen, probability.sum(1), torch.special.entr(probability).sum(1), largest]))
 
     def _count(self, experts: torch.Tensor) -> torch.Tensor:
-        """Return the number of tokens per expert, [G, E], given the experts of the tokens, int64 [G, S * k]."""
+        """Return the number of tokens per expert, [B, E], given the experts of the tokens, int64 [B, T * k]."""
         counts = self.is_token.repeat_interleave(experts.shape[1] // self.is_token.shape[1], dim=1)
         return torch.zeros_like(self.sums[0]).scatter_add_(1, experts, counts)
 
 
-def _probability(logits: torch.Tensor, num_groups: int, num_experts: int) -> torch.Tensor:
-    """Return the probabilities of experts, fp32 [G, S, E]."""
-    return logits.float().softmax(-1).view(num_groups, -1, num_experts)
+def _probability(logits: torch.Tensor, num_rows: int, num_experts: int) -> torch.Tensor:
+    """Return the probabilities of experts, fp32 [B, T, E]."""
+    return logits.float().softmax(-1).view(num_rows, -1, num_experts)
 
 
 class _Routed(torch.autograd.Function):
@@ -275,7 +272,7 @@ class RouterSums:
 
     @torch.no_grad()
     def add(self, sums: torch.Tensor, num_tokens: torch.Tensor, balance: torch.Tensor) -> None:
-        """Add a micro-batch: the hooks' sums, [L, 4, G, E], the number of tokens, and the load-balancing loss."""
+        """Add a micro-batch: the hooks' sums, [L, 4, B, E], the number of tokens, and the load-balancing loss."""
         entropy = sums[:, 2].sum()
         self.values += torch.cat([sums[:, 0].sum(1).flatten(), torch.stack([num_tokens, entropy, balance])])
 
