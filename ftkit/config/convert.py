@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ _LOADERS: Final = ("json", "csv", "parquet", "arrow", "text")  # names of `load_
 _WEIGHTS: Final = "give each source its share: data.source: [{source: PLACE, weight: SHARE}, …], without num_train"
 _OF_SOURCE: Final = ("path", "subset", "split", "revision", "files", "num")
 _DETECTED: Final = "the format of each source is detected from its first rows (data.format sets one for all)"
+_EVERY: Final = ("evaluation.every_steps", "training.checkpoint_every_steps", "training.log_every_steps")
 _FILE_NAMES: Final = (".file_name", ".hf_hub_url", ".script_url")
 """Keys of the entries of `dataset_info.json`."""
 
@@ -155,6 +157,13 @@ def _set_length(it: Conversion) -> None:
         it.put("training.max_steps", part * (epochs or 1), *by_part, *by_epochs, note=note)
     elif epochs:
         it.put("training.num_epochs", epochs, *by_epochs)
+    total = it.recipe.get("training.max_steps")
+    for key in _EVERY:  # below 1, transformers takes them as a fraction of all steps
+        every = it.recipe.get(key)
+        if total and isinstance(every, float) and 0 < every < 1:
+            rows = it.sources[key]
+            it.remove(key, "")
+            it.put(key, ceil(every * total), *rows, note=f"{every:g} of {total:g} steps")
 
 
 def _count_gpus(it: Conversion, num_gpus: int | None) -> tuple[int, str, list[Row]]:
@@ -198,7 +207,7 @@ def _set_batch(it: Conversion, num_gpus: int | None, mean_length: int | None) ->
 
 def _set_schedule(it: Conversion) -> None:
     steps, rows = it.number("warmup_steps", "the number of steps is not known yet; 'ftkit data stats' prints it: set "
-                              "training.warmup_ratio to these steps / all steps")  # fmt: skip
+                              "training.warmup_ratio, 0.03 until then, to these steps / all steps")  # fmt: skip
     total = it.recipe.get("training.max_steps", 0)
     if steps:
         it.remove("training.warmup_ratio", "the number of steps counts")

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +22,8 @@ _LAUNCHERS: Final = frozenset(
      "automodel", "python", "python3")
 )  # fmt: skip
 _VARIABLE: Final = re.compile(r"\$\{(\w+)\}|\$(\w+)")
+_WHICH: Final = re.compile(r"\$\(which ([\w-]+)\)|`which ([\w-]+)`")
+_OF_TRAINING: Final = ("CUDA_VISIBLE", "NNODES", "NPROC_PER_NODE", "WANDB_PROJECT")  # beginnings of variables
 _ASSIGNMENT: Final = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
@@ -95,7 +98,7 @@ def _read_commands(text: str) -> Settings:
     settings: Settings = {}
     variables: dict[str, str] = {}
     pending = ""
-    for line in text.replace("\\\n", " ").splitlines():
+    for line in _WHICH.sub(r"\1\2", text.replace("\\\n", " ")).splitlines():
         pending = f"{pending}\n{line}" if pending else line
         try:
             words = shlex.split(pending, comments=True)
@@ -123,15 +126,25 @@ def _read_command(words: list[str], variables: dict[str, str], settings: Setting
     given = {name: value for name, _, value in (word.partition("=") for word in words[:num_given])}
     if num_given == len(words):
         variables |= given
-    settings |= {key: value for key, value in given.items() if key.startswith(("CUDA_VISIBLE", "WANDB_PROJECT"))}
+    found = {key: value for key, value in given.items() if key.startswith(_OF_TRAINING)}
+    settings |= {key: int(value) if value.isdecimal() else value for key, value in found.items()}
     programs = [word for word in words[num_given:] if Path(word).name in _LAUNCHERS]
     if not programs or len(words) == num_given + 1:
         return
     settings.setdefault("program", Path(programs[0]).name)
+    _read_options(words[num_given:], programs, settings)
+
+
+def _read_options(words: list[str], programs: list[str], settings: Settings) -> None:
+    """Add a command's options, its script or file, and its subcommand."""
     key = ""
-    for word in words[num_given:]:
+    for previous, word in pairwise(["", *words]):
         name, equals, value = word.partition("=")
-        if word.startswith("--") and len(word) > 2:  # noqa: PLR2004 - more than the dashes
+        if previous == "-m":  # a module, as `torchrun -m trl.scripts.sft`
+            settings["script"] = f"{word.rpartition('.')[2]}.py"
+        elif re.match("-[A-Za-z]", word) or word in programs:
+            key = ""
+        elif word.startswith("--") and len(word) > 2:  # noqa: PLR2004 - more than the dashes
             key = name[2:].replace("-", "_")
             settings[key] = _scalar(value, word) if equals else True
         elif word.endswith((".py", ".yaml", ".yml", ".json")) and settings.get(key) is not True:
@@ -143,7 +156,7 @@ def _read_command(words: list[str], variables: dict[str, str], settings: Setting
             settings[key] = [*before, _scalar(word, word)]
         elif equals:
             settings[name] = _scalar(value, word)
-        elif word not in programs and not word.startswith("-"):
+        elif not word.startswith("-"):
             settings["command"] = word
 
 

@@ -340,6 +340,29 @@ def test_a_command_has_the_number_of_gpus_and_variables(tmp_path: Path) -> None:
     assert training(converted(tmp_path, with_devices))["global_batch_size"] == 2 * 3 * 2
 
 
+@pytest.mark.parametrize(
+    "launcher",
+    ["torchrun --nproc-per-node=4 -m trl.scripts.dpo", "accelerate launch --num_processes 4 -m trl.scripts.dpo",
+     "accelerate launch --num_processes 4 --multi_gpu -m trl.scripts.dpo", "torchrun --nproc_per_node 4 dpo.py",
+     "accelerate launch --num_processes 4 $(which trl) dpo", "accelerate launch --num_processes 4 `which trl` dpo",
+     "accelerate launch --num_processes 4 --mixed_precision bf16 trl dpo"],
+)  # fmt: skip
+def test_processes_are_counted_however_a_launcher_names_the_program(launcher: str, tmp_path: Path) -> None:
+    options = "--model_name_or_path org/m --dataset_name org/d --max_steps 30 --save_steps 0.25"
+    script = f"{launcher} {options} --per_device_train_batch_size 2"
+    values = training(converted(tmp_path, {"train.sh": script}))
+    assert (values["global_batch_size"], values["objective"]) == (8, "dpo")
+    assert values["checkpoint_every_steps"] == 8  # a fraction of the steps, rounded up
+
+
+def test_processes_of_llama_factory_are_those_of_its_variables(tmp_path: Path) -> None:
+    for variables, processes in (("NPROC_PER_NODE=4 NNODES=2", 8), ("NPROC_PER_NODE=4", 4)):
+        command = f"FORCE_TORCHRUN=1 {variables} llamafactory-cli train lf.yaml"
+        parts = {"train.sh": command, "lf.yaml": LLAMAFACTORY}
+        alone = training(converted(tmp_path, {"lf.yaml": LLAMAFACTORY}))["global_batch_size"]
+        assert training(converted(tmp_path, parts))["global_batch_size"] == alone * processes
+
+
 def test_deepspeed_files_say_offload_and_leave_auto_to_the_trainer(tmp_path: Path) -> None:
     values = training(converted(tmp_path, CONFIGURATIONS["TRL's YAML and DeepSpeed"]))
     assert (values["offload"], values["max_grad_norm"], values["global_batch_size"]) == ("all", 0.5, 4)
