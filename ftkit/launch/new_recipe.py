@@ -130,7 +130,12 @@ def choose_recipe(
             break
     if best is None:
         raise failure or AssertionError("there is a method to try")
-    for warning in check_examples(best[0].recipe):
+    try:
+        warnings = check_examples(best[0].recipe)
+    except DataError as error:
+        fix = f"{error.fix}; or skip bad rows: data.skip_bad=N"
+        raise DataError(error.what, meaning=error.meaning, fix=fix) from error
+    for warning in warnings:
         report(warning)
     return best
 

@@ -318,9 +318,11 @@ def _notes_on_data(run: RunInputs) -> Iterator[str]:
     model, padding = run.model, run.request.padding
     num_packs, batch = run.request.num_packs, run.training.global_batch_size
     if num_packs is not None and num_packs < batch:
+        epochs = run.training.num_epochs
+        effect = "the only step is smaller" if epochs and epochs <= 1 else "each step repeats documents"
         yield (
-            f"the data fills {plural(num_packs, 'pack')}, fewer than the {batch:,} of a step: each step "
-            "repeats documents, and few steps train; use a smaller training.global_batch_size or sequence_length"
+            f"the data fills {plural(num_packs, 'pack')}, fewer than the {batch:,} of a step: {effect}, and few steps "
+            "train; use a smaller training.global_batch_size or sequence_length"
         )
     if (rows := model.vocab_size_of_weights) is not None:
         yield f"model.added_tokens: the embedding grows from {rows:,} to {run.shape.vocab_size:,} rows"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from math import lcm
 from typing import TYPE_CHECKING
 
 from ftkit.config.cluster import ClusterProfile
@@ -48,7 +49,7 @@ class RunInputs:
 
 
 def notes_on_settings(run: RunInputs) -> Iterator[str]:
-    """Yield unset keys that most recipes set, and unusual values, which are often typos in a digit or a sign."""
+    """Yield unset keys that most recipes set, keys that change nothing here, and values that are often typos."""
     given = run.request.origins.recipe.values
     keys = given.get("training") or {}
     names = [name for name in ("sequence_length", "global_batch_size", "learning_rate") if name not in keys]
@@ -58,6 +59,16 @@ def notes_on_settings(run: RunInputs) -> Iterator[str]:
         defaults = ", ".join(f"{name}: {getattr(run.training, name)}" for name in names)
         yield f"(default) {defaults}; the recipe does not set {'it' if len(names) == 1 else 'them'}"
     training, adapters, width = run.training, run.training.adapters, run.shape.hidden_size
+    if run.cluster.scheduler == "local" and run.recipe.resources.time_limit is not None:
+        yield f"resources.time_limit has no effect on cluster '{run.cluster.name}', which has no Slurm"
+    if training.schedule == "constant" and training.min_learning_rate_ratio:
+        yield "training.min_learning_rate_ratio has no effect with schedule 'constant'"
+    every, kept = training.checkpoint_every_steps, training.keep_every_steps
+    if kept is not None and kept % every:
+        yield (
+            f"training.keep_every_steps={kept:,} is no multiple of checkpoint_every_steps ({every:,}): of its steps, "
+            f"only those of {lcm(kept, every):,}, {2 * lcm(kept, every):,}, … have checkpoints"
+        )
     if adapters is not None and adapters.rank > width:
         yield f"training.lora.rank={adapters.rank:,} is more than the model's width, {width:,}: usual are 8 to 128"
     if run.recipe.model.weights == "random":

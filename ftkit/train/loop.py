@@ -113,7 +113,8 @@ class Progress:
     @property
     def is_stopped_early(self) -> bool:
         patience = self.plan.recipe.evaluation.early_stopping_patience
-        return patience is not None and self.state.evaluations_without_improvement >= patience
+        worse = self.state.evaluations_without_improvement
+        return patience is not None and worse >= patience and self.step < self.num_steps
 
     @property
     def is_complete(self) -> bool:

@@ -92,6 +92,17 @@ def test_a_run_that_continues_without_comparing_evaluations_exports_its_last_ste
     assert json.loads((longer.layout.export / EXPORT_RECORD).read_text())["step"] == end.step + 1
 
 
+def test_a_run_that_took_all_its_steps_was_not_stopped_early(run: Run) -> None:
+    (end,) = run.records(EndRecord)
+    complete = run.copy_to("best-20261121T090000Z-7a8b")
+    recipe = complete.plan.recipe
+    training = recipe.training.model_copy(update={"max_steps": end.step})
+    complete.plan = replace(complete.plan, recipe=recipe.model_copy(update={"training": training}))
+    complete.train()
+    last = complete.records(EndRecord)[-1]
+    assert (last.step, last.outcome, last.early_stopping_patience) == (end.step, "completed", None)
+
+
 def test_commands_show_the_best_checkpoint(
     run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -240,6 +240,10 @@ def test_settings_far_from_usual_ones_are_noted(overrides: tuple[str, ...], keys
     assert noted == keys
 
 
+def test_a_time_limit_is_not_noted_where_slurm_enforces_it() -> None:
+    assert not any("resources.time_limit" in note for note in notes_on("resources.time_limit=1:00:00"))
+
+
 def test_dividing_packs_is_suggested_and_the_plan_with_it_fits() -> None:
     (override,) = [note.split()[3] for note in notes_on() if "context_parallel=" in note]
     assert not any("out-of-memory" in note for note in notes_on(override))

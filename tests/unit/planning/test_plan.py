@@ -1107,6 +1107,27 @@ def test_data_that_fills_fewer_packs_than_a_step_gets_a_note() -> None:
     for num_packs, is_noted in ((3, True), (16, False), (None, False)):
         notes = plan_run(recipe, LOCAL, None, replace(REQUEST, num_packs=num_packs)).notes
         assert any("fills 3 packs" in note for note in notes) == is_noted
+    for epochs, repeats in ((1, False), (2, True)):
+        once = demo("training.global_batch_size=16", "training.max_steps=null", f"training.num_epochs={epochs}")
+        notes = plan_run(once, LOCAL, None, replace(REQUEST, num_packs=3)).notes
+        assert any("repeats documents" in note for note in notes) == repeats
+
+
+@pytest.mark.parametrize(
+    ("overrides", "noted"),
+    [
+        (("resources.time_limit=1:00:00",), ["resources.time_limit has no effect"]),
+        (("training.min_learning_rate_ratio=0.1", "training.schedule=constant"), ["min_learning_rate_ratio has no"]),
+        (("training.min_learning_rate_ratio=0.1",), []),
+        (("training.keep_every_steps=6", "training.checkpoint_every_steps=4"), ["only those of 12, 24"]),
+        (("training.keep_every_steps=8", "training.checkpoint_every_steps=4"), []),
+    ],
+)
+def test_keys_that_change_nothing_are_noted(overrides: tuple[str, ...], noted: list[str]) -> None:
+    notes = [each for each in plan_run(demo(*overrides), LOCAL, None, REQUEST).notes
+             if "no effect" in each or "no multiple" in each]  # fmt: skip
+    assert len(notes) == len(noted)
+    assert all(part in note for part, note in zip(noted, notes, strict=True))
 
 
 def test_the_fingerprint_changes_only_with_inputs_of_the_packs(monkeypatch: pytest.MonkeyPatch) -> None:
