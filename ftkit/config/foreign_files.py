@@ -23,7 +23,7 @@ _LAUNCHERS: Final = frozenset(
 )  # fmt: skip
 _VARIABLE: Final = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 _WHICH: Final = re.compile(r"\$\(which ([\w-]+)\)|`which ([\w-]+)`")
-_OF_TRAINING: Final = ("CUDA_VISIBLE", "NNODES", "NPROC_PER_NODE", "WANDB_PROJECT")  # beginnings of variables
+_COUNTS: Final = ("NNODES", "NPROC_PER_NODE")  # variables
 _ASSIGNMENT: Final = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
@@ -126,8 +126,8 @@ def _read_command(words: list[str], variables: dict[str, str], settings: Setting
     given = {name: value for name, _, value in (word.partition("=") for word in words[:num_given])}
     if num_given == len(words):
         variables |= given
-    found = {key: value for key, value in given.items() if key.startswith(_OF_TRAINING)}
-    settings |= {key: int(value) if value.isdecimal() else value for key, value in found.items()}
+    settings |= {key: value for key, value in given.items() if key.startswith(("CUDA_VISIBLE", "WANDB_PROJECT"))}
+    settings |= {key: int(given[key]) for key in _COUNTS if given.get(key, "").isdecimal()}
     programs = [word for word in words[num_given:] if Path(word).name in _LAUNCHERS]
     if not programs or len(words) == num_given + 1:
         return
