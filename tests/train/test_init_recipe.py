@@ -155,7 +155,7 @@ def test_an_existing_recipe_is_changed_only_on_request() -> None:
     [
         (["chats.jsonl"], 2),
         (["model"], 2),
-        (["model", "none.jsonl"], 8),
+        (["model", "none.jsonl"], 4),
         (["./nothing", "chats.jsonl"], 3),
         (["model", "empty.jsonl"], 8),
         (["model", "torn.jsonl"], 8),
