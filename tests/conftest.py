@@ -46,13 +46,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with Slurm's tests, which take longest, and spread other files that wait over those that compute."""
-    groups: dict[str, list[Path]] = {}
+    groups: dict[bool, list[Path]] = {}
     for path in dict.fromkeys(item.path for item in items):
-        name = path.relative_to(HERE).parts[0] if path.is_relative_to(HERE) else ""
-        groups.setdefault(name if name == "slurm" else "waiting" * (name in WAITING), []).append(path)
-    places = {path: (name != "slurm", place / len(group)) for name, group in groups.items()
-              for place, path in enumerate(group)}  # fmt: skip
-    items.sort(key=lambda item: places[item.path])
+        groups.setdefault(path.parent.name in WAITING, []).append(path)
+    places = {path: place / len(group) for group in groups.values() for place, path in enumerate(group)}
+    items.sort(key=lambda item: (item.path.parent.name != "slurm", places[item.path]))
 
 
 def pytest_collection_finish() -> None:

@@ -23,8 +23,9 @@ from ftkit.data.pictures import open_picture, thumbnail
 from ftkit.data.preferences import conversations_of
 from ftkit.data.prepared_data import PreparedData, SourceStats
 from ftkit.data.row_formats import read_example
+from ftkit.data.rows import check_skipped
 from ftkit.data.selection import read_rows
-from ftkit.data.workers import BatchEncoder, EncodedBatch, SplitDigests, Totals, check_skipped, encode_rows
+from ftkit.data.workers import BatchEncoder, EncodedBatch, SplitDigests, Totals, encode_rows
 from ftkit.errors import DataError, one_line, plural
 from ftkit.process import num_usable_cpus
 

@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,6 +116,14 @@ def errors_at(row: Row) -> Iterator[None]:
         excerpt = "the example: " + "".join(character if character.isprintable() else "?" for character in shown)
         meaning = "; ".join(filter(None, [error.meaning, excerpt if row.columns else ""]))
         raise type(error)(f"{row.where}: {error.what}", meaning=meaning, fix=error.fix, name=error.name) from error
+
+
+def check_skipped(errors: Sequence[DataError], allowed: int) -> None:
+    """Raise the error of the first bad row beyond those allowed."""
+    if len(errors) > allowed:
+        first = errors[allowed]
+        fix = f"{first.fix}; or skip bad rows: data.skip_bad=N ('ftkit data check' lists them)"
+        raise DataError(first.what, meaning=first.meaning, fix=fix) from first
 
 
 def size_of(value: object) -> int:

@@ -26,7 +26,7 @@ from ftkit.data.packing import REJECTED, Document, DocumentBatch, share_prompts,
 from ftkit.data.preferences import portable
 from ftkit.data.prepared_data import SourceStats
 from ftkit.data.row_formats import unused_columns
-from ftkit.data.rows import Row
+from ftkit.data.rows import Row, check_skipped
 from ftkit.data.selection import SelectedRow, Split, split_of
 from ftkit.errors import DataError
 
@@ -139,14 +139,6 @@ class SplitDigests:
     def num_duplicates(self) -> int:
         train = np.frombuffer(self._found["train"], np.uint64)
         return len(train) - len(np.unique(train))
-
-
-def check_skipped(errors: Sequence[DataError], allowed: int) -> None:
-    """Raise the error of the first bad row beyond those allowed."""
-    if len(errors) > allowed:
-        first = errors[allowed]
-        fix = f"{first.fix}; or skip bad rows: data.skip_bad=N ('ftkit data check' lists them)"
-        raise DataError(first.what, meaning=first.meaning, fix=fix) from first
 
 
 _SHARED_MINIMUM = 0.2

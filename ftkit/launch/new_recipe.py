@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ftkit.config.objectives import Objective, usual_learning_rate
 from ftkit.data.readers import suffix_of
 from ftkit.data.row_formats import DETECTION_ROWS, resolve_format, unknown_columns
+from ftkit.data.rows import check_skipped
 from ftkit.data.selection import first_rows
 from ftkit.data.tokenizer_files import TEMPLATES
 from ftkit.errors import ConfigError, DataError
@@ -125,19 +126,21 @@ def choose_recipe(
             failure = failure or error
             continue
         best = plan, chosen
-        gpu = GPUS.get(plan.cluster.gpu) if plan.cluster.gpu else None
-        if gpu is None or plan.memory.total <= gpu.usable_gib:
+        if _fits(plan):
             break
     if best is None:
         raise failure or AssertionError("there is a method to try")
     try:
-        warnings = check_examples(best[0].recipe)
+        for warning in check_examples(best[0].recipe):
+            report(warning)
     except DataError as error:
-        fix = f"{error.fix}; or skip bad rows: data.skip_bad=N"
-        raise DataError(error.what, meaning=error.meaning, fix=fix) from error
-    for warning in warnings:
-        report(warning)
+        check_skipped([error], 0)  # raises it, and says how to skip the row
     return best
+
+
+def _fits(plan: RunPlan) -> bool:
+    gpu = GPUS.get(plan.cluster.gpu) if plan.cluster.gpu else None
+    return gpu is None or plan.memory.total <= gpu.usable_gib
 
 
 def _open(

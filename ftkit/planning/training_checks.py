@@ -65,9 +65,10 @@ def notes_on_settings(run: RunInputs) -> Iterator[str]:
         yield "training.min_learning_rate_ratio has no effect with schedule 'constant'"
     every, kept = training.checkpoint_every_steps, training.keep_every_steps
     if kept is not None and kept % every:
+        both = lcm(kept, every)
         yield (
             f"training.keep_every_steps={kept:,} is no multiple of checkpoint_every_steps ({every:,}): of its steps, "
-            f"only those of {lcm(kept, every):,}, {2 * lcm(kept, every):,}, … have checkpoints"
+            f"only {both:,}, {2 * both:,}, … have checkpoints"
         )
     if adapters is not None and adapters.rank > width:
         yield f"training.lora.rank={adapters.rank:,} is more than the model's width, {width:,}: usual are 8 to 128"

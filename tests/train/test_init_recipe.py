@@ -174,6 +174,16 @@ def test_nothing_is_written_for_what_cannot_be_read(
     assert tempfile.gettempdir() not in capsys.readouterr().err.replace(str(Path.cwd()), "")
 
 
+def test_a_bad_row_is_refused_with_the_key_that_skips_it(capsys: pytest.CaptureFixture[str]) -> None:
+    chats()
+    with Path("chats.jsonl").open("a") as file:
+        file.write('{"messages": []}\n')
+    assert main(["init", "model", "chats.jsonl"]) == 8
+    assert "data.skip_bad=N" in capsys.readouterr().err
+    assert main(["init", "model", "chats.jsonl", "data.skip_bad=1"]) == 0
+    assert "skip_bad: 1" in Path("chats.yaml").read_text()
+
+
 def test_without_a_model_the_project_is_set_up_and_the_next_command_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -112,7 +112,7 @@ class Routers:
         """
         if not self._taps:
             return
-        shape = (len(input_ids), input_ids.shape[1])
+        shape = (*input_ids.shape,)
         if shape not in self._buffers:
             zeros = partial(torch.zeros, device=input_ids.device)
             sums = zeros(len(self._taps), len(_SUMS), len(input_ids), self._num_experts)

@@ -1119,7 +1119,7 @@ def test_data_that_fills_fewer_packs_than_a_step_gets_a_note() -> None:
         (("resources.time_limit=1:00:00",), ["resources.time_limit has no effect"]),
         (("training.min_learning_rate_ratio=0.1", "training.schedule=constant"), ["min_learning_rate_ratio has no"]),
         (("training.min_learning_rate_ratio=0.1",), []),
-        (("training.keep_every_steps=6", "training.checkpoint_every_steps=4"), ["only those of 12, 24"]),
+        (("training.keep_every_steps=6", "training.checkpoint_every_steps=4"), ["only 12, 24"]),
         (("training.keep_every_steps=8", "training.checkpoint_every_steps=4"), []),
     ],
 )
