@@ -114,7 +114,7 @@ def pairs() -> Iterable[tuple[str, Row, Row, float]]:
     """Yield the name of ftkit's record, its row, a peer's row of the same call and run, and ftkit's speed over it."""
     calls: dict[tuple[str, str], list[tuple[str, Row]]] = defaultdict(list)
     for name, record in read_all().items():
-        group = record.command if record.source == MEASURED else name
+        group = record.command if record.source.startswith(MEASURED) else name
         for row in record.rows:
             if row.training and "trainer" in row.labels:
                 calls[group, str(row.training)].append((name, row))

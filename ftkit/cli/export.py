@@ -76,7 +76,7 @@ def _some_of(*choices: str) -> Callable[[click.Context, click.Parameter, str], l
 @click.option(
     "--step", metavar="N|best|last", default="",
     help="Checkpoint: a step, 'best' (by evaluation.best, or validation loss), or 'last'; default: the best by "
-    "evaluation.best if the recipe sets it, else the newest.",
+    "evaluation.best if the recipe sets it or early stopping, else the newest.",
 )  # fmt: skip
 @click.option("--merge", "merges", is_flag=True, help="Merge adapters into the base model; QLoRA's is dequantized.")
 @click.option(

@@ -60,7 +60,7 @@ class EvaluationSpec(Spec):
     every_steps: PositiveInt | None = None
     """Steps between evaluations during training."""
     max_packs: PositiveInt = 64
-    """Measure perplexity on at most this many packs of the validation split."""
+    """Measure loss and perplexity on at most this many packs, spread evenly over those of the validation split."""
     generation: GenerationSpec | None = None
     """Score completions: exact match, tool calls, repetition, and metrics of `data.task`."""
     best: BestSpec | None = None

@@ -8,6 +8,7 @@ would run the image's rc.local and mount its fstab, which no image expects.
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import re
@@ -127,8 +128,6 @@ def build_squashfs(
     made: list[MadeFile] = []
 
     def feed(stdin: IO[bytes]) -> None:
-        import fcntl  # noqa: PLC0415 - not on every system that can show a plan
-
         fcntl.fcntl(stdin.fileno(), fcntl.F_SETPIPE_SZ, _BUFFER)
         with io.FileIO(stdin.fileno(), "w", closefd=False) as raw, io.BufferedWriter(raw, _BUFFER) as sink:
             made.append(write_root(entries, config, sink, counter.advance))

@@ -92,10 +92,6 @@ PADDING: Final = 2 * log(2)
 lengths are assumed to be log-uniform."""
 HOST_SECONDS_PER_LAYER = {"fsdp2": 0.004, "zero3": 0.008}
 """Time that the host takes to launch the kernels of a layer, forward and backward."""
-RECOMPUTED_HOST_SECONDS = 0.0065
-"""Additional time of a compiled layer with adapters that is called again in the backward pass, with hooks of all saved
-tensors: without CUDA graphs, QLoRA with packs of 2,048 tokens took 12.3 ms a layer for Qwen3 8B and 9.9 ms for
-Qwen3-30B-A3B (H200, torch 2.11). Full fine-tuning was not measured."""
 GRAPHS_UP_TO = 4
 """Largest time of a micro-batch on the GPU, relative to the host's, for CUDA graphs: beyond, they take memory and save
 little. LoRA on Llama 3 8B with 2 packs of 4,096 tokens has 4.1, and its GPU waits 1% of a step for the host."""
@@ -196,18 +192,11 @@ def replays_graphs(setup: Setup) -> bool:
     """Return whether the host launches the decoder as CUDA graphs, because its speed may limit steps otherwise."""
     if not setup.can_replay_graphs or setup.gpu is None:
         return setup.can_replay_graphs
-    return _gpu_seconds(setup, setup.gpu, setup.tokens) < GRAPHS_UP_TO * _launch_seconds(setup)
+    return _gpu_seconds(setup, setup.gpu, setup.tokens) < GRAPHS_UP_TO * _host_seconds(setup)
 
 
 def _host_seconds(setup: Setup) -> float:
     """Return the seconds that a micro-batch takes the host, if its kernels are launched one by one."""
-    training, recomputed = setup.training, 0
-    if setup.engine == "fsdp2" and training.adapters is not None and training.compile != "none":
-        recomputed = training.checkpointing_of_layers(setup.shape.num_hidden_layers, setup.engine).count("full")
-    return _launch_seconds(setup) + recomputed * RECOMPUTED_HOST_SECONDS
-
-
-def _launch_seconds(setup: Setup) -> float:
     fp8_seconds = FP8_HOST_SECONDS_PER_LAYER if setup.training.multiplies_in_fp8 else 0.0
     return setup.shape.num_hidden_layers * (HOST_SECONDS_PER_LAYER[setup.engine] + fp8_seconds)
 
@@ -252,15 +241,13 @@ def _checkpointed_share(setup: Setup) -> float:
 def _recomputed_weights(setup: Setup) -> int:
     """Count the weights whose matmuls are recomputed if all layers have full checkpointing.
 
-    No gradient needs the output of a layer's last matmul unless a norm follows it. Compiled layers still recompute it
-    in the measured versions of torch.
+    No gradient needs the output of a layer's last matmul unless a norm follows it.
     """
     shape, training, counts = setup.shape, setup.training, count_model(setup.shape)
-    stops_early = setup.engine == "zero3" or training.compile == "none"
     last = sum(each.count * each.size for each in counts.linears if each.name == "down_proj")
     adapters = 0 if training.adapters is None else count_active_adapter_parameters(shape, training.adapters)
-    is_last_unread = stops_early and not family_of(shape.family).savings.norms_follow
-    return counts.active + adapters - (last if is_last_unread else 0)
+    is_last_read = family_of(shape.family).savings.norms_follow
+    return counts.active + adapters - (0 if is_last_read else last)
 
 
 def _weights_bytes(setup: Setup, *, is_last: bool) -> float:

@@ -59,17 +59,7 @@ def notes_on_settings(run: RunInputs) -> Iterator[str]:
         defaults = ", ".join(f"{name}: {getattr(run.training, name)}" for name in names)
         yield f"(default) {defaults}; the recipe does not set {'it' if len(names) == 1 else 'them'}"
     training, adapters, width = run.training, run.training.adapters, run.shape.hidden_size
-    if run.cluster.scheduler == "local" and run.recipe.resources.time_limit is not None:
-        yield f"resources.time_limit has no effect on cluster '{run.cluster.name}', which has no Slurm"
-    if training.schedule == "constant" and training.min_learning_rate_ratio:
-        yield "training.min_learning_rate_ratio has no effect with schedule 'constant'"
-    every, kept = training.checkpoint_every_steps, training.keep_every_steps
-    if kept is not None and kept % every:
-        both = lcm(kept, every)
-        yield (
-            f"training.keep_every_steps={kept:,} is no multiple of checkpoint_every_steps ({every:,}): of its steps, "
-            f"only {both:,}, {2 * both:,}, … have checkpoints"
-        )
+    yield from _notes_on_keys_without_effect(run)
     if adapters is not None and adapters.rank > width:
         yield f"training.lora.rank={adapters.rank:,} is more than the model's width, {width:,}: usual are 8 to 128"
     if run.recipe.model.weights == "random":
@@ -83,6 +73,25 @@ def notes_on_settings(run: RunInputs) -> Iterator[str]:
         yield f"training.learning_rate={training.learning_rate:g} is high: usual for {how} are {usual}"
     if training.num_epochs is not None and training.num_epochs > _MANY_EPOCHS:
         yield f"training.num_epochs={training.num_epochs:,} is high: usual are 1 to 5; a pretrained model overfits"
+
+
+def _notes_on_keys_without_effect(run: RunInputs) -> Iterator[str]:
+    training, evaluation = run.training, run.recipe.evaluation
+    if run.cluster.scheduler == "local" and run.recipe.resources.time_limit is not None:
+        yield f"resources.time_limit has no effect on cluster '{run.cluster.name}', which has no Slurm"
+    if training.schedule == "constant" and training.min_learning_rate_ratio:
+        yield "training.min_learning_rate_ratio has no effect with schedule 'constant'"
+    every, kept = training.checkpoint_every_steps, training.keep_every_steps
+    if kept is not None and kept % every:
+        both = lcm(kept, every)
+        yield (
+            f"training.keep_every_steps={kept:,} is no multiple of checkpoint_every_steps ({every:,}): of its steps, "
+            f"only {both:,}, {2 * both:,}, … have checkpoints"
+        )
+    between, patience = evaluation.every_steps, evaluation.early_stopping_patience
+    if patience and between and training.max_steps and (patience + 1) * between >= training.max_steps:
+        needed = f"{patience + 1:,} evaluations, the first to compare with, one every {between:,} steps"
+        yield f"evaluation.early_stopping_patience={patience:,} can't end training early: that takes {needed}"
 
 
 def notes_on_forwards(run: RunInputs, setup: Setup, teacher: Setup | None) -> Iterator[str]:
@@ -139,7 +148,9 @@ def _batch(run: RunInputs) -> Iterator[Problem]:
         f"x {owners}."
     )
     up = -(-training.global_batch_size // at_once) * at_once
-    fix = f"Use {up - at_once} or {up}." if up > at_once else f"Use {up}, fewer GPUs, or a smaller micro_batch_size."
+    fix = (
+        f"Use {up - at_once} or {up}." if up > at_once else f"Use {up}, fewer processes, or a smaller micro_batch_size."
+    )
     yield problem("training.global_batch_size", what, fix)
 
 

@@ -28,6 +28,7 @@ from ftkit.train.causal_lm import MicroBatch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.verification import verify_sharding
 from ftkit.train.memory import activation_checkpointing as checkpointing
+from ftkit.train.memory import compile as compiling
 from ftkit.train.memory.activation_checkpointing import (
     ActivationOffload,
     _addresses,
@@ -103,7 +104,8 @@ class Calls(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def every_product_is_wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tiny models have no inner dimension of 256; adapters of rank 4 stay narrow."""
-    monkeypatch.setattr(checkpointing, "WIDE", 8)
+    for module in (checkpointing, compiling):
+        monkeypatch.setattr(module, "WIDE", 8)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -113,7 +115,7 @@ def every_product_is_wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def compiles(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
     """Compile without code generation, fail on graph breaks, and count graphs."""
     counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda: counter)
+    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda _: counter)
     return counter
 
 
@@ -343,7 +345,7 @@ def test_compiled_full_checkpointing_saves_inputs_and_recomputes_what_the_backwa
         bw_compiler=keep("backward"),
         partition_fn=min_cut_rematerialization_partition,
     )
-    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda: backend)
+    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda _: backend)
     gradients(family, training(activation_checkpointing="full", compile="layers", **changes), world)
     found = [node for node in graphs["backward"].nodes if node.target is torch.ops.aten.mm.default]
     assert len(found) == products
@@ -351,6 +353,27 @@ def test_compiled_full_checkpointing_saves_inputs_and_recomputes_what_the_backwa
     views = (torch.ops.aten.detach.default,)  # of frozen weights, by torch 2.11
     computed = [node.meta["val"] for node in saved if node.op != "placeholder" and node.target not in views]
     assert not any(value.is_floating_point() for value in computed)  # there may be the state of a random generator
+
+
+@traced
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_adapters_are_added_in_place_only_where_the_backward_pass_recomputes_or_differentiates_them(
+    method: Method, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added: dict[bool, int] = {}
+    add_in_place = compiling._add_in_place
+
+    def count(graph: torch.fx.Graph) -> None:
+        add_in_place(graph)
+        is_backward = any("tangents" in node.name for node in graph.find_nodes(op="placeholder"))
+        added[is_backward] = len(graph.find_nodes(op="call_function", target=torch.ops.ftkit.add_product_.default))
+
+    monkeypatch.setattr(compiling, "_add_in_place", count)
+    spec = training(method=method, lora={"rank": 4}, activation_checkpointing="full", compile="layers")
+    found = gradients("llama", spec, world)
+    assert added == {False: 0, True: 6 + 2}  # all recomputed outputs; gradients of the inputs of `down` and `o`
+    expected = gradients("llama", training(method=method, lora={"rank": 4}), world)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 class NoisyResidual(torch.nn.Module):
@@ -456,7 +479,7 @@ def test_compiled_layers_with_adapters_do_not_save_what_element_wise_operations_
     method: Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = CompileCounterWithBackend("aot_eager_decomp_partition")  # Inductor's partition, without its code
-    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda: backend)
+    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda _: backend)
     model = build("llama", training(method=method, lora={"rank": 2}, precision="bf16"))
     init_adapters(model, 5)
     layers = find_decoder_layers(model)
@@ -571,7 +594,7 @@ def test_compiled_layers_keep_and_offload_the_output_of_attention_and_recompute_
         bw_compiler=lambda module, _: backward.append(module.graph) or make_boxed_func(module.forward),
         partition_fn=min_cut_rematerialization_partition,
     )
-    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda: backend)
+    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda _: backend)
     spec = training(activation_checkpointing="except_attention", activation_offload=True, compile="layers", **changes)
     model = build("llama", spec)
     model.set_attn_implementation(register_kernel("flash4"))

@@ -24,7 +24,7 @@ _RESULTS: dict[str, tuple[str, Callable[[float], str]]] = {
     "execution accuracy": ("execution_accuracy", "{:.1%}".format),
     "accuracy": ("accuracy", "{:.1%}".format),
     "margin": ("margin", "{:.3g}".format),
-    "KL per token": ("kl_per_token", "{:.3g}".format),
+    "log-ratio per token": ("kl_per_token", "{:.3g}".format),
     "KL from the teacher": ("kl", "{:.3g}".format),
     "agreement with the teacher": ("agreement", "{:.1%}".format),
     "processes": ("num_processes", str),

@@ -137,7 +137,7 @@ def _model(plan: RunPlan) -> str:
 def _method(plan: RunPlan) -> str:
     training = plan.recipe.training
     adapters = training.adapters
-    rank = f", rank {adapters.rank} on {len(adapters.targets)} projections per layer" if adapters else ""
+    rank = f", rank {adapters.rank} on {plural(len(adapters.targets), 'kind')} of projections" if adapters else ""
     trained = f"{plan.num_trained:,} parameters trained" if adapters else "all parameters trained"
     coefficient = training.router_aux_loss_coef
     balance = f", load-balancing loss × {coefficient:g}" if coefficient else ""

@@ -134,7 +134,7 @@ def pair_texts(scores: Mapping[str, float]) -> list[str]:
         return " and ".join(f"{scores[key]:.3g}" if key in scores else "-" for key in keys)
 
     is_untrained = not scores["accuracy"] and scores.get("margin") == 0  # all margins are 0, so none is right or wrong
-    labels = {"kl_per_token": "KL per token", "kl": "reference point"}  # the latter of kto
+    labels = {"kl_per_token": "log-ratio per token", "kl": "reference point"}  # the latter of kto
     return [
         *([] if is_untrained else [f"accuracy {scores['accuracy']:.0%}"]),
         *([f"margin {scores['margin']:.3g}"] if "margin" in scores else []),

@@ -104,10 +104,10 @@ class BatchSchedule:
             size=size, completions_per_sample=training.completions_per_sample, context=world.context, **settings,
         )  # fmt: skip
 
-    def in_turn(self, packs: range) -> Iterator[MicroBatch]:
+    def in_turn(self, packs: Sequence[int]) -> Iterator[MicroBatch]:
         """Yield this process's part of packs, padded with empty packs to the same number on each process."""
-        for first in range(packs.start, packs.stop, self.plan.global_batch_size):
-            yield from self.micro_batches(range(first, min(first + self.plan.global_batch_size, packs.stop)), 0)
+        for first in range(0, len(packs), self.plan.global_batch_size):
+            yield from self.micro_batches(packs[first : first + self.plan.global_batch_size], 0)
 
     def packs_of_step(self, step: int) -> list[int]:
         """Return the packs of a step over all processes; fewer than a full batch at the end of the last epoch."""

@@ -77,7 +77,8 @@ class Evaluator:
         """Return the mean loss over targets or samples, the losses per source, and the metrics of the objective."""
         names = self.data.read_manifest().mixed_sources
         store, training, device = self.data.read_validation(), self.plan.recipe.training, self.world.device
-        packs = range(min(len(store), self.plan.recipe.evaluation.max_packs))
+        num_packs = min(len(store), self.plan.recipe.evaluation.max_packs)
+        packs = [number * len(store) // num_packs for number in range(num_packs)]  # in order, the longest come first
         batches = BatchSchedule.outside(
             training, store, self.world, is_packed=self.is_packed, is_mixed=bool(names),
             reference=self.references and self.references.validation, teacher=self.teacher and self.teacher.read,

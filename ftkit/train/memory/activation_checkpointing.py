@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ftkit.train.memory.compile import CompiledForward, Forward, tag_with_sources
+from ftkit.train.memory.compile import WIDE, CompiledForward, Forward, tag_with_sources
 from ftkit.train.memory.usage import empty_pinned_like
 from ftkit.train.private_apis.torch import (
     GROUPED_MM,
@@ -54,9 +54,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
-WIDE = 256
-"""Minimum inner dimension of a compute-bound bf16 matmul. A narrower one is memory-bound, like element-wise operations,
-so recomputing it is cheap."""
 
 _LOOPS_OVER_TOKENS = {
     "MiniMaxLightningAttention",

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +20,7 @@ from torch.utils import _pytree
 
 if TYPE_CHECKING:
     import torch._dynamo.config  # noqa: TC004 - at run time, torch loads its compiler at the first access
+    from torch import fx
 
 
 class Ctx(Protocol):
@@ -42,8 +44,8 @@ There, autograd rejects weights that are all-gathered again, and gloo sums gradi
 methods are missing too, which this checks."""
 CUSTOM_COLLECTIVES = hasattr(FSDPModule, "set_custom_all_gather") and TORCH >= (2, 11)
 """Whether FSDP2 supports custom collectives (from torch 2.10 on), and symmetric memory was tested with them."""
-TRACES_FULL_CHECKPOINTS = TORCH >= (2, 13)
-"""Whether the compiler traces full activation checkpointing. It is new, so versions with measured runs don't use it."""
+TRACES_FULL_CHECKPOINTS = TORCH >= (2, 11)
+"""Whether the compiler traces full activation checkpointing: tried with torch 2.11 and 2.13."""
 FSDP2_EXTENDS_ALL_GATHERS = TORCH >= (2, 8)
 """Whether tensor subclasses may transform the data of FSDP2's all-gathers: 2.6 can't be tested on several processes."""
 FSDP2_SETS_DIVISORS = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
@@ -67,6 +69,9 @@ scaled_mm = torch._scaled_mm  # noqa: SLF001
 SCALED_MM = torch.ops.aten._scaled_mm.default  # noqa: SLF001
 GROUPED_MM = getattr(torch.ops.aten, "_grouped_mm", None)
 """Operators of FP8 matmuls and of experts (torch 2.8 and newer), which activation checkpointing recognizes."""
+
+VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)  # noqa: SLF001
+"""Operators of compiled graphs that show a tensor in another shape."""
 
 
 def add_to_all(tensors: Sequence[torch.Tensor], added: torch.Tensor) -> None:
@@ -139,9 +144,22 @@ def compile_failures() -> tuple[type[Exception], type[Exception]]:
     return torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit  # noqa: SLF001
 
 
-def inductor() -> Callable[..., Callable[..., Any]]:
-    """Return Inductor's compiler of a graph, for a backend of `torch.compile` that changes the graph first."""
-    return torch._dynamo.lookup_backend("inductor")  # noqa: SLF001
+def inductor(change: Callable[[fx.Graph], None]) -> Callable[..., Callable[..., Any]]:
+    """Return Inductor's compiler of a graph, for a backend of `torch.compile` that changes the graph first.
+
+    `change` changes the forward, backward and inference graphs, of ATen's operators, before they are lowered.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass  # noqa: PLC0415 - imports the compiler
+
+    class Change(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            change(graph)
+
+        def uuid(self) -> str:  # in the caches' keys, whose tag covers the code (`tag_compile_caches`)
+            return change.__qualname__
+
+    compile_graph: Callable[..., Any] = torch._dynamo.lookup_backend("inductor")  # noqa: SLF001
+    return partial(compile_graph, config_patches={"post_grad_custom_post_pass": Change()})
 
 
 def recompute_matmul_inputs() -> AbstractContextManager[None]:

@@ -28,7 +28,7 @@ NOWHERE = Context(Path("/nowhere/project"), Path("/nowhere/user"), {})
         (("training.precision=fp8",), "full fine-tuning in fp8: all parameters trained"),
         (
             ("training.method=lora", "training.base_precision=fp8"),
-            "lora fine-tuning in bf16 on a base in fp8, rank 16 on 7 projections per layer: 39,976,960 parameters",
+            "lora fine-tuning in bf16 on a base in fp8, rank 16 on 7 kinds of projections: 39,976,960 parameters",
         ),
     ],
 )

@@ -62,4 +62,4 @@ def test_accuracy_is_left_out_while_all_margins_are_zero() -> None:
 
 def test_the_reference_point_of_kto_is_told_from_the_divergence() -> None:
     texts = pair_texts({"accuracy": 1.0, "log_prob_chosen": -18.0, "kl_per_token": 0.262, "kl": 0.0})
-    assert texts[-2:] == ["KL per token 0.262", "reference point 0"]
+    assert texts[-2:] == ["log-ratio per token 0.262", "reference point 0"]

@@ -123,17 +123,15 @@ def test_graphs_that_do_not_fit_take_no_planned_memory_because_the_run_gives_the
         assert Fit(replace(setup, gpu=small)).memory.total == pytest.approx(planned)
 
 
-@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-30b-a3b"])
-def test_graphs_save_the_host_most_time_where_layers_are_recomputed(
-    model: str, architecture: Shapes, training: Specs
+def test_graphs_save_little_host_time_where_the_compiler_traces_recomputation(
+    architecture: Shapes, training: Specs
 ) -> None:
     specs = (
         training(method="qlora", activation_checkpointing="full", sequence_length=2048, global_batch_size=1, **changes)
         for changes in ({}, {"cuda_graphs": False})
     )
-    captured, launched = (predict_step_time(Setup(architecture(model), spec, gpu=H200), H200) for spec in specs)
-    assert (captured.bound, launched.bound) == ("gpu", "host")
-    assert 1.6 < launched.step_seconds / captured.step_seconds < 2.3  # measured: 2.2 and 2.0
+    captured, launched = (predict_step_time(Setup(architecture("qwen3-8b"), each, gpu=H200), H200) for each in specs)
+    assert 1.0 < launched.step_seconds / captured.step_seconds < 1.12  # measured: 1.05
 
 
 @pytest.mark.parametrize(
@@ -314,7 +312,7 @@ def test_offloaded_outputs_of_matmuls_cost_what_was_measured(
 ) -> None:
     spec = training(method="lora", global_batch_size=2, activation_offload=True, **changes)
     speed = predict_step_time(Setup(architecture("llama3.3-70b"), spec, 2), H200)
-    assert speed.tokens_per_second / 2 == pytest.approx(measured, rel=0.05)
+    assert speed.tokens_per_second / 2 == pytest.approx(measured, rel=0.06)  # with a recomputed last matmul
 
 
 def test_gradients_that_are_reduced_once_a_step_save_time_in_each_micro_batch(

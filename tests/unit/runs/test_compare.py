@@ -78,7 +78,7 @@ def test_metrics_of_preferences_are_those_of_the_last_evaluation_or_else_of_the_
     results = read_run(run.layout).results
     assert (results.accuracy, results.margin, results.kl_per_token) == (0.75, None, 0.2)  # of one kind of completions
     rows = dict(compare_runs([read_run(run.layout)] * 2).results)
-    assert (rows["accuracy"], rows["KL per token"], "margin" in rows) == (["75.0%"] * 2, ["0.2"] * 2, False)
+    assert (rows["accuracy"], rows["log-ratio per token"], "margin" in rows) == (["75.0%"] * 2, ["0.2"] * 2, False)
 
 
 @pytest.mark.parametrize(
