@@ -153,12 +153,12 @@ def _commit_of(folder: Path | None) -> Values | None:
 # --- In a run's job ------------------------------------------------------------------------------
 
 
-def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0) -> None:
+def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0, launched: float | None = None) -> None:
     """Add this start to the `starts` of a run's manifest, if there is one. Requires the run's lease.
 
     `image` is the folder with the image's metadata in the container; `num_restarts` counts restarts of training within
-    this job. Raises `TrainingError` if the container's image differs from the manifest's, or if the last two starts of
-    this job failed in the same way at the same step.
+    this job; its processes were `launched` then, or now. Raises `TrainingError` if the container's image differs from
+    the manifest's, or if the last two starts of this job failed in the same way at the same step.
     """
     values = read_json_if_valid(manifest, Values)
     earlier = None if values is None else values.get("starts", [])
@@ -175,7 +175,7 @@ def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0)
     trained = trained_data(earlier).get("train")
     has_other_data = trained not in (None, prepared["data"].get("train", trained)) and bool(layout.list_checkpoints())
     start: Values = {
-        "time": time.time(),
+        "time": launched or time.time(),
         "job_id": own_job_id(),
         "host": socket.gethostname(),
         "container_image": os.environ.get("FTKIT_CONTAINER_IMAGE", ""),

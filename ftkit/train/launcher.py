@@ -273,7 +273,8 @@ class RunRank:
         if self.rank == 0:
             held = held_lease(self._layout, say=self._say, on_loss=lambda error: os._exit(self.fail(error)))
             self.at_end.enter_context(held)
-            record_start(self._layout.manifest, num_restarts=num_restarts)
+            launched = float(os.environ.get(LAUNCHED, time.time()))
+            record_start(self._layout.manifest, num_restarts=num_restarts, launched=launched)
 
     def sample_gpus(self, placement: PlacementPlan) -> None:
         """On the first rank of each node, sample its GPUs until the end of the run."""
