@@ -113,6 +113,7 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], n
         digests={"documents": f"{train.sum_of_digests:064x}"}
         | ({"processor": pictures.inputs.digest} if pictures else {}),
         pictures=pictures.inputs if pictures else None,
+        has_validation_file=bool(recipe.data.validation and recipe.data.validation.file),
     )
 
 

@@ -72,6 +72,7 @@ class DataManifest:
     documents, which does not depend on the length of packs."""
     pictures: PictureInputs | None = None
     """How the model takes the pictures of documents; None if `data.pictures` is off."""
+    has_validation_file: bool = False  # the rows of the validation split are of no source (`data.validation.file`)
 
     @property
     def identity(self) -> str:
@@ -92,6 +93,10 @@ class DataManifest:
         if len(names) < 2:  # noqa: PLR2004 - two are several
             return ()
         return tuple(f"{name}.{place}" if names.count(name) > 1 else name for place, name in enumerate(names))
+
+    @property
+    def validation_sources(self) -> tuple[str, ...]:
+        return () if self.has_validation_file else self.mixed_sources
 
     @property
     def fill_ratio(self) -> float:
@@ -329,8 +334,8 @@ class PreparedData:
         return folder if is_usable else own_root / kind / name
 
     def read_validation_rows(self) -> list[tuple[str, Row]]:
-        """Read the validation rows, each with the name of its source; the name is empty for a single source."""
-        rows, names = read_json_lines(self.validation_rows), self.read_manifest().mixed_sources
+        """Read the validation rows, each with the name of its source; empty for a single source or a separate file."""
+        rows, names = read_json_lines(self.validation_rows), self.read_manifest().validation_sources
         numbers = map(int, self.validation_sources.read_text(encoding="ascii").split())
         return [(names[number] if names else "", row) for number, row in zip(numbers, rows, strict=True)]
 

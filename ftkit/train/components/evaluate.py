@@ -75,7 +75,7 @@ class Evaluator:
 
     def _loss(self, model: CausalLM) -> tuple[float, dict[str, SourceLoss], dict[str, float]]:
         """Return the mean loss over targets or samples, the losses per source, and the metrics of the objective."""
-        names = self.data.read_manifest().mixed_sources
+        names = self.data.read_manifest().validation_sources
         store, training, device = self.data.read_validation(), self.plan.recipe.training, self.world.device
         num_packs = min(len(store), self.plan.recipe.evaluation.max_packs)
         packs = [number * len(store) // num_packs for number in range(num_packs)]  # in order, the longest come first

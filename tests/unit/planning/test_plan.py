@@ -1033,6 +1033,10 @@ def test_the_best_checkpoint_needs_a_metric_measured_during_training() -> None:
     every = "evaluation.every_steps=5"
     assert "loss, perplexity," in problems(demo(every, "evaluation.best.metric=accuracy"))
     assert "'sql' is not measured" in problems(demo(every, "evaluation.best.metric=sql"))
+    mixed = (every, "data.source=[a.jsonl, b.jsonl]", "data.format=messages", "evaluation.best.metric=loss/a.jsonl")
+    plan(demo(*mixed, "data.validation.count=5", "evaluation.generation=null"))
+    found = problems(demo(*mixed, "data.validation.file=c.jsonl", "evaluation.generation=null"))
+    assert "'loss/a.jsonl' is not measured" in found
     plan(demo(every, "evaluation.best.metric=sql", "evaluation.generation.num_rows_during=5"))
     plan(demo(every, "evaluation.early_stopping_patience=3"))
     with pytest.raises(ConfigError, match="set every_steps"):
