@@ -19,6 +19,7 @@ from ftkit.cli.commands import command, current_context
 from ftkit.cli.inference import require_packages
 from ftkit.cli.terminal.console import Facts, Styled, Terminal
 from ftkit.cli.terminal.format import count, duration, short_path
+from ftkit.cli.terminal.plan_view import span
 from ftkit.config.data import describe_in_both, describe_too_long
 from ftkit.data.labels import REPEATED_MARKER
 from ftkit.data.staging import prepare_here
@@ -26,6 +27,7 @@ from ftkit.data.upload import upload_data
 from ftkit.errors import DataError, plural
 from ftkit.launch.resolve import RunArgs, read_settings, resolve, resolve_recipe
 from ftkit.planning.plan import read_plan_to_use
+from ftkit.planning.step_time import longest_step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -176,18 +178,20 @@ def stats_command(words: tuple[str, ...], *, as_json: bool, **options: Unpack[Ru
     inspector = _open_data(terminal, args)
     stats, training = inspector.stats(), inspector.recipe.training
     batch, steps = training.global_batch_size, -(-stats.num_packs // training.global_batch_size)
-    epoch: dict[str, float | None] = {"steps": steps, "seconds": None, "gpu_hours": None, "cost": None}
-    about = plural(steps, "step")
+    epoch: dict[str, float | None] = dict.fromkeys(("seconds", "gpu_hours", "cost"))
+    about, longest = plural(steps, "step"), 1.0
     if stats.num_packs < batch:
         about = f"less than a step, which takes {plural(batch, 'pack')}"
     if plan and plan.speed:
-        seconds = steps * plan.speed.step_seconds
-        gpu_hours, cost = seconds * plan.placement.world_size / 3600, plan.cost_of(seconds)
-        epoch |= {"seconds": seconds, "gpu_hours": gpu_hours, "cost": cost}
-        about += f", {duration(seconds)}, {gpu_hours:,.1f} GPU hours on {plan.cluster.name}"
-        about += "" if cost is None else f", {cost:,.2f} at its price_per_gpu_hour"
+        seconds, longest = steps * plan.speed.step_seconds, longest_step(plan.recipe.model.architecture, plan.speed)
+        hours, cost = seconds * plan.placement.world_size / 3600, plan.cost_of(seconds)
+        epoch = {"seconds": seconds, "gpu_hours": hours, "cost": cost}
+        about += f", {span(duration, seconds, longest)}, {span('{:,.1f}'.format, hours, longest)} GPU hours "
+        about += f"on {plan.cluster.name}"
+        about += "" if cost is None else f", {span('{:,.2f}'.format, cost, longest)} at its price_per_gpu_hour"
     if as_json:
-        terminal.json(asdict(stats) | {"epoch": epoch})
+        ends = {f"longest_{name}": value and value * longest for name, value in epoch.items()}
+        terminal.json(asdict(stats) | {"epoch": {"steps": steps} | epoch | ends})
         return
     facts = _facts(stats, training.sequence_length)
     terminal.facts([*facts, ("epoch", f"{about}; {count(stats.num_tokens)} tokens")], is_data=True)

@@ -183,9 +183,9 @@ def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound
     return {resource: passes * seconds for resource, seconds in busy.items()}
 
 
-def longest_step(shape: ArchitecturePlan) -> float:
-    """Return the longest step to expect, relative to the plan's, beside a host that is not slow."""
-    return 1.0 if shape.is_measured else UNMEASURED
+def longest_step(shape: ArchitecturePlan, speed: StepTimePlan) -> float:
+    """Return the longest step to expect of a family, relative to the plan's; 1 if it was fitted to the family."""
+    return 1.0 if shape.is_measured else max(UNMEASURED, speed.slow_host_seconds / speed.step_seconds)
 
 
 def replays_graphs(setup: Setup) -> bool:

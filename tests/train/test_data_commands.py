@@ -388,18 +388,25 @@ def test_looking_at_data_needs_no_cluster_even_on_a_login_node_while_slurm_does_
 
 
 def test_statistics_predict_the_duration_of_an_epoch_on_the_chosen_cluster(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write(tmp_path / "chats.jsonl", {"messages": TALK})
     words = ("--image", "qwen3:26.05", "--nodes", "1", "training.global_batch_size=8", "--json")
+    names = ("seconds", "gpu_hours", "cost")
     epochs = []
     for cluster in ((), ("--cluster", "a4-highgpu-8g")):
         code, out, err = call(capsys, "stats", file, *words, *cluster)
         assert code == 0, err
         epochs.append(json.loads(out)["epoch"])
-    assert epochs[0] == {"steps": 1, "seconds": None, "gpu_hours": None, "cost": None}
+    assert epochs[0] == {"steps": 1} | dict.fromkeys((*names, *(f"longest_{name}" for name in names)))
     assert epochs[1]["steps"] == 1
     assert epochs[1]["gpu_hours"] == pytest.approx(8 * epochs[1]["seconds"] / 3600)
+    assert epochs[1]["longest_gpu_hours"] == epochs[1]["gpu_hours"]  # of a measured family
+    with monkeypatch.context() as patched:
+        patched.setattr("ftkit.cli.data.longest_step", lambda *_: 2.0)
+        epoch = json.loads(call(capsys, "stats", file, *words, *cluster)[1])["epoch"]
+        assert [epoch[f"longest_{name}"] for name in names[:2]] == [2 * epochs[1][name] for name in names[:2]]
+        assert re.search(r", [\d.]+ s to [\d.]+ s, ", call(capsys, "stats", file, *words[:-1], *cluster)[1])
     for command in ("show", "stats", "check"):
         assert call(capsys, command, file, "--cluster", "nowhere")[0] == 4
 

@@ -233,34 +233,34 @@ _MOMENTS: dict[Moment, str] = {
 _NOTED_SLOWDOWN = 1.1  # the plan's own error
 
 
+def span(show: Callable[[float], str], value: float, factor: float) -> str:
+    """Show a number that may be up to `factor` times as large."""
+    return " to ".join(dict.fromkeys(map(show, sorted((value, value * factor)))))
+
+
 def _speed(plan: RunPlan) -> str:
     speed = plan.speed
     if speed is None:
         is_gpu = plan.placement.device == "cuda"
         return "not predicted: the profile sets no GPU model" if is_gpu else "not predicted on CPUs"
     each, slowdown = speed.tokens_per_second / plan.placement.world_size, speed.slow_host_seconds / speed.step_seconds
-    longest = longest_step(plan.recipe.model.architecture)
-    factors = (1.0, max(longest, slowdown)) if longest > 1 else (1.0,)
-
-    def span(show: Callable[[float], str], value: float, *, grows: bool = True) -> str:
-        values = sorted(value * factor if grows else value / factor for factor in factors)
-        return " to ".join(map(show, values))
-
-    rate, mfu = span(count, each, grows=False), span("{:.0%}".format, speed.mfu, grows=False)
-    text = f"{span(duration, speed.step_seconds)} per step, {rate} tokens/s per GPU ({mfu} MFU)"
-    if len(factors) == 1:
+    longest = longest_step(plan.recipe.model.architecture, speed)
+    rate, mfu = span(count, each, 1 / longest), span("{:.0%}".format, speed.mfu, 1 / longest)
+    text = f"{span(duration, speed.step_seconds, longest)} per step, {rate} tokens/s per GPU ({mfu} MFU)"
+    if longest == 1:
         text = f"about {text}"
     if plan.fill_ratio is None:
         text += " with full packs"
     if speed.bound != "gpu":
         text += f", limited by the {speed.bound}"
-    if slowdown > max(_NOTED_SLOWDOWN, *factors):
+    if slowdown > max(_NOTED_SLOWDOWN, longest):
         text += f", {count(each / slowdown)} beside a slow CPU"
     if plan.training_seconds is None:
         return text
     cost = plan.cost_of(plan.training_seconds)
-    price = "" if cost is None else f", which costs {span('{:,.2f}'.format, cost)} at the profile's price_per_gpu_hour"
-    return f"{text}; {span(duration, plan.training_seconds)} for all steps{price}"
+    text += f"; {span(duration, plan.training_seconds, longest)} for all steps"
+    price = "at the profile's price_per_gpu_hour"
+    return text if cost is None else f"{text}, which costs {span('{:,.2f}'.format, cost, longest)} {price}"
 
 
 def _data(plan: RunPlan) -> str:
