@@ -338,7 +338,8 @@ def next_commands(layout: RunLayout, seen: Job, failure: Failure | None) -> list
     if not seen.is_final and not is_lost and layout.submission.exists():
         return [f"ftkit status {run_id} --follow", f"ftkit logs {run_id} -f", f"ftkit cancel {run_id}"]
     if seen.state is RunState.COMPLETED:
-        words = ("logs", "status") if layout.is_script else ("chat", "eval", "export", "status")
+        evaluates = ["eval"] * bool(read_summary(layout).after)  # else there are no validation rows to evaluate on
+        words = ["logs", "status"] if layout.is_script else ["chat", *evaluates, "export", "status"]
         return [f"ftkit {word} {run_id}" for word in words]
     if failure and not failure.can_resume:
         return [original_command(layout)] + [f"ftkit resume {run_id} --allow code"] * failure.is_in_code

@@ -87,6 +87,19 @@ def test_a_run_in_training_shows_its_last_evaluation(
     assert line.split()[1:] == ["perplexity", "812.5", "→", "perplexity", "20", "at", "step", "200"]
 
 
+@pytest.mark.parametrize("has_validation", [True, False])
+def test_eval_comes_next_only_if_there_are_rows_to_evaluate_on(
+    ftkit: Callable[..., Result], make_run: RunMaker, records: Any, *, has_validation: bool
+) -> None:
+    run = make_run()
+    finish(run, records)
+    if has_validation:
+        records.write(run, EvaluationRecord(2.0, 400, "after", 6.0, 400.0, None, ()), records.end())
+    commands = json.loads(ftkit("status", run.id, "--json").out)["next"]
+    words = ["chat", *["eval"] * has_validation, "export", "status"]
+    assert commands == [f"ftkit {word} {run.id}" for word in words]
+
+
 def test_a_slow_node_is_reported(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:
     run = make_run("slow")
     finish(run, records)
