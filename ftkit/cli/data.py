@@ -210,12 +210,13 @@ def _facts(stats: DataStats, length: int) -> Facts:
     in_both = f"; {plural(stats.num_in_both, f'validation {kind}')} also trained on" if stats.num_in_both else ""
     is_other = stats.num_renderings != stats.num_documents + stats.num_validation
     rewritten = f", from {stats.num_renderings:,} renderings" if is_other else ""
+    longest = f", the longest of {plural(stats.longest_rendering, 'token')}" if stats.num_too_long else ""
     facts: Facts = [
         ("format", ", ".join(dict.fromkeys(stats.formats))),
         ("rows", f"{num_rows:,}" + (f"; {stats.num_bad:,} skipped as bad" if stats.num_bad else "")),
         ("documents", f"{stats.num_documents:,}{validation}{rewritten}"),
         ("lengths", f"median {stats.median:,.0f}, mean {stats.mean:,.0f}, longest {plural(stats.longest, 'token')}"),
-        ("too long", f"{stats.num_too_long:,} for packs of {length:,} (data.too_long: {stats.too_long})"),
+        ("too long", f"{stats.num_too_long:,} for packs of {length:,} (data.too_long: {stats.too_long}){longest}"),
         ("duplicates", f"{stats.num_duplicates:,}{in_both}"),
         ("tokens", f"{stats.num_tokens:,}, {stats.num_trained:,} of them trained"),
         ("packs", f"{stats.num_packs:,} of {length:,} tokens, {stats.fill_ratio:.1%} full"),
@@ -224,8 +225,7 @@ def _facts(stats: DataStats, length: int) -> Facts:
         facts.append(("completions", "mean of {:,.0f} tokens chosen, {:,.0f} rejected".format(*stats.sides)))
     for source in stats.sources if len(stats.sources) > 1 else ():
         share = f"{source.num_tokens / max(1, stats.num_tokens):.1%}"
-        own = source.num_train_rows  # 0 in data that an earlier version prepared
-        rows = plural(own, "training row") if own else plural(source.num_rows, "row")
+        rows = plural(source.num_train_rows, "training row")
         facts.append((source.name, f"{rows}, {plural(source.num_tokens, 'token')} ({share})"))
     return facts
 

@@ -166,7 +166,7 @@ class DataStats:
     """Token statistics of a recipe's training data.
 
     Renderings are documents before any is dropped, truncated or split. A row has several if the template rewrites
-    turns. The other documents are counted after that. `longest` is the longest rendering.
+    turns. The other documents are counted after that. Duplicates are rows.
     """
 
     formats: tuple[str, ...]
@@ -182,6 +182,7 @@ class DataStats:
     too_long: str
     num_duplicates: int
     longest: int
+    longest_rendering: int
     mean: float
     median: float
     num_packs: int
@@ -371,7 +372,8 @@ class DataInspector:
             num_too_long=totals.too_long.total(),
             too_long=", ".join(totals.too_long),
             num_duplicates=self.digests.num_duplicates,
-            longest=totals.longest,
+            longest=max(lengths, default=0),
+            longest_rendering=totals.longest,
             mean=sum(length * count for length, count in lengths.items()) / max(1, num_documents),
             median=median_of(lengths),
             num_packs=num_packs,

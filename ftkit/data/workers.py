@@ -75,6 +75,7 @@ class EncodedBatch:
     pairs: list[Pair] = field(default_factory=list)
     contradictions: list[DataError] = field(default_factory=list)
     num_dropped: int = 0
+    row_digests: bytes = b""  # 8 bytes for each row of the training split, unless all of it is too long
 
     def drop(self, pairs: Sequence[Pair]) -> None:
         self.num_dropped += len(pairs)
@@ -117,12 +118,14 @@ class Totals:
 
 
 class SplitDigests:
-    """The first 8 bytes of the digest of each document, or pair, of both splits: only this memory grows."""
+    """The first 8 bytes of the digest of each document, or pair, of both splits, and of each row: memory that grows."""
 
     def __init__(self) -> None:
         self._found = {"train": array("Q"), "validation": array("Q")}
+        self._rows = array("Q")
 
     def add(self, batch: EncodedBatch, documents_per_sample: int) -> None:
+        self._rows.frombytes(batch.row_digests)
         for split, found in self._found.items():
             of_pairs = (pair.digest for pair in batch.pairs if pair.split == split)
             documents = batch.train if split == "train" else batch.validation
@@ -137,8 +140,7 @@ class SplitDigests:
 
     @property
     def num_duplicates(self) -> int:
-        train = np.frombuffer(self._found["train"], np.uint64)
-        return len(train) - len(np.unique(train))
+        return len(self._rows) - len(np.unique(self._rows))
 
 
 _SHARED_MINIMUM = 0.2
@@ -225,6 +227,8 @@ class BatchEncoder:
                     own, other = (_digest(result[pair], is_swapped=flag) for flag in (False, True))
                     done.pairs.append(Pair(row.where, own, other, split, places))
             num_fitting[split] += len(fitting)
+            if fitting and split == "train":
+                done.row_digests += _digest(result, is_swapped=False)[:8]
             documents[split].append(DocumentBatch.of(fitting, source))
         empty = [DocumentBatch.of([])]
         done.train = DocumentBatch.join(documents["train"] or empty)

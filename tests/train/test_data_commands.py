@@ -149,7 +149,7 @@ def test_plain_text_is_shown_in_full_with_how_it_is_split(tmp_path: Path, capsys
 def test_long_texts_are_split_by_default_and_long_conversations_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    texts = write(tmp_path / "texts.jsonl", {"text": "Once upon a time. " * 30})
+    texts = write(tmp_path / "texts.jsonl", {"text": "ha" + " ha" * 300})
     length = "training.sequence_length=64"
     code, _, err = call(capsys, "check", texts, length)
     assert code == 0
@@ -159,6 +159,8 @@ def test_long_texts_are_split_by_default_and_long_conversations_are_refused(
     code, out, _ = call(capsys, "stats", texts, mixture, length, "--json")
     stats = json.loads(out)
     assert (code, stats["too_long"], stats["num_too_long"]) == (0, "split, error", 2)
+    assert stats["longest"] == 64 < stats["longest_rendering"]
+    assert stats["num_duplicates"] == 0  # its equal parts are of one row
     assert stats["sources"][0]["num_documents"] > 1
     assert stats["sources"][1]["num_documents"] == 0
     code, out, _ = call(capsys, "check", texts, mixture, length)
