@@ -16,6 +16,7 @@ from ftkit.config.data_sources import (
     Task,
     ValidationSpec,
     columns_of,
+    distinct,
     is_inline_template,
     variables_of,
 )
@@ -317,6 +318,10 @@ class DataSpec(Spec):
     @property
     def sources(self) -> tuple[SingleSource, ...]:
         return self.source.sources if isinstance(self.source, MixtureSource) else (self.source,)
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        return distinct([source.name for source in self.sources])
 
     def resolve_too_long(self, form: Format) -> TooLong:
         if self.too_long != "auto":

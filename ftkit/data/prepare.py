@@ -176,11 +176,11 @@ def open_encoder(recipe: RecipePlan, report: Callable[[str], None]) -> BatchEnco
     report("reading the first rows")
     data = recipe.data
     formats: dict[int, Format] = {}
-    for number, source in enumerate(data.sources):
+    for number, name in enumerate(data.source_names):
         rows = first_rows(data, number, DETECTION_ROWS)
         formats[number] = resolve_format(data.format, rows, data.ignore_columns)
-        name = f" of {source.name}" if len(data.sources) > 1 else ""
-        report(f"format{name}: {describe_format(formats[number])}{describe_roles(rows, formats[number])}")
+        of_source = f" of {name}" if len(data.sources) > 1 else ""
+        report(f"format{of_source}: {describe_format(formats[number])}{describe_roles(rows, formats[number])}")
         check_format(data, formats[number], recipe.training.objective)
     if (learned_size := recipe.model.tokenizer.vocab_size) is None:
         is_text = all(form.kind == "text" for form in formats.values())

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from ftkit.config.data_sources import distinct
 from ftkit.data.packing import IGNORED, TRAINED, DocumentBatch
 from ftkit.data.pictures import Arrays, PictureInputs, from_record
 from ftkit.data.readers import read_json_lines
@@ -85,14 +86,9 @@ class DataManifest:
 
     @property
     def mixed_sources(self) -> tuple[str, ...]:
-        """Names of the sources in metrics; empty for a single source.
-
-        If files in several folders have the same name, their index in `data.source` is appended.
-        """
-        names = [source.name for source in self.sources]
-        if len(names) < 2:  # noqa: PLR2004 - two are several
-            return ()
-        return tuple(f"{name}.{place}" if names.count(name) > 1 else name for place, name in enumerate(names))
+        """Names of the sources in metrics; empty for a single source."""
+        names = distinct([source.name for source in self.sources])  # earlier versions stored equal names
+        return names if len(names) > 1 else ()
 
     @property
     def validation_sources(self) -> tuple[str, ...]:

@@ -86,7 +86,7 @@ class EncodedBatch:
 
 class Totals:
     def __init__(self, encoder: BatchEncoder) -> None:
-        self.sources = [SourceStats(source.name) for source in encoder.recipe.data.sources]
+        self.sources = [SourceStats(name) for name in encoder.recipe.data.source_names]
         self.too_long: Counter[str] = Counter({encoder.too_long(source): 0 for source in encoder.encoders})
         """Number of documents longer than a pack, by what happens with them."""
         self.num_documents = self.num_bad = self.longest = self.num_rejected = self.num_dropped = 0

@@ -245,8 +245,7 @@ def _selection(recipe: RecipeSpec, metric: str, chosen: Sequence[str]) -> Iterat
     """Check that each evaluation during training measures the metric that selects the best checkpoint."""
     key, generation = "evaluation.best.metric", recipe.evaluation.generation
     has_own_rows = recipe.data.validation and recipe.data.validation.file
-    names = [] if has_own_rows else [source.name for source in recipe.data.sources]
-    names = [f"{name}.{place}" if names.count(name) > 1 else name for place, name in enumerate(names)]
+    names = () if has_own_rows else recipe.data.source_names
     losses = ["loss", "perplexity", *(f"loss/{name}" for name in names if len(names) > 1)]
     scores = [score for name in chosen for score in SCORES.get(name, (name,))]
     losses += recipe.training.metric_names

@@ -215,7 +215,9 @@ def test_rows_and_tokens_of_a_source_are_of_its_training_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = {"messages": TALK}
-    files = [write(tmp_path / f"{name}.jsonl", *[row] * number) for name, number in (("a", 30), ("b", 10))]
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    files = [write(tmp_path / name / "rows.jsonl", *[row] * number) for name, number in (("a", 30), ("b", 10))]
     mixed = json.dumps([str(file) for file in files])
     words = (files[0], f"data.source={mixed}", "data.validation={count: 8}")
     stats = json.loads(call(capsys, "stats", *words, "--json")[1])
@@ -224,8 +226,8 @@ def test_rows_and_tokens_of_a_source_are_of_its_training_rows(
     assert (sum(rows), sum(source["num_rows"] for source in stats["sources"])) == (32, 40)
     assert tokens == [number * sum(tokens) / 32 for number in rows]
     lines = call(capsys, "stats", *words)[1].splitlines()
-    shown = [line.split()[1] for line in lines if line.startswith(("a.jsonl", "b.jsonl"))]
-    assert shown == [str(number) for number in rows]
+    shown = [line.split()[:2] for line in lines if line.startswith("rows.jsonl")]
+    assert shown == [[f"rows.jsonl.{place}", str(number)] for place, number in enumerate(rows)]
 
 
 def test_each_invalid_row_is_printed_with_its_location_and_the_exit_code_is_8(

@@ -305,7 +305,7 @@ def _pictures(plan: RunPlan) -> Facts:
 
 def _shares(plan: RunPlan) -> str:
     """Describe each source: its share of the tokens if the data is prepared, else what the recipe sets."""
-    sources = plan.recipe.data.sources
+    names, sources = plan.recipe.data.source_names, plan.recipe.data.sources
     if plan.data.is_prepared:
         from ftkit.data.prepared_data import PreparedData
 
@@ -315,9 +315,9 @@ def _shares(plan: RunPlan) -> str:
     weights = [source.weight for source in sources if not isinstance(source, GeneratedSource) and source.weight]
     if weights:
         shares = [weight / sum(weights) for weight in weights]
-        named = zip(sources, shares, strict=True)
-        return ", ".join(f"{source.name} {share:.1%}" for source, share in named) + " of the rows"
+        named = zip(names, shares, strict=True)
+        return ", ".join(f"{name} {share:.1%}" for name, share in named) + " of the rows"
     return ", ".join(
-        f"{source.name} " + ("all rows" if source.num_train is None else plural(source.num_train, "row"))
-        for source in sources
+        f"{name} " + ("all rows" if source.num_train is None else plural(source.num_train, "row"))
+        for name, source in zip(names, sources, strict=True)
     )
