@@ -380,7 +380,11 @@ def describe_in_both(number: int, data: DataSpec) -> str:
     """Describe validation documents that are also trained on, by their number; empty if there are none."""
     drawn = data.validation and data.validation.fraction and data.validation.by == "draw"
     fix = "; data.validation.by=hash keeps equal rows in one split" if drawn else ""
-    return f"{plural(number, 'validation document')} also trained on, which lowers their loss{fix}" if number else ""
+    return (
+        f"{plural(number, 'validation document')} also trained on, which lowers the validation loss{fix}"
+        if number
+        else ""
+    )
 
 
 _DESCRIPTIONS = {

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SourceStats:
-    """Totals of one source: rows; rows, documents, tokens, and targets (tokens in the loss) of the training split."""
+    """Totals of one source: rows; rows, documents, tokens, and targets (tokens in the loss) that are trained on."""
 
     name: str
     num_rows: int = 0

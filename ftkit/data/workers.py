@@ -75,7 +75,7 @@ class EncodedBatch:
     pairs: list[Pair] = field(default_factory=list)
     contradictions: list[DataError] = field(default_factory=list)
     num_dropped: int = 0
-    row_digests: bytes = b""  # 8 bytes for each row of the training split, unless all of it is too long
+    row_digests: bytes = b""  # 8 bytes for each row of the training split, unless nothing of it is trained on
 
     def drop(self, pairs: Sequence[Pair]) -> None:
         self.num_dropped += len(pairs)
@@ -198,7 +198,6 @@ class BatchEncoder:
             done.num_dropped += not result
             done.unused.update(unused_columns(row.columns, data, self.encoders[source].format))
             split = split or (split_of(row.columns, data.validation) if data.validation else "train")  # noqa: PLW2901
-            done.num_train_rows[source] += split == "train"
             if split == "validation":
                 columns = portable(row.columns, row.folder) if data.pictures else row.columns
                 done.validation_rows += json.dumps(columns, ensure_ascii=False, default=str) + "\n"
@@ -228,6 +227,7 @@ class BatchEncoder:
                     done.pairs.append(Pair(row.where, own, other, split, places))
             num_fitting[split] += len(fitting)
             if fitting and split == "train":
+                done.num_train_rows[source] += 1
                 done.row_digests += _digest(result, is_swapped=False)[:8]
             documents[split].append(DocumentBatch.of(fitting, source))
         empty = [DocumentBatch.of([])]

@@ -163,6 +163,7 @@ def test_long_texts_are_split_by_default_and_long_conversations_are_refused(
     assert stats["num_duplicates"] == 0  # its equal parts are of one row
     assert stats["sources"][0]["num_documents"] > 1
     assert stats["sources"][1]["num_documents"] == 0
+    assert [source["num_train_rows"] for source in stats["sources"]] == [1, 0]
     code, out, _ = call(capsys, "check", texts, mixture, length)
     assert code == 8
     assert f"{chats}:1" in out
@@ -176,7 +177,10 @@ def test_validation_documents_that_are_trained_on_are_counted(
     held_out = write(tmp_path / "validation.jsonl", one, one, two)
     words = (write(tmp_path / "chats.jsonl", one), f"data.validation.file={held_out}")
     assert "; 2 validation documents also trained on" in call(capsys, "stats", *words)[1]
-    assert "; 2 validation documents also trained on, which lowers their loss\n" in call(capsys, "check", *words)[2]
+    assert (
+        "; 2 validation documents also trained on, which lowers the validation loss\n"
+        in call(capsys, "check", *words)[2]
+    )
     assert json.loads(call(capsys, "stats", *words, "--json")[1])["num_in_both"] == 2
 
 
