@@ -16,7 +16,6 @@ from ftkit.config.data_sources import (
     Task,
     ValidationSpec,
     columns_of,
-    distinct,
     is_inline_template,
     variables_of,
 )
@@ -321,7 +320,19 @@ class DataSpec(Spec):
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        return distinct([source.name for source in self.sources])
+        """Names of the sources in plan and metrics; if several have the same, their index is appended."""
+        names = [source.name for source in self.sources]
+        return tuple(f"{name}.{place}" if names.count(name) > 1 else name for place, name in enumerate(names))
+
+    @property
+    def mixed_sources(self) -> tuple[str, ...]:
+        """Names of the sources in metrics; empty for a single source."""
+        return self.source_names if len(self.sources) > 1 else ()
+
+    @property
+    def validation_sources(self) -> tuple[str, ...]:
+        """The same for metrics of the validation split; empty also if its rows are in a file of their own."""
+        return () if self.validation and self.validation.file else self.mixed_sources
 
     def resolve_too_long(self, form: Format) -> TooLong:
         if self.too_long != "auto":
@@ -380,11 +391,7 @@ def describe_in_both(number: int, data: DataSpec) -> str:
     """Describe validation documents that are also trained on, by their number; empty if there are none."""
     drawn = data.validation and data.validation.fraction and data.validation.by == "draw"
     fix = "; data.validation.by=hash keeps equal rows in one split" if drawn else ""
-    return (
-        f"{plural(number, 'validation document')} also trained on, which lowers the validation loss{fix}"
-        if number
-        else ""
-    )
+    return f"{plural(number, 'validation document')} also trained on, which lowers the loss{fix}" if number else ""
 
 
 _DESCRIPTIONS = {

@@ -119,11 +119,6 @@ def _short_name(place: str) -> str:
     return parts[-1] if parts else place
 
 
-def distinct(names: list[str]) -> tuple[str, ...]:
-    """Append its index in `data.source` to each name that several sources have."""
-    return tuple(f"{name}.{place}" if names.count(name) > 1 else name for place, name in enumerate(names))
-
-
 class _SampledSource(Spec):
     """Number of rows to take from a source."""
 

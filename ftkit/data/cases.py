@@ -18,6 +18,7 @@ from ftkit.data.limits import run_in_fork, try_rows
 from ftkit.data.packing import IGNORED, Document
 from ftkit.data.pictures import PictureProcessor, open_picture, thumbnail
 from ftkit.data.preferences import Preferences, conversations_of, first_picture, with_pictures
+from ftkit.data.prepared_data import PreparedData
 from ftkit.data.readers import read_json_lines
 from ftkit.data.rendering import ChatRenderer
 from ftkit.data.row_formats import DETECTION_ROWS, read_example, read_prompt, resolve_format, unused_columns
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from ftkit.data.labels import Rendering
-    from ftkit.data.prepared_data import PreparedData
+    from ftkit.planning.plan import RunPlan
 
 _TEXT_COLUMNS = ("prompt", "question", "instruction", "input", "text")
 
@@ -100,22 +101,22 @@ _Turn = tuple[Prompt, list[int] | None, Message | None, bool]
 _Encoded = tuple[list[Document], list[_Turn]]
 
 
-def read_evaluation_rows(prepared: PreparedData | None, file: Path | None, limit: int) -> list[tuple[str, Row]]:
-    """Return (source, row) to evaluate on: the rows of a file, else the validation split of the prepared data."""
+def read_evaluation_rows(plan: RunPlan | None, file: Path | None, limit: int) -> list[tuple[str, Row]]:
+    """Return (source, row) to evaluate on: the rows of a file, else the validation split of a run's data."""
     if file is not None:
         rows = [("", row) for row in read_json_lines(file)]
-    elif prepared is None:
+    elif plan is None:
         raise DataError(
             "a model that is not a run has no validation split", fix="give rows to evaluate on: --data FILE"
         )
-    elif not prepared.is_complete:
+    elif not (prepared := PreparedData(plan.data.root)).is_complete:
         raise DataError(
             f"there is no prepared data in {prepared.root}",
             meaning="it was removed, or the run was copied without its data",
             fix="prepare it again: ftkit data prepare RECIPE; or give rows to evaluate on: --data FILE",
         )
     else:
-        rows = prepared.read_validation_rows()
+        rows = prepared.read_validation_rows(plan.recipe.data.validation_sources)
     if not rows:
         raise DataError(
             "there are no rows to evaluate on",

@@ -39,8 +39,9 @@ def prepare(plan: RunPlan, report: Callable[[str], None], num_workers: int | Non
         manifest = replace(manifest, digests=manifest.digests | folder.compute_digests())
         folder.write_manifest(manifest)
     if manifest.num_too_long:
-        found = plural(manifest.num_too_long, "document")
-        report(f"{found} longer than a pack: {describe_too_long(manifest.too_long)}")
+        report(
+            f"{plural(manifest.num_too_long, 'document')} longer than a pack: {describe_too_long(manifest.too_long)}"
+        )
     report(
         f"data {plan.fingerprint}: {plural(manifest.num_train_documents, 'document')} in "
         f"{plural(manifest.num_train_packs, 'pack')} of {manifest.sequence_length} tokens, {manifest.fill_ratio:.1%} "
@@ -113,7 +114,6 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], n
         digests={"documents": f"{train.sum_of_digests:064x}"}
         | ({"processor": pictures.inputs.digest} if pictures else {}),
         pictures=pictures.inputs if pictures else None,
-        has_validation_file=bool(recipe.data.validation and recipe.data.validation.file),
     )
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ftkit.config.data_sources import distinct
 from ftkit.data.packing import IGNORED, TRAINED, DocumentBatch
 from ftkit.data.pictures import Arrays, PictureInputs, from_record
 from ftkit.data.readers import read_json_lines
@@ -73,7 +72,6 @@ class DataManifest:
     documents, which does not depend on the length of packs."""
     pictures: PictureInputs | None = None
     """How the model takes the pictures of documents; None if `data.pictures` is off."""
-    has_validation_file: bool = False  # the rows of the validation split are of no source (`data.validation.file`)
 
     @property
     def identity(self) -> str:
@@ -83,16 +81,6 @@ class DataManifest:
         same and only the identity changes.
         """
         return f"{self.fingerprint}@{self.preparation_version}"
-
-    @property
-    def mixed_sources(self) -> tuple[str, ...]:
-        """Names of the sources in metrics; empty for a single source."""
-        names = distinct([source.name for source in self.sources])  # earlier versions stored equal names
-        return names if len(names) > 1 else ()
-
-    @property
-    def validation_sources(self) -> tuple[str, ...]:
-        return () if self.has_validation_file else self.mixed_sources
 
     @property
     def fill_ratio(self) -> float:
@@ -329,9 +317,9 @@ class PreparedData:
         is_usable = os.access(existing, os.W_OK) or all((folder / file).is_file() for file in needed)
         return folder if is_usable else own_root / kind / name
 
-    def read_validation_rows(self) -> list[tuple[str, Row]]:
-        """Read the validation rows, each with the name of its source; empty for a single source or a separate file."""
-        rows, names = read_json_lines(self.validation_rows), self.read_manifest().validation_sources
+    def read_validation_rows(self, names: Sequence[str] = ()) -> list[tuple[str, Row]]:
+        """Read the validation rows, each with its source's name in `names`, or an empty one."""
+        rows = read_json_lines(self.validation_rows)
         numbers = map(int, self.validation_sources.read_text(encoding="ascii").split())
         return [(names[number] if names else "", row) for number, row in zip(numbers, rows, strict=True)]
 

@@ -24,7 +24,6 @@ from ftkit.data.completion_metrics import read_calls
 from ftkit.data.conversations import Conversation, Message
 from ftkit.data.limits import run_in_fork
 from ftkit.data.preferences import conversations_of, with_pictures
-from ftkit.data.prepared_data import PreparedData
 from ftkit.data.template_probes import shapes
 from ftkit.errors import DataError, plural
 from ftkit.evaluate.engines import ENGINES, LARGEST_BIAS, Engine, EngineError, RefusedError, Setup, serve
@@ -76,7 +75,7 @@ def held_out(plan: RunPlan) -> dict[str, Conversation]:
     """Return the prompts of a run's first validation rows; none if its data was removed, or has no conversations."""
     found, data = {}, plan.recipe.data
     with suppress(DataError):
-        for _, row in read_evaluation_rows(PreparedData(plan.data.root), None, _NUM_ROWS):
+        for _, row in read_evaluation_rows(plan, None, _NUM_ROWS):
             prompt = with_pictures(prompt_of(row.columns, data.format), row.columns, data)
             (found[f"validation row {row.where}"],) = conversations_of(prompt)
     return found

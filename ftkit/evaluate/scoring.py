@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ftkit.data.cases import EvaluationSet, make_evaluation_set, read_evaluation_rows
 from ftkit.data.completion_metrics import Completion, Metric, choose_metrics
-from ftkit.data.prepared_data import PreparedData
 from ftkit.errors import PrerequisiteError, plural
 from ftkit.process import num_usable_cpus
 
@@ -131,8 +130,7 @@ def evaluation_set(
 
     `plan` is that of the model's run, if it has one; `report` gets messages about skipped rows.
     """
-    prepared = PreparedData(plan.data.root) if plan else None
-    rows = read_evaluation_rows(prepared, Path(settings.file) if settings.file else None, settings.limit)
+    rows = read_evaluation_rows(plan, Path(settings.file) if settings.file else None, settings.limit)
     data = make_evaluation_set(model, rows, plan.recipe.data if plan else None, report)
     return data, choose_metrics(settings.metrics, data.cases, plan.recipe.data.task if plan else None)
 

@@ -244,9 +244,7 @@ def _evaluation(recipe: RecipeSpec) -> Iterator[Problem]:
 def _selection(recipe: RecipeSpec, metric: str, chosen: Sequence[str]) -> Iterator[Problem]:
     """Check that each evaluation during training measures the metric that selects the best checkpoint."""
     key, generation = "evaluation.best.metric", recipe.evaluation.generation
-    has_own_rows = recipe.data.validation and recipe.data.validation.file
-    names = () if has_own_rows else recipe.data.source_names
-    losses = ["loss", "perplexity", *(f"loss/{name}" for name in names if len(names) > 1)]
+    losses = ["loss", "perplexity", *(f"loss/{name}" for name in recipe.data.validation_sources)]
     scores = [score for name in chosen for score in SCORES.get(name, (name,))]
     losses += recipe.training.metric_names
     if metric in losses:

@@ -255,7 +255,7 @@ class Trainer:
         manifest = self.data.read_manifest()
         self.trace.begin("loading the newest checkpoint")
         state = load_newest(engine, plan.layout, world, manifest.identity) or TrainState(0, manifest.identity)
-        num_epochs, sources = plan.recipe.training.num_epochs, manifest.mixed_sources
+        num_epochs, sources = plan.recipe.training.num_epochs, plan.recipe.data.mixed_sources
         batches = BatchSchedule(
             store=store,
             plan=plan.batch,

@@ -177,10 +177,7 @@ def test_validation_documents_that_are_trained_on_are_counted(
     held_out = write(tmp_path / "validation.jsonl", one, one, two)
     words = (write(tmp_path / "chats.jsonl", one), f"data.validation.file={held_out}")
     assert "; 2 validation documents also trained on" in call(capsys, "stats", *words)[1]
-    assert (
-        "; 2 validation documents also trained on, which lowers the validation loss\n"
-        in call(capsys, "check", *words)[2]
-    )
+    assert "; 2 validation documents also trained on, which lowers the loss\n" in call(capsys, "check", *words)[2]
     assert json.loads(call(capsys, "stats", *words, "--json")[1])["num_in_both"] == 2
 
 

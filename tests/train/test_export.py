@@ -143,7 +143,7 @@ def test_adapters_are_merged_into_the_4_bit_base_that_they_were_trained_on(adapt
 def test_the_card_of_a_merged_export_names_its_base_without_rows_to_compare_too(
     adapted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ftkit.data.prepared_data.PreparedData.read_validation_rows", lambda _: [])
+    monkeypatch.setattr("ftkit.data.prepared_data.PreparedData.read_validation_rows", lambda *_: [])
     said: list[str] = []
     folder = tmp_path / "merged"
     export_run(adapted.layout, ExportRequest("last", merges=True, precision="fp32", folder=folder), verify, said.append)

@@ -18,6 +18,7 @@ from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_image, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.data.__main__ import main
+from ftkit.data.cases import read_evaluation_rows
 from ftkit.data.packing import IGNORED
 from ftkit.data.prepare import prepare as prepare_in_process
 from ftkit.data.prepared_data import PreparedData
@@ -125,13 +126,10 @@ def test_texts_with_any_line_separator_are_prepared_in_both_splits(tmp_path: Pat
 def test_rows_of_a_separate_validation_file_are_of_no_training_source(tmp_path: Path) -> None:
     files = [str(write(tmp_path / f"{name}.jsonl", turns("q", name), turns(name, "a"))) for name in "abc"]
     sources = (f"data.source={json.dumps(files[:2])}", *source_of(tmp_path)[1:], "evaluation.generation=null")
-    for split, names in ("count=2", ("a.jsonl", "b.jsonl")), (f"file={files[2]}", ()):
-        prepared = prepare_in_process(
-            plan_for(tmp_path / split[:4], *sources, f"data.validation.{split}"), lambda _: None, 1
-        )
-        assert prepared.read_manifest().mixed_sources == ("a.jsonl", "b.jsonl")
-        assert prepared.read_manifest().validation_sources == names
-        assert {name for name, _ in prepared.read_validation_rows()} <= {*(names or ("",))}
+    for split, names in ("count=3", {"a.jsonl", "b.jsonl"}), (f"file={files[2]}", {""}):
+        plan = plan_for(tmp_path / split[:4], *sources, f"data.validation.{split}")
+        prepare_in_process(plan, lambda _: None, 1)
+        assert {name for name, _ in read_evaluation_rows(plan, None, 9)} == names
 
 
 def test_data_with_fewer_packs_than_a_step_is_reported(tmp_path: Path) -> None:

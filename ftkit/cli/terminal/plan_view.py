@@ -305,7 +305,7 @@ def _pictures(plan: RunPlan) -> Facts:
 
 def _shares(plan: RunPlan) -> str:
     """Describe each source: its share of the tokens if the data is prepared, else what the recipe sets."""
-    names, sources = plan.recipe.data.source_names, plan.recipe.data.sources
+    sources = plan.recipe.data.sources
     if plan.data.is_prepared:
         from ftkit.data.prepared_data import PreparedData
 
@@ -313,11 +313,8 @@ def _shares(plan: RunPlan) -> str:
         total = max(1, sum(source.num_tokens for source in counted))
         return ", ".join(f"{source.name} {source.num_tokens / total:.1%}" for source in counted) + " of the tokens"
     weights = [source.weight for source in sources if not isinstance(source, GeneratedSource) and source.weight]
-    if weights:
-        shares = [weight / sum(weights) for weight in weights]
-        named = zip(names, shares, strict=True)
-        return ", ".join(f"{name} {share:.1%}" for name, share in named) + " of the rows"
-    return ", ".join(
-        f"{name} " + ("all rows" if source.num_train is None else plural(source.num_train, "row"))
-        for name, source in zip(names, sources, strict=True)
-    )
+    shares = [f"{weight / sum(weights):.1%}" for weight in weights] or [
+        "all rows" if source.num_train is None else plural(source.num_train, "row") for source in sources
+    ]
+    named = zip(plan.recipe.data.source_names, shares, strict=True)
+    return ", ".join(f"{name} {share}" for name, share in named) + " of the rows" * bool(weights)

@@ -67,7 +67,7 @@ class Evaluator:
     def evaluation_set(self) -> EvaluationSet:
         settings, recipe = self.plan.recipe.evaluation.generation, self.plan.recipe
         num_rows = max(settings.num_rows, settings.num_rows_during) if settings else 0
-        rows = take_rows(self.data.read_validation_rows(), num_rows)
+        rows = take_rows(self.data.read_validation_rows(recipe.data.validation_sources), num_rows)
         shape = recipe.model.architecture
         limits = (shape.vocab_size, shape.max_position_embeddings)
         model = ModelInput(self.tokenizer, recipe.model.weights, *limits, recipe.model)
@@ -75,7 +75,7 @@ class Evaluator:
 
     def _loss(self, model: CausalLM) -> tuple[float, dict[str, SourceLoss], dict[str, float]]:
         """Return the mean loss over targets or samples, the losses per source, and the metrics of the objective."""
-        names = self.data.read_manifest().validation_sources
+        names = self.plan.recipe.data.validation_sources
         store, training, device = self.data.read_validation(), self.plan.recipe.training, self.world.device
         num_packs = min(len(store), self.plan.recipe.evaluation.max_packs)
         packs = [number * len(store) // num_packs for number in range(num_packs)]  # in order, the longest come first
