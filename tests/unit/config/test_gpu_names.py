@@ -43,6 +43,11 @@ def test_a_refused_gpu_lists_the_known_ones_and_suggests_no_other(written: objec
     assert "Did you mean" not in text
 
 
+def test_a_gpu_as_device_is_not_taken_for_the_cpu() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'cuda'?"):
+        validate(ClusterProfile, Layers({"name": "ours", "device": "gpu"}, {("device",): "ours.yaml"}))
+
+
 def test_an_a100_without_its_memory_is_asked_for() -> None:
     with pytest.raises(ValidationError, match="a100-40gb or a100-80gb"):
         GPU.validate_python("a100")
