@@ -44,7 +44,7 @@ def test_a_refused_gpu_lists_the_known_ones_and_suggests_no_other(written: objec
 
 
 def test_a_gpu_as_device_is_not_taken_for_the_cpu() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'cuda'?"):
+    with pytest.raises(ConfigError, match="Did you mean 'cuda'"):
         validate(ClusterProfile, Layers({"name": "ours", "device": "gpu"}, {("device",): "ours.yaml"}))
 
 
