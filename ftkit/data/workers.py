@@ -79,6 +79,8 @@ class EncodedBatch:
 
     def drop(self, pairs: Sequence[Pair]) -> None:
         self.num_dropped += len(pairs)
+        first = [pair.documents[0] for pair in pairs if pair.split == "train" and pair.documents]
+        self.num_train_rows.subtract((self.train.sources[first] & ~REJECTED).tolist())
         for split, batch in (("train", self.train), ("validation", self.validation)):
             dropped = {place for pair in pairs if pair.split == split for place in pair.documents}
             setattr(self, split, batch.take([place for place in range(len(batch.lengths)) if place not in dropped]))
@@ -231,8 +233,7 @@ class BatchEncoder:
                 done.row_digests += _digest(result, is_swapped=False)[:8]
             documents[split].append(DocumentBatch.of(fitting, source))
         empty = [DocumentBatch.of([])]
-        done.train = DocumentBatch.join(documents["train"] or empty)
-        done.validation = DocumentBatch.join(documents["validation"] or empty)
+        done.train, done.validation = (DocumentBatch.join(each or empty) for each in documents.values())
         return done
 
     def _fitting(self, documents: Sequence[Document], too_long: TooLong) -> Sequence[Document]:

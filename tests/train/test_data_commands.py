@@ -460,7 +460,7 @@ def test_pairs_with_either_side_longer_than_a_pack_are_refused_whole(
     assert "truncate" not in out  # it is refused for pairs
 
 
-@pytest.mark.parametrize(("objective", "num_kept"), [("dpo", 4), ("kto", 5)])
+@pytest.mark.parametrize(("objective", "num_kept"), [("dpo", 4), ("kto", 5)])  # of 2 and 3 rows
 def test_contradictions_are_dropped_and_counted_if_the_recipe_says_so(
     objective: str, num_kept: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -479,7 +479,8 @@ def test_contradictions_are_dropped_and_counted_if_the_recipe_says_so(
     assert code == 0, err
     assert "2 equal or contradicting pairs dropped" in " ".join(err.split())
     (folder,) = (tmp_path / "work" / "data").iterdir()
-    assert PreparedData(folder).read_manifest().num_train_documents == num_kept
+    manifest = PreparedData(folder).read_manifest()
+    assert (manifest.num_train_documents, manifest.sources[0].num_train_rows) == (num_kept, -(-num_kept // 2))
     refused = write(tmp_path / "refused.jsonl", *rows, {"prompt": "q", "chosen": "", "rejected": "b"})
     code, _, err = call(capsys, "check", refused, *settings)
     assert code == 8
