@@ -39,9 +39,8 @@ def prepare(plan: RunPlan, report: Callable[[str], None], num_workers: int | Non
         manifest = replace(manifest, digests=manifest.digests | folder.compute_digests())
         folder.write_manifest(manifest)
     if manifest.num_too_long:
-        report(
-            f"{plural(manifest.num_too_long, 'document')} longer than a pack: {describe_too_long(manifest.too_long)}"
-        )
+        found = plural(manifest.num_too_long, "document")
+        report(f"{found} longer than a pack: {describe_too_long(manifest.too_long)}")
     report(
         f"data {plan.fingerprint}: {plural(manifest.num_train_documents, 'document')} in "
         f"{plural(manifest.num_train_packs, 'pack')} of {manifest.sequence_length} tokens, {manifest.fill_ratio:.1%} "

@@ -158,11 +158,10 @@ def _multiplies_by_lora_a(node: fx.Node) -> bool:
 
 # --- Adapters' products, added in place in the backward pass ------------------------------------------
 #
-# The compiler adds the outputs of a layer and its adapter where it reads the sum, in fp32, and keeps both until then.
-# In a backward pass that recomputes them, these are six tensors of the widest size (gate, up, and the gradient of their
-# product) instead of three. There, the adapter's matmul adds to the layer's output instead. The forward pass keeps the
-# sum in fp32: rounded to bf16, it would lose an adapter's first changes (loss of Llama 3 8B after 12 steps at 1e-4,
-# from 12.574: 12.385; rounded, 12.485, as with Unsloth).
+# The compiler adds the outputs of a layer and its adapter where it reads the sum, in fp32, and keeps both until then:
+# in a backward pass, six tensors of the widest size instead of three. There, the adapter's matmul adds to the layer's
+# output. The forward pass keeps the sum in fp32: rounded to bf16, it would lose an adapter's first changes (Llama 3 8B,
+# loss of 12 steps at 1e-4: from 12.574 to 12.385; rounded, to 12.485, as with Unsloth).
 
 _OPERATORS = torch.library.Library("ftkit", "FRAGMENT")  # type: ignore[no-untyped-call]
 _OPERATORS.define("add_product_(Tensor(a!) sums, Tensor left, Tensor right) -> ()")  # type: ignore[no-untyped-call]

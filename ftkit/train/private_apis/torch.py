@@ -145,10 +145,7 @@ def compile_failures() -> tuple[type[Exception], type[Exception]]:
 
 
 def inductor(change: Callable[[fx.Graph], None]) -> Callable[..., Callable[..., Any]]:
-    """Return Inductor's compiler of a graph, for a backend of `torch.compile` that changes the graph first.
-
-    `change` changes the forward, backward and inference graphs, of ATen's operators, before they are lowered.
-    """
+    """Return Inductor's compiler of a graph; `change` changes the differentiated graphs before they are lowered."""
     from torch._inductor.custom_graph_pass import CustomGraphPass  # noqa: PLC0415 - imports the compiler
 
     class Change(CustomGraphPass):
