@@ -186,8 +186,8 @@ def stats_command(words: tuple[str, ...], *, as_json: bool, **options: Unpack[Ru
         seconds, longest = steps * plan.speed.step_seconds, longest_step(plan.recipe.model.architecture, plan.speed)
         hours, cost = seconds * plan.placement.world_size / 3600, plan.cost_of(seconds)
         epoch = {"seconds": seconds, "gpu_hours": hours, "cost": cost}
-        about += f", {span(duration, seconds, longest)}, {span('{:,.1f}'.format, hours, longest)} GPU hours "
-        about += f"on {plan.cluster.name}"
+        spent = span("{:,.1f}".format, hours, longest)
+        about += f", {span(duration, seconds, longest)}, {spent} GPU hours on {plan.cluster.name}"
         about += "" if cost is None else f", {span('{:,.2f}'.format, cost, longest)} at its price_per_gpu_hour"
     if as_json:
         ends = {f"longest_{name}": value and value * longest for name, value in epoch.items()}

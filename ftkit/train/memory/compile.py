@@ -98,8 +98,7 @@ def tag_with_sources() -> None:
 
 
 @cache
-def _warn_once(message: str, reason: str) -> None:
-    """Warn once instead of once per layer."""
+def _warn_once(message: str, reason: str) -> None:  # not once per layer
     log.warning("%s. %s", message, reason)
 
 
@@ -107,8 +106,7 @@ def _warn_once(message: str, reason: str) -> None:
 #
 # One matmul with all their `lora_A` replaces one each. These are so narrow that each takes no longer than reading the
 # input, or launching the kernel (3.9% of a step of Gemma 3 12B at 2,048 tokens on an H200). The compiler differentiates
-# the joint matmul, so the backward pass also reads the input once for all weight gradients. The matmuls are joined in
-# the compiler's graph, which shows the layers that read the same tensor. Inputs with dropout stay apart.
+# the joint matmul, so the backward pass also reads the input once for all weight gradients. Dropout keeps them apart.
 
 
 def compile_with_joint_adapters(graph: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
@@ -195,8 +193,8 @@ def _add_in_place(graph: fx.Graph) -> None:
 def _can_add_to(total: fx.Node | None, product: fx.Node | None) -> bool:
     if total is None or product is None or total.target not in _MATMULS or product.target is not _MATMULS[0]:
         return False
-    kept, added, factor = (each.meta["val"] for each in (total, product, product.all_input_nodes[-1]))
-    width = factor.shape[0]  # may be symbolic
+    kept, added = total.meta["val"], product.meta["val"]
+    width = product.all_input_nodes[-1].meta["val"].shape[0]  # may be symbolic
     return isinstance(width, int) and width < WIDE and (kept.shape, kept.dtype) == (added.shape, added.dtype)
 
 
