@@ -100,7 +100,7 @@ def show_run_status(status: RunStatus, terminal: Terminal) -> None:
     terminal.facts(facts, is_data=True)
     if summary.after:
         _show_samples(summary.after, terminal, is_data=True)
-    commands = next_commands(layout, status.seen, status.failure)
+    commands = next_commands(layout, status.seen, status.failure, can_evaluate=bool(summary.after))
     following = "\n".join(each for each in commands if each != f"ftkit status {folder.id}")
     if status.failure:
         _show_failure(status.failure, layout, terminal, is_data=True)
@@ -126,7 +126,8 @@ def show_end(run: SubmittedRun, seen: Job, terminal: Terminal) -> None:
     terminal.facts([("state", state), *shown, *_file_facts(run.layout)], is_data=False)
     if summary.after:
         _show_samples(summary.after, terminal, is_data=False)
-    terminal.facts([("next", "\n".join(next_commands(run.layout, seen, None)))], is_data=False)
+    following = next_commands(run.layout, seen, None, can_evaluate=bool(summary.after))
+    terminal.facts([("next", "\n".join(following))], is_data=False)
 
 
 def failed(run: SubmittedRun, seen: Job, failure: Failure | None) -> RunFailedError:
@@ -329,7 +330,7 @@ def _advice(layout: RunLayout, seen: Job, failure: Failure | None) -> str:
     return f"{'fix that, then' if failure.can_resume else 'fix that, then run again'}: {commands}"
 
 
-def next_commands(layout: RunLayout, seen: Job, failure: Failure | None) -> list[str]:
+def next_commands(layout: RunLayout, seen: Job, failure: Failure | None, *, can_evaluate: bool = False) -> list[str]:
     """Return the commands to type next; the original command instead of 'ftkit resume' if the plan itself is wrong."""
     run_id = layout.root.name
     if seen.state is RunState.DAMAGED:
@@ -338,8 +339,7 @@ def next_commands(layout: RunLayout, seen: Job, failure: Failure | None) -> list
     if not seen.is_final and not is_lost and layout.submission.exists():
         return [f"ftkit status {run_id} --follow", f"ftkit logs {run_id} -f", f"ftkit cancel {run_id}"]
     if seen.state is RunState.COMPLETED:
-        evaluates = ["eval"] * bool(read_summary(layout).after)  # else there are no validation rows to evaluate on
-        words = ["logs", "status"] if layout.is_script else ["chat", *evaluates, "export", "status"]
+        words = ["logs", "status"] if layout.is_script else ["chat", *["eval"] * can_evaluate, "export", "status"]
         return [f"ftkit {word} {run_id}" for word in words]
     if failure and not failure.can_resume:
         return [original_command(layout)] + [f"ftkit resume {run_id} --allow code"] * failure.is_in_code
@@ -390,5 +390,5 @@ def run_status_as_json(status: RunStatus) -> dict[str, object]:
         "error": asdict(failure.error) if failure and failure.error else None,
         "folder": str(layout.root),
         "log": str(layout.job_log),
-        "next": next_commands(layout, status.seen, failure),
+        "next": next_commands(layout, status.seen, failure, can_evaluate=bool(status.summary.after)),
     }
