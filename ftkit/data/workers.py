@@ -75,12 +75,14 @@ class EncodedBatch:
     pairs: list[Pair] = field(default_factory=list)
     contradictions: list[DataError] = field(default_factory=list)
     num_dropped: int = 0
-    row_digests: bytes = b""  # 8 bytes for each row of the training split, unless nothing of it is trained on
+    row_digests: bytes = b""  # 8 bytes for each row of the training split that has documents
 
     def drop(self, pairs: Sequence[Pair]) -> None:
         self.num_dropped += len(pairs)
-        first = [pair.documents[0] for pair in pairs if pair.split == "train" and pair.documents]
-        self.num_train_rows.subtract((self.train.sources[first] & ~REJECTED).tolist())
+        gone = {pair for pair in pairs if pair.documents}
+        kept = {pair.where for pair in self.pairs if pair.documents and pair not in gone}  # rows can have several pairs
+        lost = {pair.where: pair.documents[0] for pair in gone if pair.split == "train" and pair.where not in kept}
+        self.num_train_rows.subtract((self.train.sources[list(lost.values())] & ~REJECTED).tolist())
         for split, batch in (("train", self.train), ("validation", self.validation)):
             dropped = {place for pair in pairs if pair.split == split for place in pair.documents}
             setattr(self, split, batch.take([place for place in range(len(batch.lengths)) if place not in dropped]))

@@ -239,10 +239,7 @@ def _checkpointed_share(setup: Setup) -> float:
 
 
 def _recomputed_weights(setup: Setup) -> int:
-    """Count the weights whose matmuls are recomputed if all layers have full checkpointing.
-
-    No gradient needs the output of a layer's last matmul unless a norm follows it.
-    """
+    """Count the weights whose matmuls full checkpointing recomputes: a last one only if a norm reads it."""
     shape, training, counts = setup.shape, setup.training, count_model(setup.shape)
     last = sum(each.count * each.size for each in counts.linears if each.name == "down_proj")
     adapters = 0 if training.adapters is None else count_active_adapter_parameters(shape, training.adapters)

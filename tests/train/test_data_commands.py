@@ -460,6 +460,21 @@ def test_pairs_with_either_side_longer_than_a_pack_are_refused_whole(
     assert "truncate" not in out  # it is refused for pairs
 
 
+def test_a_row_with_several_pairs_counts_as_trained_while_one_of_them_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sides = (("a", ["b", "c"]), ("b", ["a"]), ("c", ["a", "b"]))  # of the last, only the first pair is a contradiction
+    rows = [{"prompt": "q", "chosen": chosen, "rejected": rejected} for chosen, rejected in sides]
+    (tmp_path / "ftkit.yaml").write_text("workspace: ./work\n")
+    file = write(tmp_path / "pairs.jsonl", *rows)
+    settings = ("training.objective=dpo", "training.method=lora", "data.contradictions=drop", "--cluster", "local")
+    code, _, err = call(capsys, "prepare", file, *settings)
+    assert code == 0, err
+    (folder,) = (tmp_path / "work" / "data").iterdir()
+    manifest = PreparedData(folder).read_manifest()
+    assert (manifest.num_train_documents, manifest.sources[0].num_train_rows) == (2 * 3, 2)
+
+
 @pytest.mark.parametrize(("objective", "num_kept"), [("dpo", 4), ("kto", 5)])  # of 2 and 3 rows
 def test_contradictions_are_dropped_and_counted_if_the_recipe_says_so(
     objective: str, num_kept: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
