@@ -52,9 +52,7 @@ def prepare(plan: RunPlan, report: Callable[[str], None], num_workers: int | Non
         report(f"prompts of pairs are computed once: {saved / (manifest.num_train_tokens + saved):.0%} fewer tokens")
     batch = plan.recipe.training.global_batch_size
     if manifest.num_train_packs < batch:
-        report(
-            f"fewer packs than the {batch:,} of a step: lower training.global_batch_size, or train on fewer processes"
-        )
+        report(f"fewer packs than the {batch:,} of a step: lower training.global_batch_size, or use fewer processes")
     for source in manifest.sources if len(manifest.sources) > 1 else ():
         share = source.num_tokens / max(1, manifest.num_train_tokens)
         tokens = plural(source.num_tokens, "token")

@@ -280,8 +280,8 @@ def _has_steps_left(plan: RunPlan | ScriptPlan) -> bool:
 def _override_for_more_steps(plan: RunPlan) -> str:
     end = read_last_record(plan.layout.metrics)
     if isinstance(end, EndRecord) and end.early_stopping_patience is not None:
-        names = ("patience=null", *(["threshold=0"] if plan.recipe.evaluation.early_stopping_threshold else []))
-        return " ".join(f"evaluation.early_stopping_{name}" for name in names)
+        threshold = " evaluation.early_stopping_threshold=0" if plan.recipe.evaluation.early_stopping_threshold else ""
+        return f"evaluation.early_stopping_patience=null{threshold}"
     return f"training.{'max_steps' if plan.recipe.training.num_epochs is None else 'num_epochs'}=N"
 
 

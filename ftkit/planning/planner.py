@@ -37,13 +37,14 @@ from ftkit.planning.plan import (
     setup_of,
 )
 from ftkit.planning.step_time import PADDING, predict_step_time, replays_graphs
-from ftkit.planning.suggestions import notes_on_pictures, suggest_changes, suggest_faster
-from ftkit.planning.training_checks import (
-    RunInputs,
+from ftkit.planning.suggestions import (
     notes_on_forwards,
+    notes_on_pictures,
     notes_on_settings,
-    why_undivided,
+    suggest_changes,
+    suggest_faster,
 )
+from ftkit.planning.training_checks import RunInputs, why_undivided
 from ftkit.planning.training_setup import GPUS, Setup, teacher_setup
 
 if TYPE_CHECKING:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from math import lcm
 from typing import TYPE_CHECKING
 
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.data import label_of
 from ftkit.config.execution import FP8_MULTIPLE, ROUTERS, indivisible_sizes, only_with_fsdp2
 from ftkit.config.image import ImageSpec
-from ftkit.config.objectives import ENTRY_BYTES
 from ftkit.config.recipe import RecipeSpec, why_not_shared
 from ftkit.config.request import RunRequest
 from ftkit.errors import Problem, plural
@@ -20,13 +18,11 @@ from ftkit.models.architecture import ArchitecturePlan, ModelPlan
 from ftkit.models.families import MEASURED, WITHOUT_OUT_PROJ_ADAPTERS
 from ftkit.models.parameters import count_model
 from ftkit.planning.plan import PlacementPlan
-from ftkit.planning.step_time import predict_forward_hours
-from ftkit.planning.training_setup import GPUS, Setup
+from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
     from ftkit.config.training import TrainingSpec
 
-_MANY_EPOCHS = 30
 problem = partial(Problem, "")  # a problem with a key of the recipe; `find_problems` adds the key's file and line
 
 
@@ -46,68 +42,6 @@ class RunInputs:
     @property
     def training(self) -> TrainingSpec:
         return self.recipe.training
-
-
-def notes_on_settings(run: RunInputs) -> Iterator[str]:
-    """Yield unset keys that most recipes set, keys that change nothing here, and values that are often typos."""
-    given = run.request.origins.recipe.values
-    keys = given.get("training") or {}
-    names = [name for name in ("sequence_length", "global_batch_size", "learning_rate") if name not in keys]
-    names += [] if {"max_steps", "num_epochs"} & keys.keys() else ["num_epochs"]
-    if given and names:
-        names = [name for name in ("method", *names) if name not in keys]
-        defaults = ", ".join(f"{name}: {getattr(run.training, name)}" for name in names)
-        yield f"(default) {defaults}; the recipe does not set {'it' if len(names) == 1 else 'them'}"
-    training, adapters, width = run.training, run.training.adapters, run.shape.hidden_size
-    yield from _notes_on_keys_without_effect(run)
-    if adapters is not None and adapters.rank > width:
-        yield f"training.lora.rank={adapters.rank:,} is more than the model's width, {width:,}: usual are 8 to 128"
-    if run.recipe.model.weights == "random":
-        return  # how fast new weights learn depends on their size
-    highest, usual = (3e-4, "1e-6 to 1e-4") if adapters is None else (3e-3, "5e-5 to 5e-4")
-    how = "full fine-tuning" if adapters is None else "adapters"
-    if training.preferences is not None:
-        highest, usual = (3e-5, "1e-7 to 1e-5") if adapters is None else (3e-4, "1e-6 to 1e-4")
-        how = f"{training.objective} of {'all weights' if adapters is None else 'adapters'}"
-    if training.learning_rate > highest:
-        yield f"training.learning_rate={training.learning_rate:g} is high: usual for {how} are {usual}"
-    if training.num_epochs is not None and training.num_epochs > _MANY_EPOCHS:
-        yield f"training.num_epochs={training.num_epochs:,} is high: usual are 1 to 5; a pretrained model overfits"
-
-
-def _notes_on_keys_without_effect(run: RunInputs) -> Iterator[str]:
-    training, evaluation = run.training, run.recipe.evaluation
-    if run.cluster.scheduler == "local" and run.recipe.resources.time_limit is not None:
-        yield f"resources.time_limit has no effect on cluster '{run.cluster.name}', which has no Slurm"
-    if training.schedule == "constant" and training.min_learning_rate_ratio:
-        yield "training.min_learning_rate_ratio has no effect with schedule 'constant'"
-    every, kept = training.checkpoint_every_steps, training.keep_every_steps
-    if kept is not None and kept % every:
-        both = lcm(kept, every)
-        yield (
-            f"training.keep_every_steps={kept:,} is no multiple of checkpoint_every_steps ({every:,}): of its steps, "
-            f"only {both:,}, {2 * both:,}, … have checkpoints"
-        )
-    between, patience = evaluation.every_steps, evaluation.early_stopping_patience
-    if patience and between and training.max_steps and (patience + 1) * between >= training.max_steps:
-        needed = f"{patience + 1:,} evaluations, the first to compare with, one every {between:,} steps"
-        yield f"evaluation.early_stopping_patience={patience:,} can't end training early: that takes {needed}"
-
-
-def notes_on_forwards(run: RunInputs, setup: Setup, teacher: Setup | None) -> Iterator[str]:
-    """Yield the cost of computing a teacher's distributions or the reference's log-probabilities before step 1."""
-    options, request, gpu = run.training.distillation, run.request, setup.gpu
-    tokens = (1_000_000, 1_000_000) if request.num_targets is None else (request.num_tokens or 0, request.num_targets)
-    per = "per million trained tokens" if request.num_targets is None else "once for all runs with this data"
-    if teacher is not None and options is not None:
-        parts = [f"{tokens[1] * (options.top_k + 1) * ENTRY_BYTES / 2**30:.2g} GiB next to the data"]
-        if gpu is not None:
-            parts.append(f"about {predict_forward_hours(teacher, gpu, tokens[0]):.2g} GPU hours before step 1")
-        yield f"teacher {options.teacher}: {' and '.join(parts)}, {per}"
-    elif run.training.stores_reference and gpu is not None:
-        passes = 2 if run.training.objective == "kto" else 1  # also of mismatched completions
-        hours = passes * predict_forward_hours(setup, gpu, tokens[0])
-        yield f"reference: log-probabilities take about {hours:.2g} GPU hours before step 1, {per}"
 
 
 def check_training(run: RunInputs) -> Iterator[Problem]:
@@ -148,9 +82,7 @@ def _batch(run: RunInputs) -> Iterator[Problem]:
         f"x {owners}."
     )
     up = -(-training.global_batch_size // at_once) * at_once
-    fix = (
-        f"Use {up - at_once} or {up}." if up > at_once else f"Use {up}, fewer processes, or a smaller micro_batch_size."
-    )
+    fix = f"Use {up - at_once} or {up}." if up > at_once else f"Use {up}, fewer processes, or a smaller micro-batch."
     yield problem("training.global_batch_size", what, fix)
 
 

@@ -19,7 +19,7 @@ from ftkit.errors import FtkitError, redact
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import read_plan
 from ftkit.runs.sync import copied_while_trained
-from ftkit.train.launcher import LAUNCHED, RunRank, faster_imports, follow_launcher
+from ftkit.train.launcher import RunRank, faster_imports, follow_launcher, launch_time
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
             log.error("rank %d failed", rank.rank, exc_info=reason)
 
     rank = RunRank(layout, log.info, report)
-    begun = {"starting the ranks": float(os.environ.get(LAUNCHED, time.time())), "importing libraries": time.time()}
+    begun = {"starting the ranks": launch_time(), "importing libraries": time.time()}
     follow_launcher(rank.at_end.close)
     _start_logs(layout, rank)
     try:

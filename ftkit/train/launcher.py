@@ -54,12 +54,12 @@ UNUSED = (*OF_TRANSFORMERS, "bitsandbytes", "boto3", "torchao", "torchvision", "
 """Packages that transformers, accelerate and peft import if they are installed, for models, layers and services that
 ftkit does not use. sklearn also imports pandas and pyarrow; bitsandbytes imports torch's Inductor."""
 TERMINATED = 128 + signal.SIGTERM  # exit code of a rank that its torchrun ended, as in a shell
-LAUNCHED = "FTKIT_LAUNCHED"  # environment variable: start time of the launcher, for the record of the first step
+_LAUNCHED = "FTKIT_LAUNCHED"  # environment variable: start time of the launcher
 
 
 def main(arguments: list[str]) -> int:
     """Run torchrun; return 1 if a rank failed. Ignore stop signals unless the first argument is --heed-signals."""
-    os.environ[LAUNCHED] = str(time.time())
+    os.environ[_LAUNCHED] = str(time.time())
     num_oom_kills = _count_oom_kills()
     if arguments[0] == "--heed-signals":
         arguments = arguments[1:]
@@ -103,6 +103,10 @@ def main(arguments: list[str]) -> int:
     if {"--standalone", "--node-rank=0"} & set(arguments):
         _write_report(layout)
     return 0
+
+
+def launch_time() -> float:
+    return float(os.environ.get(_LAUNCHED, time.time()))
 
 
 def _write_report(layout: RunLayout) -> None:
@@ -194,12 +198,12 @@ def _record_deaths(layout: RunLayout, error: ChildFailedError, num_oom_kills: in
 def _recorded_error(layout: RunLayout, rank: int) -> RankError | None:
     """Return the error that a rank wrote in this start; None if there is none, or it is from an earlier start."""
     error = read_rank_error(layout.rank_error(rank))
-    return error if error and error.time >= int(float(os.environ[LAUNCHED])) else None
+    return error if error and error.time >= int(launch_time()) else None
 
 
 def _record_fault(layout: RunLayout, error: ChildFailedError) -> None:
     """Add the fault of this node, if one is known, to the errors of its ranks."""
-    if fault := find_fault(float(os.environ[LAUNCHED])):
+    if fault := find_fault(launch_time()):
         sys.stderr.write(f"ftkit: {socket.gethostname()}: {fault}\n")
         for rank in error.failures:
             if recorded := _recorded_error(layout, rank):
@@ -273,8 +277,7 @@ class RunRank:
         if self.rank == 0:
             held = held_lease(self._layout, say=self._say, on_loss=lambda error: os._exit(self.fail(error)))
             self.at_end.enter_context(held)
-            launched = float(os.environ.get(LAUNCHED, time.time()))
-            record_start(self._layout.manifest, num_restarts=num_restarts, launched=launched)
+            record_start(self._layout.manifest, num_restarts=num_restarts, launched=launch_time())
 
     def sample_gpus(self, placement: PlacementPlan) -> None:
         """On the first rank of each node, sample its GPUs until the end of the run."""

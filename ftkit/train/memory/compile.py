@@ -98,7 +98,8 @@ def tag_with_sources() -> None:
 
 
 @cache
-def _warn_once(message: str, reason: str) -> None:  # not once per layer
+def _warn_once(message: str, reason: str) -> None:
+    """Warn once instead of once per layer."""
     log.warning("%s. %s", message, reason)
 
 
