@@ -37,7 +37,7 @@ def save_initial_model(plan: RunPlan, folder: Path) -> None:
     """Save the model with its initial weights in bf16, from which Unsloth loads it."""
     recipe = plan.recipe
     tokenizer = load_saved_tokenizer(PreparedData(plan.data.root).tokenizer)
-    model: Any = build_empty(make_config(recipe.model.architecture, tokenizer), "sdpa")
+    model: Any = build_empty(make_config(recipe.model.architecture, tokenizer), "eager")
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     device = torch.device("cuda")

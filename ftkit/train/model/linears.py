@@ -184,9 +184,14 @@ def quantize_linears(layers: Iterable[nn.Module], layout_of: Callable[[int, int]
 
 
 def opaque_zero(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a zero, uint8, that no compiler can fold: values combined with it are computed after `tensor`."""
-    first = tensor.flatten()[0]
-    return ((first > 0) & (first < 0)).to(torch.uint8)
+    """Return a zero, uint8, that no compiler can fold: values combined with it are computed after `tensor`.
+
+    It is computed from bytes, because a view with another dtype reads the tensor from memory. Otherwise, Inductor
+    computes the tensor's first element, a norm over a row, again in each element of what is combined with the zero.
+    """
+    is_viewable = tensor.stride(-1) == 1
+    first = (tensor.view(torch.uint8) if is_viewable else tensor).flatten()[0]
+    return ((first > 1) & (first < 1)).to(torch.uint8)
 
 
 # --- NF4 -----------------------------------------------------------------------------------------

@@ -144,6 +144,11 @@ def compile_failures() -> tuple[type[Exception], type[Exception]]:
     return torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit  # noqa: SLF001
 
 
+_LEAST_SHARED_BYTES = 4096
+"""What independent operations must share to be fused. By default, 10 bytes are enough: a step's dequantizations, which
+share their tables, are fused, and several matrices exist at a time."""
+
+
 def inductor(change: Callable[[fx.Graph], None]) -> Callable[..., Callable[..., Any]]:
     """Return Inductor's compiler of a graph; `change` changes the differentiated graphs before they are lowered."""
     from torch._inductor.custom_graph_pass import CustomGraphPass  # noqa: PLC0415 - imports the compiler
@@ -156,7 +161,8 @@ def inductor(change: Callable[[fx.Graph], None]) -> Callable[..., Callable[..., 
             return change.__qualname__
 
     compile_graph: Callable[..., Any] = torch._dynamo.lookup_backend("inductor")  # noqa: SLF001
-    return partial(compile_graph, config_patches={"post_grad_custom_post_pass": Change()})
+    patches = {"post_grad_custom_post_pass": Change(), "score_fusion_memory_threshold": _LEAST_SHARED_BYTES}
+    return partial(compile_graph, config_patches=patches)
 
 
 def recompute_matmul_inputs() -> AbstractContextManager[None]:
