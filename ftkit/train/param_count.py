@@ -123,10 +123,10 @@ def find_targets(model: nn.Module, targets: Collection[str]) -> list[tuple[int, 
         name = path.rpartition(".")[2]
         if (sizes := linear_sizes(module)) is not None and (name not in owners or module in owners[name]):
             found.setdefault(name, []).append(sizes)
-    of_experts = {name for each in expert_matrices(model) for name in (*each.parts, each.name)}
+    of_experts = dict.fromkeys(name for each in expert_matrices(model) for name in (*each.parts, each.name))
     missing = [target for target in targets if target not in found and target not in of_experts]
     if missing:
-        available = dict.fromkeys(name.rpartition(".")[2] for name, *_ in linears_in_layers(model))
+        available = dict.fromkeys(name.rpartition(".")[2] for name, *_ in linears_in_layers(model)) | of_experts
         others = {
             type(part).__name__
             for layer in find_decoder_layers(model)

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 GOLDEN = Path(__file__).parents[1] / "golden" / "errors" / "train_model.txt"
 TRAINING = {"sequence_length": 8, "global_batch_size": 1, "max_steps": 1, "learning_rate": 1e-3}
 
+SMALL_EXPERTS = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_local_experts": 2} | {
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4
+}  # fmt: skip
+
 
 def shape(family: str = "llama") -> ArchitectureSpec:
     fields = {
@@ -66,6 +70,7 @@ def failures(folder: Path, world: World) -> Iterator[tuple[str, Callable[[], obj
     yarn = RopeScalingSpec.model_validate({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8})
     yield "no rotary positions", partial(check_positions, gpt, shape().model_copy(update={"rope_scaling": yarn}))
     yield "missing projection", partial(find_targets, gpt, ["q_proj"])
+    yield "missing projection of experts", partial(find_targets, tiny("gpt_oss", **SMALL_EXPERTS), ["gate_proj"])
     experts = [ExpertMatrix("gate_up_proj", ("gate_proj", "up_proj"), 4, 8, 16, 1)]
     yield "half of an experts' parameter", partial(check_expert_targets, experts, LoraSpec(targets=("gate_proj",)))
     dora = LoraSpec(targets=("gate_proj", "up_proj"), use_dora=True)

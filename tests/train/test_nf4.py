@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,7 +12,10 @@ from bitsandbytes import functional as bitsandbytes
 from compiler_warnings import COMPILER_WARNINGS
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
 
+from ftkit.train.memory.compile import compile_with_joint_adapters
 from ftkit.train.model.linears import Nf4Layout, QuantizedLinear, quantize_linears
 
 if TYPE_CHECKING:
@@ -102,3 +105,34 @@ def test_a_compiled_model_saves_no_dequantized_matrix_for_backward(compiler: str
     compiled_gradient, inputs.grad = inputs.grad, None
     model(inputs).square().sum().backward()
     torch.testing.assert_close(compiled_gradient, inputs.grad)
+
+
+class _Gated(nn.Module):
+    """Two 4-bit layers with one input, which a norm computes: a compiler could dequantize both in one kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(256, 4096, bias=False, dtype=torch.bfloat16) for _ in range(2))
+        quantize_linears([self], lambda inputs, outputs: Nf4Layout(outputs, inputs, torch.bfloat16))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = functional.rms_norm(inputs, inputs.shape[-1:])
+        gated: torch.Tensor = functional.silu(self.gate(hidden)) * self.up(hidden)
+        return gated
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+def test_compiled_layers_dequantize_one_matrix_at_a_time() -> None:
+    model = _Gated()
+    compiled = torch.compile(model, fullgraph=True, backend=compile_with_joint_adapters)
+    inputs = torch.randn(3, 256, requires_grad=True, dtype=torch.bfloat16)
+    compiled(inputs).sum().backward()
+    live = peak = 0
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        compiled(inputs).sum().backward()
+    events: Any = profiler.profiler
+    for event in events.kineto_results.events():
+        live += event.nbytes() if event.name() == "[memory]" else 0
+        peak = max(peak, live)
+    matrix = 2 * 256 * 4096
+    assert matrix < peak < 1.5 * matrix
