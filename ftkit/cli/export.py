@@ -33,13 +33,7 @@ from ftkit.launch.side_jobs import plan_verification, submit
 from ftkit.models.folder import EXPORT_RECORD, max_lora_rank
 from ftkit.paths import is_path, neighbor_of
 from ftkit.planning.plan import read_plan
-from ftkit.runs.certificate import (
-    CERTIFICATE,
-    EngineResult,
-    make_certificate,
-    require_certificate,
-    settle_certificate,
-)
+from ftkit.runs.certificate import CERTIFICATE, EngineResult, make_certificate, require_certificate, settle_certificate
 from ftkit.runs.find import list_runs
 from ftkit.runs.signing import sign, signature_file
 from ftkit.runs.storage import Store, push

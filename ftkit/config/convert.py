@@ -130,11 +130,7 @@ def _set_targets(it: Conversion) -> None:
         note = "embeddings and the output projection are left out: they stay frozen here"
         is_changed = any(word in str(row.value) for row in rows for word in ("lm_head", "embed_tokens"))
         it.put(
-            "training.lora.targets",
-            list(dict.fromkeys(targets)),
-            *rows,
-            note=note * is_changed,
-            is_changed=is_changed,
+            "training.lora.targets", list(dict.fromkeys(targets)), *rows, note=note * is_changed, is_changed=is_changed
         )
 
 

@@ -353,10 +353,7 @@ def _fill(template: str, columns: Columns, key: str) -> str:
 
 def _required(columns: Columns, name: str) -> str:
     if columns.get(name) is None:
-        raise DataError(
-            f"column '{name}' is null",
-            fix="correct data.format, or remove this example",
-        )
+        raise DataError(f"column '{name}' is null", fix="correct data.format, or remove this example")
     return _text(columns[name], name)
 
 

@@ -77,12 +77,7 @@ def find_splits(data: str) -> tuple[str, str | None]:
 
 
 def choose_recipe(
-    draft: Path,
-    data: str,
-    given: Sequence[str],
-    ctx: Context,
-    report: Callable[[str], None],
-    image: str | None = None,
+    draft: Path, data: str, given: Sequence[str], ctx: Context, report: Callable[[str], None], image: str | None = None
 ) -> tuple[RunPlan, dict[str, list[Choice]]]:
     """Choose settings for a draft recipe with a model and data; return the plan, and the chosen settings by section.
 

@@ -21,7 +21,7 @@ from ftkit.planning.flops import delta_rule_seconds, document_flops, token_flops
 
 if TYPE_CHECKING:
     from ftkit.config.training import TrainingPlan
-    from ftkit.models.architecture import ArchitecturePlan, ArchitectureSpec
+    from ftkit.models.architecture import ArchitecturePlan, ArchitectureSpec, ModelCounts
     from ftkit.planning.training_setup import Gpu, Setup
 
 
@@ -51,26 +51,29 @@ ACCUMULATE_BYTES = 6
 COPY_OUT_PASSES = 2.5
 """Time to copy all-gathered frozen weights out of FSDP2's buffer, relative to reading them once: each byte is read and
 written, at 80% of the memory's bandwidth (63 ms a step in a profile of Qwen3-30B-A3B on two H200)."""
-EXPERT_EFFICIENCY = 0.73
-"""Rate of the experts' grouped matmuls with randomly routed tokens, relative to a dense matmul of their size: 505 to
-565 against 676 to 779 TFLOP/s on an H200."""
+EXPERT_EFFICIENCY = 0.89
+"""Rate of grouped matmuls of experts with many rows, relative to a dense matmul of their size."""
+EXPERT_ROWS = 110
+"""Rows that take as long as each expert's weights and partly empty tiles. With 512 randomly routed rows per expert,
+grouped matmuls reach 505 to 565 TFLOP/s on an H200, where dense ones reach 676 to 779. Fitted to 4 layers of
+gpt-oss-120b, whose experts had 64 rows, and 16 of Qwen3-30B-A3B with 128."""
 EXPERT_GAP_SECONDS = 0.0014
 """Time that the GPU waits for the host per sharded layer with experts, forward and backward: the kernels around the
 grouped matmuls are small. From the profile of `COPY_OUT_PASSES`. One GPU has no such gap, without FSDP2's hooks."""
 ADAPTER_GAP_SECONDS = 0.00045
 """Time between the kernels of a layer with adapters, forward and backward: 132 kernels in a profile of Gemma 3 12B LoRA
 on an H200, whose steps take 22 ms longer than their kernels. CUDA graphs leave about 0.1 ms."""
-EXPERT_ADAPTER_PASSES = 12
-"""Number of times that the adapters of experts read or write the experts' inputs and outputs, forward and backward.
-Fitted to one run of Qwen3-30B-A3B on two H200."""
+EXPERT_ADAPTER_PASSES = 10
+"""Number of times that adapters of experts with many rows read or write the experts' inputs and outputs, forward and
+backward. Fitted to one run of Qwen3-30B-A3B on two H200."""
 TENSOR_PARALLEL_SECONDS = 0.021
 """Time that tensor parallelism adds to a micro-batch in addition to its collectives. It was the same with 8 layers of
 OLMo-3 7B and with Llama 3 8B on two H200 (43 and 42 ms in steps of two micro-batches). The cause is not known."""
 VISION_EFFICIENCY = 0.64
 """Speed of a vision tower relative to matmuls and SDPA attention in the decoder: its layers are not compiled. Fitted to
 Gemma 3 4B LoRA with six pictures of 896 x 896 in a pack on an H200."""
-DEQUANTIZE_BYTES = 11
-"""Bytes read and written per 4-bit weight and micro-batch, to dequantize it in the forward and backward pass."""
+DEQUANTIZE_BYTES = 3.7
+"""Bytes read and written to dequantize a 4-bit weight: in the forward and the backward pass, and to recompute it."""
 DORA_BYTES = 10
 """Bytes read and written per weight with a DoRA adapter and micro-batch, mostly for the norms of merged rows. Fitted to
 Llama 3 8B on an H200: a step takes 14 ms longer than with LoRA."""
@@ -103,9 +106,8 @@ SLOW_HOST = 1.8
 """Launch time on the slowest measured host, relative to `HOST_SECONDS_PER_LAYER`: Gemma 3 1B with four packs of 2,048
 tokens took 189 ms a step beside an H100."""
 UNMEASURED = 1.35
-"""Longest step to expect of a family that nothing was fitted to, relative to the plan's: 16 layers of Qwen3-30B-A3B
-with adapters of experts took 1.3 times as long as planned, Qwen 3.5 9B 1.12 times; if layers don't compile as one
-graph, steps take 1.16 times as long (torchtitan's Llama 3 8B)."""
+"""Longest step to expect of a family that nothing was fitted to, relative to the plan's: Qwen 3.5 9B took 1.17 times as
+long as planned on an H100, and layers that don't compile as one graph 1.16 times (torchtitan's Llama 3 8B)."""
 FP8_HOST_SECONDS_PER_LAYER = 0.00096
 """Time in which the host also launches the cast and transpose kernels of FP8. Fitted to Gemma 3 12B LoRA with frozen
 weights in FP8 at 2,048 tokens on an H200, where the host limits the step."""
@@ -208,7 +210,7 @@ def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
     flops = document_flops(shape, training, training.sequence_length)
     matrices = flops.matrices + 6 * count_repeated_parameters(shape, training)
     matrices += 2 * (fully + partly) * _recomputed_weights(setup)
-    matrices *= _matmul_time(shape, training)
+    matrices *= _matmul_time(shape, training, tokens)
     compiled = setup.engine == "fsdp2" and training.compile != "none"
     saved = layer_bytes(shape, training.compute_bytes, compiled=compiled)
     passes = ELEMENTWISE_PASSES[compiled] * (1 + RECOMPUTED_PASSES * _checkpointed_share(setup))
@@ -217,7 +219,7 @@ def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
         counts, targets = count_model(shape), training.adapters.targets
         adapted = [each for each in counts.expert_matrices if each.num_ranks(targets)]
         numbers = counts.experts_per_token * sum(each.count * (each.inputs + each.outputs) for each in adapted)
-        moved += EXPERT_ADAPTER_PASSES * training.compute_bytes * numbers
+        moved += EXPERT_ADAPTER_PASSES * training.compute_bytes * numbers * _rows_time(counts, tokens)
     seconds = matrices / (MATRIX_EFFICIENCY * gpu.matmul_efficiency)
     attention, recurrent = _attention_flops(setup, gpu)
     seconds += attention + (fully * attention + partly * recurrent) / 3
@@ -254,8 +256,8 @@ def _weights_bytes(setup: Setup, *, is_last: bool) -> float:
     is_added = setup.defers_sync and not is_last
     moved = (ACCUMULATE_BYTES if is_added else CAST_BYTES) * (around + layers) * counts.trained
     moved -= FP8_GATHER_BYTES * setup.num_gathered_in_fp8
-    if setup.training.quantization == "nf4":  # checkpointing doubles it (measured for Gemma 3 12B QLoRA)
-        moved += DEQUANTIZE_BYTES * (1 + _checkpointed_share(setup)) * counts.quantized
+    if setup.training.quantization == "nf4":
+        moved += DEQUANTIZE_BYTES * (2 + _checkpointed_share(setup)) * counts.quantized
     else:
         moved += TRANSPOSE_BYTES * counts.quantized
     adapters = setup.training.adapters
@@ -281,7 +283,13 @@ def _attention_flops(setup: Setup, gpu: Gpu) -> tuple[float, float]:
     return document_flops(shape, training, length).attention / efficiency, recurrent / efficiency
 
 
-def _matmul_time(shape: ArchitectureSpec, training: TrainingPlan) -> float:
+def _rows_time(counts: ModelCounts, tokens: int) -> float:
+    """Return the time of the experts' matmuls relative to experts with many rows."""
+    num_experts = max((each.experts for each in counts.expert_matrices), default=0)
+    return 1 + EXPERT_ROWS * num_experts / (tokens * max(1, counts.experts_per_token))
+
+
+def _matmul_time(shape: ArchitectureSpec, training: TrainingPlan, tokens: int) -> float:
     """Return the time of the matmuls relative to dense bf16: FP8 is faster, grouped matmuls of experts are slower."""
     counts = count_model(shape)
     all_weights = counts.active + shape.vocab_size * shape.hidden_size
@@ -293,7 +301,7 @@ def _matmul_time(shape: ArchitectureSpec, training: TrainingPlan) -> float:
         linears = sum(each.count * each.size for each in counts.linears)
         routed = max(0, counts.active - linears) / all_weights
     fp8_time = 1 - in_fp8 + in_fp8 / FP8_SPEEDUP[training.trains_in_fp8]
-    return fp8_time + routed * (1 / EXPERT_EFFICIENCY - 1)
+    return fp8_time + routed * (_rows_time(counts, tokens) / EXPERT_EFFICIENCY - 1)
 
 
 def _collective_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> tuple[float, float]:

@@ -17,14 +17,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ftkit.config.execution import (
-    NF4_BLOCK,
-    NF4_NESTED_BLOCK,
-    are_quantized,
-    is_quantized,
-    nf4_parts,
-    quantized_bytes,
-)
+from ftkit.config.execution import NF4_BLOCK, NF4_NESTED_BLOCK, are_quantized, is_quantized, nf4_parts, quantized_bytes
 from ftkit.config.training import Quantization
 from ftkit.train.model.hf_model import find_decoder, find_decoder_layers, sees_pictures
 from ftkit.train.private_apis.libraries import import_bitsandbytes
@@ -186,11 +179,10 @@ def quantize_linears(layers: Iterable[nn.Module], layout_of: Callable[[int, int]
 def opaque_zero(tensor: torch.Tensor) -> torch.Tensor:
     """Return a zero, uint8, that no compiler can fold: values combined with it are computed after `tensor`.
 
-    It is computed from bytes, because a view with another dtype reads the tensor from memory. Otherwise, Inductor
-    computes the tensor's first element, a norm over a row, again in each element of what is combined with the zero.
+    A view with another dtype reads the tensor from memory. Otherwise, Inductor computes the tensor's first element (a
+    norm over a row) again for each element that is combined with the zero.
     """
-    is_viewable = tensor.stride(-1) == 1
-    first = (tensor.view(torch.uint8) if is_viewable else tensor).flatten()[0]
+    first = (tensor.view(torch.uint8) if tensor.stride(-1) == 1 else tensor).flatten()[0]
     return ((first > 1) & (first < 1)).to(torch.uint8)
 
 

@@ -260,8 +260,7 @@ def dequantized_base(base: Mapping[str, torch.Tensor], model: PreTrainedModel, p
 def with_adapters(base: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor]) -> LazyTensors:
     """Return the weights of a model with adapters by its names: peft adds a level to the names of base weights."""
     return LazyTensors(
-        (*base, *adapters),
-        lambda name: adapters[name] if is_adapter(name) else base[name.replace(".base_layer.", ".")],
+        (*base, *adapters), lambda name: adapters[name] if is_adapter(name) else base[name.replace(".base_layer.", ".")]
     )
 
 

@@ -145,8 +145,8 @@ def compile_failures() -> tuple[type[Exception], type[Exception]]:
 
 
 _LEAST_SHARED_BYTES = 4096
-"""What independent operations must share to be fused. By default, 10 bytes are enough: a step's dequantizations, which
-share their tables, are fused, and several matrices exist at a time."""
+"""What independent operations must share to be fused. By default, tables of 4-bit weights are enough: then, several
+dequantized matrices exist at a time."""
 
 
 def inductor(change: Callable[[fx.Graph], None]) -> Callable[..., Callable[..., Any]]:

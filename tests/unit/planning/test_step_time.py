@@ -181,6 +181,15 @@ def test_the_speed_on_an_h100_is_close_to_the_measurement(
     assert speed.tokens_per_second == pytest.approx(measured, rel=0.05)
 
 
+def test_experts_with_few_rows_are_slower(architecture: Shapes, training: Specs) -> None:
+    spec = training(
+        method="lora", lora={"targets": [*ALL_PROJECTIONS]}, sequence_length=2048, global_batch_size=1, cuda_graphs=True
+    )
+    shape = architecture("qwen3-30b-a3b").model_copy(update={"num_hidden_layers": 16})
+    speed = predict_step_time(Setup(shape, spec), H200)
+    assert speed.tokens_per_second == pytest.approx(34_672, rel=0.08)  # docs/reference/benchmarks.md
+
+
 def test_recomputing_layers_costs_a_quarter_to_a_third(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3-8b")
     none, full = (
@@ -223,14 +232,11 @@ def test_the_forward_pass_waits_for_copies_that_take_longer(architecture: Shapes
     assert _offload_seconds(half, gpu_seconds) == pytest.approx(copies)
 
 
-@pytest.mark.parametrize(("method", "measured"), [("lora", 8_379 / 9_292), ("qlora", 6_996 / 8_420)])
-def test_selective_checkpointing_with_adapters_costs_what_was_measured(
-    method: str, measured: float, architecture: Shapes, training: Specs
-) -> None:
-    spec = training(method=method, sequence_length=2048, global_batch_size=1)
+def test_selective_checkpointing_with_adapters_costs_what_was_measured(architecture: Shapes, training: Specs) -> None:
+    spec = training(method="lora", sequence_length=2048, global_batch_size=1)
     both = (spec, spec.model_copy(update={"activation_checkpointing": "selective"}))
     none, selective = (predict_step_time(Setup(architecture("gemma3-12b"), each), H200).step_seconds for each in both)
-    assert none / selective == pytest.approx(measured, rel=0.05)
+    assert none / selective == pytest.approx(8_379 / 9_292, rel=0.05)
 
 
 def test_step_time_is_proportional_to_accumulation(architecture: Shapes, training: Specs) -> None:
