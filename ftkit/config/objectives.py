@@ -37,7 +37,7 @@ class DistillSpec(Spec):
     """Number of the likeliest tokens stored of each distribution: 6 bytes each per trained token. The total probability
     of all other tokens is stored as one value, and is part of the loss."""
     temperature: Annotated[float, Field(ge=0.1, le=100), NUMBER] = 1.0
-    """Temperature of both distributions; a higher one gives unlikely tokens more weight."""
+    """Temperature of both distributions over the top k tokens and the rest, which counts as one token."""
     alpha: Annotated[float, Field(gt=0, le=1), NUMBER] = 0.5
     """Weight of the divergence from the teacher; the next-token loss has weight 1 - alpha."""
     direction: Literal["forward", "reverse"] = "forward"

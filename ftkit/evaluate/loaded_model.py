@@ -166,7 +166,7 @@ def load_model(source: ModelSource, *devices: torch.device) -> LoadedModel:
     base, tokenizer, generation = find_generation(source)
     try:
         model = load_pretrained(base.folder)
-        if source.is_adapter:
+        if source.is_adapter and not source.is_base:
             with warnings.catch_warnings():
                 # peft applies the ranks and scales of experts, but warns that it ignored them.
                 warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ class ModelFolder:
     folder: Path
     label: str
     hub_home: Path = _HUB_CACHE  # the cache for the base model of adapters, unless HF_HOME is set
+    is_base: bool = False  # without the adapters, but with their tokenizer
 
     @property
     def is_adapter(self) -> bool:
@@ -118,8 +119,17 @@ def find_target(reference: str, workspace: Workspace) -> Target:
     if chosen in exports:
         export = ModelFolder(exports[chosen], trained.label, Workspace(plan.workspace).hub_home)
         if not (export.is_adapter and plan.recipe.model.weights == "random"):
-            return Target(export, plan, untrained, chosen)
+            return Target(export, plan, _before(export, plan) or untrained, chosen)
     return Target(trained, plan, untrained, chosen)
+
+
+def _before(export: ModelFolder, plan: RunPlan) -> ModelFolder | None:
+    """Return the model before training if training quantized its base: adapters are loaded onto the unquantized one."""
+    if not export.is_adapter or plan.recipe.training.quantization == "none":
+        return None
+    earlier, label = plan.recipe.model.adapter, f"{plan.id}@0, unquantized"
+    folder = export.folder if earlier is None else Path(earlier)
+    return replace(export, folder=folder, label=label, is_base=earlier is None)
 
 
 def _exports(layout: RunLayout) -> dict[int, Path]:

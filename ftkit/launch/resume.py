@@ -256,8 +256,8 @@ def _warnings(changes: Sequence[Change], plan: RunPlan) -> Iterator[str]:
         "others not at all",
     }
     if training.schedule != "constant":
-        stretched = f"the {training.schedule} schedule of the learning rate is stretched over all steps"
-        effects |= dict.fromkeys(_LENGTHS, f"{stretched}, so its next value is higher than its last one")
+        fitted = f"the {training.schedule} schedule of the learning rate is fitted to the new number of steps"
+        effects |= dict.fromkeys(_LENGTHS, f"{fitted}, so its next value jumps")
     for change in changes:
         is_harmless = change.is_harmless or not change.key.startswith("training.")
         if change.key in effects or change.key == "image" or not is_harmless:

@@ -29,7 +29,7 @@ _WITHOUT_EFFECT = frozenset(
     [
         "arrow_config", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
         "inference_mode", "lora_dropout", "lora_ga_config", "loftq_config", "megatron_core", "peft_type",
-        "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
+        "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
     ]
 )  # fmt: skip
 """Keys of adapter_config.json about the adapters' origin or initialization, and keys that are compared separately."""
@@ -150,7 +150,9 @@ def continue_adapters(model: ModelSpec) -> Continued:
     tokenizer = model.tokenizer
     if tokenizer.source == "model" and (folder / "tokenizer_config.json").is_file():
         tokenizer = TokenizerSpec(source=str(folder))
-    fields = {"weights": base, "revision": model.revision or stored.get("revision"), "tokenizer": tokenizer}
+    base_folder = Path(str(base))
+    weights = str(base_folder.resolve()) if base_folder.is_dir() else base
+    fields = {"weights": weights, "revision": model.revision or stored.get("revision"), "tokenizer": tokenizer}
     given = {"architecture": model.architecture, "added_tokens": model.added_tokens}
     return Continued(ModelSpec.model_validate(fields | given), str(folder))
 
@@ -164,7 +166,10 @@ def _unsupported_options(stored: dict[str, Any]) -> Iterator[tuple[str, str, str
     known = {*_LORA_KEYS.values(), *_WITHOUT_EFFECT, "target_parameters"}
     known |= {"rank_pattern", "alpha_pattern"} if _has_joined_experts(stored) else set()
     for key, value in stored.items():
-        if key == "init_lora_weights":
+        if key == "target_modules":
+            if isinstance(value, str):
+                yield key, "ftkit does not train adapters of layers that a regular expression selects.", merge
+        elif key == "init_lora_weights":
             if value not in _INIT_KEEPS_BASE:
                 yield key, f"'{value}' changed the base model's weights when training began.", merge
         elif key not in known and value and value != "none":

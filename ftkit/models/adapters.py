@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Final, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ftkit.models.architecture import ArchitectureSpec, ExpertMatrix
 from ftkit.models.families import WITHOUT_OUT_PROJ_ADAPTERS
@@ -32,6 +32,13 @@ class LoraSpec(Spec):
     """Rank-stabilized scaling (Kalajdzievski 2023)."""
     use_dora: bool = False
     """Train the magnitude of each output's weights separately from their direction (Liu et al. 2024)."""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _all_is_the_default(cls, value: object) -> object:
+        if value in ("all-linear", ["all-linear"]):
+            raise ValueError("all linear layers are the default: leave targets out")
+        return value
 
     @property
     def scaling(self) -> float:

@@ -279,9 +279,7 @@ def find_best(runs: Sequence[ComparedRun]) -> BestRun | None:
     measured = [run for run in runs if run.id in values]
     differences = find_differences(measured)
     of_metric = {"tokenizer sha256", "train sha256" if metric == "loss" else "validation sha256"}
-    if not values or any(each.key in of_metric for each in differences):
-        return None
-    if metric.removeprefix("validation_").partition("/")[0] in _OF_OBJECTIVE and differing_objectives(measured):
+    if not values or any(each.key in of_metric for each in differences) or why_not_comparable(runs):
         return None
     settings: dict[str, list[str]] = {}
     for index, run in enumerate(measured):
@@ -294,6 +292,21 @@ def find_best(runs: Sequence[ComparedRun]) -> BestRun | None:
     best = min(values, key=lambda name: sign * values[name])
     seed_std = sqrt(squares / freedom) if freedom else None
     return BestRun(best, metric, values[best], tuple(ranked), tuple(means[ids] for ids in ranked), seed_std)
+
+
+def why_not_comparable(runs: Sequence[ComparedRun]) -> str:
+    """Describe why the metric that ranks runs has another meaning in some of them; empty if there is no such reason."""
+    metric, _, values = _values_of_metric(runs)
+    measured = [run for run in runs if run.id in values]
+    of_objective = metric.removeprefix("validation_").partition("/")[0] in _OF_OBJECTIVE
+    if of_objective and (reason := differing_objectives(measured)):
+        return f"losses are of different objectives: {reason}"
+    of_rows = "evaluation.max_packs" if of_objective or metric == "perplexity" else "evaluation.generation."
+    for each in find_differences(measured) if metric != "loss" else ():
+        if each.key.startswith(of_rows) and not each.key.endswith(".metrics"):
+            values_of_key = " and ".join(dict.fromkeys(map(str, each.values)))
+            return f"evaluations may be of different rows: {each.key} is {values_of_key}"
+    return ""
 
 
 def _values_of_metric(runs: Sequence[ComparedRun]) -> tuple[str, int, dict[str, float]]:
@@ -331,7 +344,7 @@ def find_run_step(reference: str, workspace: Workspace) -> tuple[RunFolder, str]
             return folders[best.run], ""
         raise NotFoundError(
             f"{reference}: the losses of this sweep's runs can't be compared",
-            meaning=differing_objectives(runs) or "none has a loss yet, or they are of different data",
+            meaning=why_not_comparable(runs) or "none has a loss yet, or they are of different data",
             fix=f"choose one of them: ftkit compare {name}",
         ) from None
 

@@ -84,7 +84,8 @@ def write_card(
 
 def _typed_recipe(recipe: RecipePlan) -> Values:
     """Return a recipe for `ftkit run FILE` with all values, since defaults may change between versions."""
-    values = recipe.model_dump(mode="json", include={"name", "model", "data", "training", "evaluation"})
+    about_the_run = {"description", "image", "profile", "sync", "teacher", "tracking"}
+    values = recipe.model_dump(mode="json", exclude=about_the_run)
     shape, model = values["model"].pop("architecture"), values["model"]
     kept: set[str] = set()  # pretrained weights define the shape
     if recipe.model.weights == "random":

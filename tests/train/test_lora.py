@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from validation_loss import validation_loss
 
 from ftkit.errors import ConfigError, TrainingError
+from ftkit.evaluate.loaded_model import load_model
+from ftkit.evaluate.source import find_target
 from ftkit.launch.model import resolve_model
 from ftkit.launch.trained_model import check_adapter
 from ftkit.models.architecture import ModelSpec
@@ -141,3 +143,12 @@ def test_qlora_adapters_with_dora_are_loaded_by_bitsandbytes_and_peft(
     assert validation_loss(base.train(), run) == pytest.approx(before.loss, rel=1e-5)
     model = PeftModel.from_pretrained(base, str(run.layout.export)).train()
     assert validation_loss(model, run) == pytest.approx(after.loss, rel=1e-5)
+
+    target = find_target(str(run.layout.root), Workspace(run.plan.workspace))
+    assert target.before is not None
+    plain, adapted = (load_model(each, torch.device("cpu")) for each in (target.before, target.source))
+    assert plain.label.endswith("@0, unquantized")
+    exact = AutoModelForCausalLM.from_pretrained(finished_run.layout.export, dtype=torch.float32)
+    loss, adapted_loss = (validation_loss(each.hf_model, run) for each in (plain, adapted))
+    assert loss == pytest.approx(validation_loss(exact, run), rel=1e-5)
+    assert adapted_loss < loss

@@ -76,8 +76,8 @@ def compare_runs(runs: Sequence[compare.ComparedRun]) -> Comparison:
         for each in compare.find_differences(runs)
     ]
     best = describe_best(compare.find_best(runs), {run.id: name for name, run in zip(names, runs, strict=True)})
-    if not best and (reason := compare.differing_objectives(runs)):
-        best = f"no run is best, because losses are of different objectives: {reason}"
+    if not best and (reason := compare.why_not_comparable(runs)):
+        best = f"no run is best, because {reason}"
     remarks = list(_remarks(dict(zip(names, runs, strict=True))))
     return Comparison(names, [run.id for run in runs], best, results, differences, remarks)
 
@@ -87,7 +87,7 @@ def describe_best(best: compare.BestRun | None, names: Mapping[str, str]) -> str
     if best is None or (len(best.means) == 1 and not best.seed_std):
         return ""
     metric = "training loss" if best.metric == "loss" else best.metric.replace("_", " ")
-    if len(set(best.means)) == 1 and not best.seed_std:
+    if len({f"{mean:.4f}" for mean in best.means}) == 1 and not best.seed_std:
         return f"the runs are equally good: {metric} {best.value:.4f}"
     text = f"{names[best.run]} is best: {metric} {best.value:.4f}"
     sets = [", ".join(names[run] for run in runs) for runs in best.settings[:2]]

@@ -327,7 +327,7 @@ def load_adapters(model: PreTrainedModel, folder: Path, wrapper: PretrainedConfi
             named = sorted(stored.get(name, _peft_name(name)) for name in wrong)
             raise TrainingError(
                 f"the adapters in {folder} are not those of the recipe: {', '.join(named[:3])}",
-                meaning=f"{len(wrong)} of {len(there)} adapters are for other layers, or of another rank",
+                meaning=f"{len(wrong)} of {len({*wanted, *there})} adapters are for other layers, or of another rank",
                 fix=fix,
             )
         for name, shard in wanted.items():

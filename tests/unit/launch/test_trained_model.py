@@ -40,6 +40,15 @@ def test_a_folder_of_adapters_is_the_model_that_they_belong_to(tmp_path: Path) -
     assert (continued.adapter, continued.model.tokenizer.source) == (str(tmp_path), str(tmp_path))
 
 
+def test_a_relative_folder_of_the_base_model_is_found_from_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    continued = continue_adapters(write(tmp_path, base_model_name_or_path="./base"))
+    assert continued.model.weights == str(tmp_path / "base")
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -51,6 +60,7 @@ def test_a_folder_of_adapters_is_the_model_that_they_belong_to(tmp_path: Path) -
         ("layers_to_transform", [0]),
         ("fan_in_fan_out", True),
         ("init_lora_weights", "pissa"),
+        ("target_modules", r".*layers\.0\..*(q|v)_proj"),
         ("peft_type", "IA3"),
         ("an_option_of_tomorrow", 1),
     ],

@@ -280,6 +280,26 @@ def test_losses_of_different_objectives_have_no_best_and_no_difference(
 
 
 @pytest.mark.parametrize(
+    ("metric", "key", "has_best"),
+    [
+        ("loss", "evaluation.max_packs", False),
+        ("loss", "evaluation.generation.num_rows", True),
+        ("repetition", "evaluation.generation.num_rows", False),
+        ("repetition", "evaluation.generation.max_new_tokens", False),
+        ("repetition", "evaluation.max_packs", True),
+        ("repetition", "evaluation.generation.metrics", True),
+    ],
+)
+def test_evaluations_of_different_rows_have_no_best(metric: str, key: str, has_best: bool) -> None:
+    first, second = (
+        with_recipe(trial(name, value), value, **{"evaluation.best.metric": metric, key: number})
+        for name, value, number in (("a", 2.0, 1), ("b", 1.0, 64))
+    )
+    assert (find_best([first, second]) is not None) == has_best
+    assert (key in compare_runs([first, second]).best) != has_best
+
+
+@pytest.mark.parametrize(
     ("objective", "one", "two"),
     [
         ("dpo", {"training__dpo": None}, {"training__dpo__beta": 0.1}),  # its default
