@@ -144,7 +144,7 @@ def compile_failures() -> tuple[type[Exception], type[Exception]]:
     return torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit  # noqa: SLF001
 
 
-_LEAST_SHARED_BYTES = 4096
+_LEAST_SHARED_BYTES = 256
 """What independent operations must share to be fused. By default, tables of 4-bit weights are enough: then, several
 dequantized matrices exist at a time."""
 
