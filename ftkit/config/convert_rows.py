@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
+from ftkit.config.data_sources import is_inline_template
 from ftkit.config.foreign_files import Code
 from ftkit.config.layers import Layers
 from ftkit.config.objectives import Objective
@@ -19,6 +20,7 @@ from ftkit.config.other_tools import LAUNCHERS, Tool, read_tool, read_values
 from ftkit.config.problems import validate
 from ftkit.config.recipe import RecipeSpec
 from ftkit.errors import ConfigError, Problem
+from ftkit.paths import is_path
 from ftkit.spec import Spec
 
 _PLACEHOLDERS: Final = {"model": "OWNER/MODEL", "data.source": "OWNER/DATASET"}
@@ -31,6 +33,10 @@ _UNKNOWN: Final = "ftkit does not know this key: look it up in the tool's docume
 ANOTHER: Final = "another key sets this"
 AS_HERE: Final = "supervised fine-tuning, as here"
 _SUPERVISED: Final = "Convert the configuration of the supervised stage before it."
+_CROSS_ENTROPY: Final = re.compile(r"nll|cross_?entropy|^ce(with|$)")
+_NO_LENGTH: Final = "null: nothing is truncated there; set training.sequence_length to the longest document's"
+_SECRET: Final = re.compile(r"(^|[._])(api_key|password|secret|(hf|hub|auth|access|api)_token)$|(^|\.)token$")
+_TOKEN: Final = re.compile(r"\bhf_[A-Za-z0-9]{20,}")  # of the hub, under any key
 _NO_SOUND: Final = "ftkit trains on text and pictures: rows with sound or video are refused"
 
 
@@ -46,6 +52,10 @@ class Row:
     status: Literal["converted", "changed", "none", "unknown"] = "none"
     is_default: bool = False  # the input does not have the key; the value is the tool's default
     index: int = 0  # number of the dataset in a list that the key belongs to
+
+    def __post_init__(self) -> None:
+        is_secret = _SECRET.search(self.key.lower()) or _TOKEN.search(str(self.value))
+        self.value = "***" if is_secret and not isinstance(self.value, bool | None) else self.value
 
 
 @dataclass
@@ -92,7 +102,9 @@ class Conversion:
         if number and call in self.tool.calls:
             row.note = f"a later call of {call}: the first one counts"
         elif row.value is None and target != "max_grad_norm":
-            row.note = "not set there"
+            is_endless = word.rpartition(".")[2] == "max_length"  # with other names, null is the default
+            self.computed |= {target, "data.too_long"} if is_endless else set()
+            row.note = _NO_LENGTH if is_endless else "not set there"
         elif target == "objective":
             self._check_objective(row)
         elif reason or not target:
@@ -106,7 +118,9 @@ class Conversion:
             value = re.sub(_BNB, "", row.value) if target == "model" and isinstance(row.value, str) else row.value
             self.put(target, value, row, note=_NO_BNB * (value != row.value), is_changed=value != row.value)
         else:
-            value, row.note = _translate(row.value, table)
+            value, row.note = (
+                _find_template(row.value, table) if target == "data.chat_template" else _translate(row.value, table)
+            )
             if value is not None:
                 self.put(table.get("key", target), value, row, note=row.note, is_changed=bool(row.note))
 
@@ -114,7 +128,8 @@ class Conversion:
         words = [row.key.lower(), *re.findall(r"\w+", str(row.value).lower())]
         if not row.value or not any(re.search(read_values()["other_objectives"], word) for word in words):
             is_multimodal = any(re.search(read_values()["multimodal"], word) for word in words)
-            row.note = _NO_SOUND if is_multimodal else AS_HERE
+            is_other = "loss" in row.key and row.value and not any(_CROSS_ENTROPY.search(word) for word in words[1:])
+            row.note = _NO_SOUND if is_multimodal else "ftkit trains with cross-entropy" if is_other else AS_HERE
             row.status = "changed" if is_multimodal else row.status
             return
         row.note = ANOTHER
@@ -180,7 +195,7 @@ class Conversion:
     def _drop(self, problem: Problem) -> bool:
         """Remove the key of a problem; if it has several, the one that comes first in its message."""
         path = re.sub(r"\[\d+\]", "", problem.key)
-        near = [key for key in self.recipe if f"{path}.".startswith(f"{key}.")]
+        near = sorted((key for key in self.recipe if f"{path}.".startswith(f"{key}.")), key=len, reverse=True)
         if not near:
             below = {key: key.removeprefix(path).strip(".").split(".") for key in self.recipe if key.startswith(path)}
             places = {
@@ -200,6 +215,16 @@ def _translate(value: Any, table: Mapping[str, Any]) -> tuple[Any, str]:
         if words & {str(ours).lower(), *str(theirs).lower().split()}:
             return ours, table.get("but", "")
     return table.get("else"), table.get("note", "").format(value=value)
+
+
+def _find_template(value: object, table: Mapping[str, Any]) -> tuple[str | None, str]:
+    """Return a chat template: a file or Jinja text as it is, or the name of a shipped one."""
+    if value == "jinja":
+        return None, "chat_template_jinja is the template"
+    text = str(value)
+    if is_inline_template(text) or text.endswith((".jinja", ".jinja2", ".j2")):
+        return text if is_path(text) or is_inline_template(text) else f"./{text}", ""
+    return _translate(value, table)
 
 
 def _nested(recipe: Mapping[str, Any]) -> dict[str, Any]:

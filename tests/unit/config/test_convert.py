@@ -693,3 +693,76 @@ def test_the_parts_of_a_multimodal_model_that_another_tool_trains_are_trained(
     assert not [row.key for row in found.rows if row.status == "unknown"]
     trained = {row.key: row.note for row in found.rows if row.key.startswith("freeze") and row.value is False}
     assert all(("training.vision" in note) == (vision is None) for note in list(trained.values())[-1:]), trained
+
+
+def test_a_refused_key_of_a_section_leaves_the_others(tmp_path: Path) -> None:
+    text = "model_name_or_path: org/model\nmodel_revision: v1\nstage: sft\nrope_scaling: linear"
+    found = converted(tmp_path, {"a.yaml": text})
+    assert found.recipe["model"] == {"weights": "org/model", "revision": "v1"}
+    assert {row.key: row.note for row in found.rows}["rope_scaling"].startswith("ftkit refuses model.architecture")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", "model_name_or_path: m\ndataset_name: d\nmax_length: null"),
+        ("b.py", "SFTConfig(max_length=None)"),
+    ],
+)
+def test_no_truncation_is_not_the_default_length(tmp_path: Path, name: str, text: str) -> None:
+    found = converted(tmp_path, {name: text})
+    (row,) = (row for row in found.rows if row.key.endswith("max_length"))
+    assert "nothing is truncated" in row.note
+    assert "sequence_length" not in training(found)
+    assert "too_long" not in found.recipe["data"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "note"),
+    [
+        ("dft", "ftkit trains with cross-entropy"),
+        ("nll", "supervised fine-tuning, as here"),
+        ("chunked_nll", "supervised fine-tuning, as here"),
+    ],
+)
+def test_only_cross_entropy_is_the_loss_of_supervised_training(tmp_path: Path, loss: str, note: str) -> None:
+    found = converted(tmp_path, {"a.yaml": f"model_name_or_path: m\ndataset_name: d\nloss_type: {loss}"})
+    assert {row.key: row.note for row in found.rows}["loss_type"] == note
+    for name in ("torchtune.modules.loss.CEWithChunkedOutputLoss", "torch.nn.CrossEntropyLoss"):
+        found = converted(
+            tmp_path, {"b.yaml": TORCHTUNE.replace("torchtune.modules.loss.LinearCrossEntropyLoss", name)}
+        )
+        assert {row.key: row.note for row in found.rows}["loss._component_"] == "supervised fine-tuning, as here"
+
+
+@pytest.mark.parametrize(
+    ("text", "template"),
+    [
+        ("model_name_or_path: m\ndataset_name: d\nchat_template_path: ./x.jinja", "./x.jinja"),
+        ("model_name_or_path: m\ndataset_name: d\nchat_template_path: sub/x.jinja", "./sub/x.jinja"),
+        ("model_name_or_path: m\ndataset_name: d\nchat_template_path: org/other", "model"),
+        ("base_model: m\nchat_template: jinja\nchat_template_jinja: '{{ messages }}'", "{{ messages }}"),
+        ("base_model: m\nchat_template: jinja\nchat_template_jinja: /t/x.jinja", "/t/x.jinja"),
+    ],
+)
+def test_a_chat_template_may_be_a_file_or_text(tmp_path: Path, text: str, template: str) -> None:
+    found = converted(tmp_path, {"a.yaml": text})
+    assert found.recipe["data"]["chat_template"] == template
+    kinds = {row.key: row.status for row in found.rows if row.key.startswith("chat_template")}
+    assert list(kinds.values())[-1] == ("changed" if template == "model" else "converted")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yml", "base_model: m\nwandb_api_key: {}\nhub_token: {}\nspecial_tokens: {pad_token: <pad>}"),
+        ("b.py", "SFTConfig(hub_token='{}')\nAutoModelForCausalLM.from_pretrained('m', '{}', token='{}')"),
+        ("c.sh", "KEY={}\ntrl sft --model_name_or_path m --hub_token $KEY --unknown {}"),
+    ],
+)
+def test_values_of_secrets_are_nowhere(tmp_path: Path, name: str, text: str) -> None:
+    value = "hf_AbCdEfGhIjKlMnOpQrStUvWx"
+    found = converted(tmp_path, {name: text.replace("{}", value)})
+    assert value not in str(found)
+    assert [row.value for row in found.rows].count("***") >= 2
+    assert {row.status for row in found.rows if "key" in row.key or "token" in row.key} == {"none"}
