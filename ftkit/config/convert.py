@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any, Final
 
+from ftkit.config.convert_data import DETECTED, set_datasets, set_heldout
 from ftkit.config.convert_rows import ANOTHER, AS_HERE, DATASET, OBJECTIVE, Conversion, Row
-from ftkit.config.data_sources import expand_source
 from ftkit.config.foreign_files import Code, Settings
 from ftkit.config.objectives import OPTIONS, DistillSpec
 from ftkit.config.other_tools import TOOLS, read_tool, read_values
@@ -22,19 +22,14 @@ _DOCUMENTS: Final = (
     ", each one document there; a pack here has as many as fit, so a step trains more of them. To train as many, "
     "convert with --mean-length TOKENS, which 'ftkit data stats' prints"
 )
-
-
 _NO_LOWEST: Final = (
     "its lowest learning rate is not known: 0 here. transformers has no default: without min_lr or min_lr_rate in "
     "lr_scheduler_kwargs, training does not start"
 )
-_LOADERS: Final = ("json", "csv", "parquet", "arrow", "text")  # names of `load_dataset` for files
-_WEIGHTS: Final = "give each source its share: data.source: [{source: PLACE, weight: SHARE}, …], without num_train"
-_OF_SOURCE: Final = ("path", "subset", "split", "revision", "files", "num")
-_DETECTED: Final = "the format of each source is detected from its first rows (data.format sets one for all)"
 _EVERY: Final = ("evaluation.every_steps", "training.checkpoint_every_steps", "training.log_every_steps")
 _FILE_NAMES: Final = (".file_name", ".hf_hub_url", ".script_url")
 """Keys of the entries of `dataset_info.json`."""
+_PACKS: Final = "ftkit packs documents, which do not attend to each other; data.packing: off trains one per row, slower"
 
 
 @dataclass(frozen=True)
@@ -90,13 +85,15 @@ def _find_named_datasets(it: Conversion, lists: Mapping[str, Settings]) -> None:
     """Read the entries of LLaMA-Factory's `dataset_info.json` for the datasets in the configuration."""
     note = "see the rows of dataset_info.json" if lists else "dataset_info.json defines it: give that file, too"
     named = next((row.value for row in it.rows if row.key == "dataset_dir"), None)
-    for names in it.take(f"{DATASET}names", note):
+    used = [("info", row) for row in it.take(f"{DATASET}names", note)]
+    used += [("held", row) for row in it.take("heldout_names", note)]
+    for use, names in used:
         for index, name in enumerate(each.strip() for each in str(names.value).split(",")):
             for file, part in lists.items():
                 folder = Path(named or Path(file).parent)
                 for key in [key for key in part if key.startswith(f"{name}.")]:
                     value = str(folder / part[key]) if key.endswith(".file_name") else part[key]
-                    it.sort(Row(file, key, value, index=index), f"info{key.removeprefix(name)}")
+                    it.sort(Row(file, key, value, index=index), f"{use}{key.removeprefix(name)}")
     for file, part in lists.items():
         if others := len({key.partition(".")[0] for key in part} - {row.key.partition(".")[0] for row in it.rows}):
             it.rows.append(Row(file, "(others)", others, note="datasets that this configuration does not use"))
@@ -179,7 +176,7 @@ def _set_batch(it: Conversion, num_gpus: int | None, mean_length: int | None) ->
     (total, by_total), (each, by_each) = it.number("global_batch"), it.number("per_device_batch")
     accumulation, by_steps = it.number("accumulation")
     gpus, assumed, by_gpus = _count_gpus(it, num_gpus)
-    packed = it.take("packed", "ftkit always packs; packed documents do not attend to each other")
+    packed = it.take("packed", _PACKS)
     if size := next((row for row in packed if type(row.value) is int and row.value > 1), None):
         it.remove("training.sequence_length", "the length of a pack counts")
         it.put("training.sequence_length", size.value, size)
@@ -229,7 +226,8 @@ def _set_schedule(it: Conversion) -> None:
 
 
 def _set_data(it: Conversion) -> None:
-    _set_datasets(it)
+    set_datasets(it)
+    set_heldout(it)
     for row in it.take("validation", "no validation split"):
         if isinstance(row.value, int | float) and row.value > 0:
             it.put("data.validation", {"fraction": row.value} if row.value < 1 else {"count": int(row.value)}, row)
@@ -253,7 +251,7 @@ def _set_objective(it: Conversion) -> None:
     if name not in {"", "distill"}:
         it.remove("data.train_on", "completions are trained")
         if not (isinstance(form := it.recipe.get("data.format"), dict) and form["kind"] == "preferences"):
-            it.remove("data.format", _DETECTED)
+            it.remove("data.format", DETECTED)
         if it.recipe.get("data.too_long") == "truncate":
             rows = it.sources["data.too_long"]
             it.remove("data.too_long", "")
@@ -279,104 +277,6 @@ def _set_trackers(it: Conversion) -> None:
         sinks.append("wandb")
     if sinks:
         it.put("tracking.sinks", list(dict.fromkeys(sinks)), *used)
-
-
-# --- Data sets --------------------------------------------------------------------------------------
-
-
-def _set_datasets(it: Conversion) -> None:
-    """Set all datasets as one source, and the format if it is known and the same for all."""
-    entries: dict[int, dict[str, Any]] = {}
-    rows: list[Row] = []
-    form_rows: list[Row] = []
-    for fact in [fact for fact in it.facts if fact.startswith(DATASET)]:
-        name = fact.removeprefix(DATASET)
-        for row in it.take(fact):
-            if not isinstance(row.value, Code) and name not in entries.setdefault(row.index, {}):
-                entries[row.index][name] = row.value
-                row.note = "" if name in _OF_SOURCE else _DETECTED
-                (rows if name in _OF_SOURCE else form_rows).append(row)
-    number = next((entry.pop("num") for entry in entries.values() if "num" in entry), None)
-    sources: list[Any] = []
-    forms: list[Any] = []
-    notes = ["examples are sampled, not the first ones; lower num_train if there are fewer"] * (number is not None)
-    train_on = ""
-    for entry in (entries[index] for index in sorted(entries) if entries[index]):
-        kind = str(entry.get("type", "")).partition(":")[0]
-        known = read_values()["datasets"]
-        meaning = known.get(kind) or known.get(kind.rpartition(".")[2]) or known.get(kind.partition(".")[0], {})
-        sources += _sources({"path": meaning.get("path"), **entry}, number)
-        forms.append(_format(entry, meaning.get("format")))
-        train_on = train_on or meaning.get("train_on", "")
-        notes += [meaning["note"]] if "note" in meaning else []
-    by_share = _set_weights(it, sources)
-    if any(row.value == "interleave_over" for row in by_share):
-        notes.append("no row repeats here: the source that limits the total is used completely, once")
-    if sources:
-        rows += by_share
-        note = "; ".join(dict.fromkeys(notes))
-        it.put("data.source", sources[0] if len(sources) == 1 else sources, *rows, note=note, is_changed=bool(note))
-    for row in [row for row in rows if not row.became]:
-        row.note = row.note or "data.source is not in the input; this belongs to it"
-    if forms and forms[0] is not None and all(form == forms[0] for form in forms):
-        it.put("data.format", forms[0], *form_rows)
-    if train_on:
-        it.put("data.train_on", train_on)
-
-
-def _set_weights(it: Conversion, sources: list[object]) -> list[Row]:
-    """Give the sources their shares where LLaMA-Factory interleaves datasets; return the rows that set them."""
-    by_kind, by_share = it.take("mixing", _WEIGHTS), it.take("shares", _WEIGHTS)
-    if not any(row.value in {"interleave_under", "interleave_over"} for row in by_kind):
-        for row in by_kind:
-            row.note = "each source contributes all its rows, as here"
-        return []
-    found = [float(each) for row in by_share for each in re.findall(r"\d+\.?\d*|\.\d+", str(row.value))]
-    shares = found or [1.0] * len(sources)
-    is_limited = any(isinstance(source, dict) and "num_train" in source for source in sources)
-    if len(shares) != len(sources) or len(sources) == 1 or not all(shares) or is_limited:
-        return []
-    for number, (source, share) in enumerate(zip(sources, shares, strict=True)):
-        sources[number] = {**(source if isinstance(source, dict) else {"source": source}), "weight": share}
-    return [*by_kind, *by_share]
-
-
-def _sources(entry: Mapping[str, Any], number: object) -> Iterator[Any]:
-    path, files = entry.get("path"), entry.get("files") or []
-    listed = list(files.values()) if isinstance(files, dict) else files if isinstance(files, list) else [files]
-    if not isinstance(path, str):
-        return
-    places = [path]
-    if path in _LOADERS:
-        places = listed
-    elif listed:
-        places = [f"{path}/{file}" if path[0] in "/.~" else f"hf://datasets/{path}/{file}" for file in listed]
-    extra = {} if number is None else {"num_train": number}
-    for place in map(str, places):
-        source = expand_source(place)
-        if isinstance(source, dict) and source["kind"] == "hub":
-            keys = [key for key in ("subset", "split", "revision") if entry.get(key) not in {None, "", "train"}]
-            extra |= {key: entry[key] for key in keys}
-        yield {**source, **extra} if isinstance(source, dict) and extra else place
-
-
-def _format(entry: Mapping[str, Any], form: Any) -> Any:
-    """Return a format; None if ftkit detects it, or has none for these columns."""
-    columns = [entry[key] for key in ("context", "prompt", "completion") if entry.get(key)]
-    if columns == ["instruction", "output"]:
-        return "alpaca"
-    if len(columns) > 1 and all(re.fullmatch(r"[^.\[\]{}\"!:]+", str(each)) for each in columns):
-        prompt = "\n".join(f"{{{each}}}" for each in columns[:-1])
-        return {"kind": "prompt-completion", "prompt": prompt, "completion": f"{{{columns[-1]}}}"}
-    if form == "text" and entry.get("text"):
-        return {"kind": "text", "column": entry["text"]}
-    if not entry.get("column") and form not in ("messages", "sharegpt"):
-        return form
-    if not {entry.get("role", "role"), entry.get("content", "content")} <= {"role", "content", "from", "value"}:
-        return None  # ftkit reads turns with the usual keys only
-    style = "sharegpt" if "sharegpt" in (form, entry.get("style")) or entry.get("role") == "from" else "openai"
-    column = entry.get("column") or ("conversations" if form == "sharegpt" else "messages")
-    return {"kind": "messages", "column": column, "style": style}
 
 
 def _match_projections(name: str) -> list[str]:

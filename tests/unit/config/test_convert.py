@@ -11,6 +11,7 @@ import pytest
 from ftkit import assets
 from ftkit.config.context import Context
 from ftkit.config.convert import Converted, convert, detect_tool
+from ftkit.config.data import DataSpec
 from ftkit.config.foreign_files import read_foreign
 from ftkit.config.layers import Layers
 from ftkit.config.load import load_recipe
@@ -18,6 +19,8 @@ from ftkit.config.other_tools import LAUNCHERS, TOOLS, read_tool, read_values
 from ftkit.config.problems import validate
 from ftkit.config.recipe import RecipeSpec
 from ftkit.config.yaml_files import read_yaml
+from ftkit.data.conversations import Conversation
+from ftkit.data.row_formats import read_example
 from ftkit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -695,6 +698,51 @@ def test_the_parts_of_a_multimodal_model_that_another_tool_trains_are_trained(
     assert all(("training.vision" in note) == (vision is None) for note in list(trained.values())[-1:]), trained
 
 
+def info(**entry: object) -> dict[str, str]:
+    text = "model_name_or_path: m\nstage: sft\nfinetuning_type: full\ndataset: mine\n"
+    return {"a.yaml": text, "dataset_info.json": json.dumps({"mine": {"file_name": "mine.json", **entry}})}
+
+
+def test_the_columns_of_a_prompt_are_joined_in_the_tools_order_without_empty_ones(tmp_path: Path) -> None:
+    found = converted(tmp_path, info(columns={"prompt": "task", "query": "body", "response": "ans"}))
+    data = DataSpec.model_validate(found.recipe["data"])
+    for body, prompt in (("Text.", "Sum up.\nText."), ("", "Sum up."), (None, "Sum up.")):
+        row = {"task": "Sum up.", "body": body, "ans": "Short."}
+        example = read_example(row, data, data.format)
+        assert isinstance(example, Conversation)
+        assert [message.content for message in example.messages] == [prompt, "Short."]
+    columns = {"prompt": "the task", "query": "body", "response": "ans"}
+    form = converted(tmp_path, info(columns=columns)).recipe["data"]["format"]
+    assert form == {"kind": "prompt-completion", "prompt": "{the task}\n{body}", "completion": "{ans}"}
+    listed = "[{path: d.jsonl, type: {field_instruction: q, field_input: c, field_output: a}}]"
+    form = converted(tmp_path, {"a.yml": f"base_model: m\ndatasets: {listed}"}).recipe["data"]["format"]
+    assert form["prompt"].startswith("{{ [q, c]")
+    text = AUTOMODEL.replace("{question:", "{context: about, question:")
+    form = converted(tmp_path, {"a.yaml": text}).recipe["data"]["format"]
+    assert form["prompt"] == "{about}\n{prompt}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "number"),
+    [
+        ("a.yaml", "model_name_or_path: m\ndataset_name: ./d.jsonl\ndataset_train_split: train[:10]", 10),
+        ("b.yaml", "model_name_or_path: m\ndataset_name: ./d.jsonl\ndataset_train_split: train[:10%]", None),
+        ("c.py", "SFTConfig()\nload_dataset('json', data_files='d.jsonl', split='train[:80%]')", None),
+        ("d.py", "SFTConfig()\nload_dataset('json', data_files='d.jsonl', split='train[:80]')", 80),
+        ("e.py", "SFTConfig()\nload_dataset('json', data_files=['d.jsonl', 'e.jsonl'], split='train[:80]')", None),
+        ("f.yml", "base_model: m\ndatasets: [{path: d.jsonl, split: 'train[:10]', type: alpaca}]", 10),
+        ("g.yml", "base_model: m\ndatasets: [{path: d.jsonl, split: 'train[5:]', type: alpaca}]", None),
+    ],
+)
+def test_a_slice_of_files_is_a_number_of_rows_or_lost(tmp_path: Path, name: str, text: str, number: int | None) -> None:
+    found = converted(tmp_path, {name: text})
+    (row,) = (row for row in found.rows if row.key.rpartition(".")[2] in {"split", "dataset_train_split"})
+    source = found.recipe["data"]["source"]
+    assert (source["num_train"] if isinstance(source, dict) else None) == number
+    assert row.status == ("changed" if number else "none")
+    assert "sample" in row.note
+
+
 def test_a_refused_key_of_a_section_leaves_the_others(tmp_path: Path) -> None:
     text = "model_name_or_path: org/model\nmodel_revision: v1\nstage: sft\nrope_scaling: linear"
     found = converted(tmp_path, {"a.yaml": text})
@@ -766,3 +814,72 @@ def test_values_of_secrets_are_nowhere(tmp_path: Path, name: str, text: str) -> 
     assert value not in str(found)
     assert [row.value for row in found.rows].count("***") >= 2
     assert {row.status for row in found.rows if "key" in row.key or "token" in row.key} == {"none"}
+
+
+def test_the_smaller_limit_of_rows_counts(tmp_path: Path) -> None:
+    files = info(num_samples=20)
+    assert converted(tmp_path, files).recipe["data"]["source"] == {
+        "kind": "files", "train": "mine.json", "num_train": 20
+    }  # fmt: skip
+    for number in (5, 50):
+        limited = files | {"a.yaml": f"{files['a.yaml']}max_samples: {number}"}
+        assert converted(tmp_path, limited).recipe["data"]["source"]["num_train"] == min(number, 20)
+
+
+@pytest.mark.parametrize(
+    ("files", "is_read_alike"),
+    [
+        ({"a.yml": "base_model: m\ndatasets: [{path: a.jsonl, split: 'train[:9]', type: alpaca}]\n"
+                   "test_datasets: [{path: b.jsonl, ds_type: json, split: train, type: alpaca}]"}, True),
+        ({"a.yml": "base_model: m\ndatasets: [{path: a.jsonl, type: chat_template, roles_to_train: [user]}]\n"
+                   "test_datasets: [{path: json, data_files: [b.jsonl], type: chat_template, roles_to_train: [user]}]"},
+         True),
+        ({"a.yml": "base_model: m\ndatasets: [{path: a.jsonl, type: alpaca}]\n"
+                   "test_datasets: [{path: b.jsonl, type: chat_template}]"}, False),
+        ({"a.yml": "base_model: m\ndatasets: [{path: a.jsonl}]\ntest_datasets: [{path: b.jsonl, split: 'train[:9]'}]"},
+         False),
+        ({"a.yml": "base_model: m\ndatasets: [{path: a.jsonl}]\ntest_datasets: [{path: org/b, split: test}]"}, False),
+        ({"a.yaml": "stage: sft\ndataset: x\neval_dataset: y",
+          "dataset_info.json": '{"x": {"file_name": "a.jsonl"}, "y": {"file_name": "b.jsonl"}}'}, True),
+        ({"a.yaml": "stage: sft\ndataset: x\neval_dataset: y", "dataset_info.json":
+          '{"x": {"file_name": "a.jsonl"}, "y": {"file_name": "b.jsonl", "formatting": "sharegpt"}}'}, False),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_read_like_the_training_data_is_the_validation_split(
+    tmp_path: Path, files: dict[str, str], is_read_alike: bool
+) -> None:
+    found = converted(tmp_path, files)
+    validation = found.recipe["data"].get("validation")
+    assert validation == ({"file": "b.jsonl"} if is_read_alike else None)
+    notes = [row.note for row in found.rows if row.key in {"test_datasets[0].path", "y.file_name"} and not row.became]
+    assert all("is read like the data to train on" in note for note in notes)
+    assert not [row.key for row in found.rows if row.status == "unknown"]
+
+
+@pytest.mark.parametrize(
+    ("files", "key", "word"),
+    [
+        ({"a.yaml": TORCHTUNE.replace("num_warmup_steps: 20", "num_cycles: 2")}, "lr_scheduler.num_cycles", "cosine"),
+        ({"a.yaml": TORCHTUNE.replace("packed: true", "new_system_prompt: Hi")}, "dataset.new_system_prompt", "system"),
+        ({"a.yml": f"{AXOLOTL.replace('sample_packing: true', 'sample_packing: false')}"}, "sample_packing", "off"),
+    ],
+)
+def test_reasons_are_true(tmp_path: Path, files: dict[str, str], key: str, word: str) -> None:
+    notes = {row.key: row.note for row in converted(tmp_path, files).rows}
+    assert word in notes[key]
+    assert "always" not in notes[key]
+
+
+@pytest.mark.parametrize(
+    ("tags", "style"),
+    [
+        ({"role_tag": "role", "content_tag": "content"}, "openai"),
+        ({"role_tag": "from", "content_tag": "value"}, "sharegpt"),
+        ({}, "sharegpt"),
+        ({"role_tag": "role"}, None),
+    ],
+)
+def test_the_tags_of_turns_decide_their_style(tmp_path: Path, tags: dict[str, str], style: str | None) -> None:
+    found = converted(tmp_path, info(formatting="sharegpt", columns={"messages": "turns"}, tags=tags))
+    form = {"kind": "messages", "column": "turns", "style": style} if style else None
+    assert found.recipe["data"].get("format") == form
