@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -182,15 +182,19 @@ def _set_batch(it: Conversion, num_gpus: int | None, mean_length: int | None) ->
         it.put("training.sequence_length", size.value, size)
     if not total and not each:
         return
-    sequences = int(total or (each or 1) * (accumulation or 1) * gpus)
+    parallel = [it.recipe.get(f"training.{kind}_parallel") for kind in ("context", "tensor")]
+    shared = prod(degree for degree in parallel if isinstance(degree, int) and degree > 0)
+    replicas = max(1, gpus // shared)  # GPUs that share sequences are one process of a data-parallel group
+    sequences = int(total or (each or 1) * (accumulation or 1) * replicas)
     factors = f"{each or 1:g} per GPU × {accumulation or 1:g} accumulation × {plural(gpus, 'GPU')}{assumed}"
+    factors += f" / {shared} that share each sequence" * (shared > 1)
     note = f"{'over all GPUs' if total else factors} = {plural(sequences, 'sequence')}"
     size_here, length = sequences, it.recipe.get("training.sequence_length")
     is_packed = any(row.value and not isinstance(row.value, Code) for row in packed)
     if not is_packed and mean_length and isinstance(length, int):
-        size_here = gpus * max(1, round(sequences * mean_length / max(1, length) / gpus))
+        size_here = replicas * max(1, round(sequences * mean_length / max(1, length) / replicas))
         note += f", each one document: × {mean_length} tokens / {length} = {plural(size_here, 'pack')}"
-        note += f", a multiple of {plural(gpus, 'GPU')}" * (gpus > 1)
+        note += f", a multiple of {plural(replicas, 'GPU')}" * (replicas > 1)
     elif not is_packed:
         note += _DOCUMENTS
     rows = by_total or [*by_each, *by_steps, *by_gpus]

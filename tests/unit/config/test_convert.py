@@ -883,3 +883,13 @@ def test_the_tags_of_turns_decide_their_style(tmp_path: Path, tags: dict[str, st
     found = converted(tmp_path, info(formatting="sharegpt", columns={"messages": "turns"}, tags=tags))
     form = {"kind": "messages", "column": "turns", "style": style} if style else None
     assert found.recipe["data"].get("format") == form
+
+
+@pytest.mark.parametrize(
+    ("setting", "size"),
+    [("context_parallel_size: 2", 2), ("context_parallel_size: 2\ntensor_parallel_size: 2", 1), ("", 4)],
+)
+def test_gpus_that_share_a_sequence_count_once_in_a_batch(tmp_path: Path, setting: str, size: int) -> None:
+    text = f"base_model: m\nsequence_len: 512\nmicro_batch_size: 1\n{setting}"
+    found = converted(tmp_path, {"a.yml": text}, num_gpus=4)
+    assert training(found)["global_batch_size"] == size
