@@ -126,9 +126,7 @@ def _set_targets(it: Conversion) -> None:
     if targets:
         note = "embeddings and the output projection are left out: they stay frozen here"
         is_changed = any(word in str(row.value) for row in rows for word in ("lm_head", "embed_tokens"))
-        it.put(
-            "training.lora.targets", list(dict.fromkeys(targets)), *rows, note=note * is_changed, is_changed=is_changed
-        )
+        it.put("training.lora.targets", [*dict.fromkeys(targets)], *rows, note=note * is_changed, is_changed=is_changed)
 
 
 def _set_vision(it: Conversion) -> None:
@@ -245,9 +243,8 @@ def _set_objective(it: Conversion) -> None:
     name = next((each for each in named if each not in {"dpo", "cpo"}), "dpo" if named else "")
     if "cpo" in named and name != "simpo":
         row = named["cpo"][0]
-        raise ConfigError(
-            [Problem(row.file, row.key, "ftkit has no CPO, but simpo.", "Convert with loss_type: simpo.")]
-        )
+        problem = Problem(row.file, row.key, "ftkit has no CPO, but simpo.", "Convert with loss_type: simpo.")
+        raise ConfigError([problem])
     if name:
         it.put("training.objective", name, *(row for rows in named.values() for row in rows))
         for row in [row for row in it.rows if row.note == AS_HERE]:
@@ -270,10 +267,9 @@ def _set_objective(it: Conversion) -> None:
 def _set_trackers(it: Conversion) -> None:
     table, sinks, used = read_values()["trackers"], [], []
     for row in it.take("tracker", "ftkit writes metrics.jsonl, and sends it to tensorboard, wandb, mlflow, or none"):
-        words = [row.key.removeprefix("use_")] if row.value is True else row.value
-        found = [
-            table.get(str(word).rpartition(".")[2].lower()) for word in (words if isinstance(words, list) else [words])
-        ]
+        value = row.key.removeprefix("use_") if row.value is True else row.value
+        words = value if isinstance(value, list) else [value]
+        found = [table.get(str(word).rpartition(".")[2].lower()) for word in words]
         sinks += [sink for sink in found if sink]
         used += [row] if any(found) else []
     for row in it.take("wandb_project"):

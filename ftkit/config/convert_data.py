@@ -27,6 +27,7 @@ _PLACES: Final = {
     "data_files",
     "ds_type",
 }  # keys of another place, or of its kind
+_LIMITS: Final = {"split", "num_samples", "num_samples_limit", "limit_dataset_samples"}
 _HELDOUT: Final = "data.validation: {file: FILE} takes one file, which is read like the data to train on"
 
 
@@ -155,7 +156,8 @@ def set_heldout(it: Conversion) -> None:
     both: list[dict[str, object]] = []
     for section in (row.key.rpartition(".")[0], next(filter(None, sections), "")):
         found = {each.key.rpartition(".")[2]: each.value for each in it.rows if each.key.startswith(f"{section}.")}
+        if "[" not in str(found.get("split")):
+            found.pop("split", None)
         both.append({key: value for key, value in found.items() if key not in _PLACES})
-    theirs, ours = ({key: value for key, value in each.items() if key != "split"} for each in both)
-    if theirs == ours and "[" not in str(both[0].get("split")):
+    if both[0] == {key: value for key, value in both[1].items() if key not in _LIMITS}:
         it.put("data.validation", {"file": file}, row)

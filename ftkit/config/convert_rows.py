@@ -198,10 +198,8 @@ class Conversion:
         near = sorted((key for key in self.recipe if f"{path}.".startswith(f"{key}.")), key=len, reverse=True)
         if not near:
             below = {key: key.removeprefix(path).strip(".").split(".") for key in self.recipe if key.startswith(path)}
-            places = {
-                key: [problem.message.find(word) for word in words if word in problem.message]
-                for key, words in below.items()
-            }
+            text = problem.message
+            places = {key: [text.find(word) for word in words if word in text] for key, words in below.items()}
             near = sorted((key for key in below if places[key]), key=lambda key: min(places[key])) or list(below)
         if near:
             self.remove(near[0], f"ftkit refuses {near[0]}: {problem.message} {problem.fix}".strip())

@@ -840,7 +840,10 @@ def test_the_smaller_limit_of_rows_counts(tmp_path: Path) -> None:
          False),
         ({"a.yml": "base_model: m\ndatasets: [{path: a.jsonl}]\ntest_datasets: [{path: org/b, split: test}]"}, False),
         ({"a.yaml": "stage: sft\ndataset: x\neval_dataset: y",
-          "dataset_info.json": '{"x": {"file_name": "a.jsonl"}, "y": {"file_name": "b.jsonl"}}'}, True),
+          "dataset_info.json": '{"x": {"file_name": "a.jsonl", "num_samples": 9}, "y": {"file_name": "b.jsonl"}}'},
+         True),
+        ({"a.yaml": "stage: sft\ndataset: x\neval_dataset: y", "dataset_info.json":
+          '{"x": {"file_name": "a.jsonl"}, "y": {"file_name": "b.jsonl", "num_samples": 9}}'}, False),
         ({"a.yaml": "stage: sft\ndataset: x\neval_dataset: y", "dataset_info.json":
           '{"x": {"file_name": "a.jsonl"}, "y": {"file_name": "b.jsonl", "formatting": "sharegpt"}}'}, False),
     ],
