@@ -210,10 +210,12 @@ def _facts(stats: DataStats, length: int) -> Facts:
     in_both = f"; {plural(stats.num_in_both, f'validation {kind}')} also trained on" if stats.num_in_both else ""
     is_other = stats.num_renderings != stats.num_documents + stats.num_validation
     rewritten = f", from {stats.num_renderings:,} renderings" if is_other else ""
+    bad = f"; {stats.num_bad:,} skipped as bad" if stats.num_bad else ""
+    dropped = f"; {plural(stats.num_dropped, 'equal or contradicting pair')} dropped" if stats.num_dropped else ""
     longest = f", the longest of {plural(stats.longest_rendering, 'token')}" if stats.num_too_long else ""
     facts: Facts = [
         ("format", ", ".join(dict.fromkeys(stats.formats))),
-        ("rows", f"{num_rows:,}" + (f"; {stats.num_bad:,} skipped as bad" if stats.num_bad else "")),
+        ("rows", f"{num_rows:,}{bad}{dropped}"),
         ("documents", f"{stats.num_documents:,}{validation}{rewritten}"),
         ("lengths", f"median {stats.median:,.0f}, mean {stats.mean:,.0f}, longest {plural(stats.longest, 'token')}"),
         ("too long", f"{stats.num_too_long:,} for packs of {length:,} (data.too_long: {stats.too_long}){longest}"),
@@ -284,7 +286,7 @@ def check_command(
         num_fit += len(encoded.train.lengths) + len(encoded.validation.lengths)
         num_rejected, num_train = num_rejected + encoded.train.num_rejected, num_train + len(encoded.train.lengths)
         num_dropped += encoded.num_dropped
-        too_long += inspector.encoder.outcomes(encoded)
+        too_long += encoded.too_long
         for error in (*encoded.bad, *encoded.refused):
             where, _, reason = error.what.partition(": ")
             if as_json:
@@ -297,7 +299,7 @@ def check_command(
         terminal.json({"rows": num_rows, "bad": listed})
     elif not shows_all:
         _show_kinds(kinds, terminal)
-    dropped = f"{num_dropped:,} equal or contradicting ones are dropped" if num_dropped else ""
+    dropped = f"{plural(num_dropped, 'equal or contradicting pair')} dropped" if num_dropped else ""
     num_useless = num_bad + num_refused  # data.skip_bad does not allow documents longer than a pack
     if num_bad > allowed or num_refused:
         limit = f", {allowed:,} are allowed" if allowed else ""
@@ -309,7 +311,8 @@ def check_command(
     long = f"{plural(too_long.total(), 'document')} longer than a pack: {describe_too_long(too_long)}"
     if too_long.total() and not num_fit:
         raise DataError(f"no document can be trained on: {long}", fix="raise training.sequence_length")
-    used = f"{num_bad:,} of {num_rows:,} are skipped" if num_bad else f"{plural(num_rows, 'row')}: all can be used"
+    whole = "" if num_dropped or too_long["drop"] else ": all can be used"
+    used = f"{num_bad:,} of {num_rows:,} are skipped" if num_bad else f"{plural(num_rows, 'row')}{whole}"
     warning = inspector.recipe.training.warn_of_balance(num_train - num_rejected, num_rejected)
     held_out = f"{num_fit - num_train:,} are for validation" if warning and num_fit > num_train else ""
     in_both = describe_in_both(inspector.digests.num_in_both, inspector.recipe.data)

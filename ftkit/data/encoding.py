@@ -7,6 +7,7 @@ import re
 import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,9 +19,9 @@ from ftkit.config.data import DataSpec, Format, PreferencesFormat, TextFormat, l
 from ftkit.data.conversations import Conversation, PlainText
 from ftkit.data.labels import Rendering, any_of
 from ftkit.data.limits import run_in_fork, try_rows
-from ftkit.data.packing import IGNORED, Document
+from ftkit.data.packing import IGNORED, Document, shorten
 from ftkit.data.pictures import PictureProcessor
-from ftkit.data.preferences import EqualSidesError, Preferences
+from ftkit.data.preferences import Preferences
 from ftkit.data.rendering import ChatRenderer
 from ftkit.data.row_formats import read_example, read_label
 from ftkit.data.rows import Row, errors_at
@@ -30,6 +31,7 @@ from ftkit.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ftkit.config.data import TooLong
 
 MAX_CHARACTERS = 8 << 20
 """Maximum length of a rendering: about two million tokens, longer than any context. `tokenizers` needs 100 bytes per
@@ -102,10 +104,26 @@ class RowEncoder:
             pictures=pictures,
         )  # fmt: skip
 
+    @cached_property
+    def too_long(self) -> TooLong:
+        return self.data.resolve_too_long(self.format)
+
+    @cached_property
+    def _end_of_turn(self) -> int | None:
+        end = next(iter(self.renderer.end_tokens), None) if self.renderer else None
+        return None if end is None else self.tokenizer.convert_tokens_to_ids(end)
+
+    def fit(self, sample: Sequence[Document], length: int) -> tuple[str, Sequence[Document]]:
+        """Return what `data.too_long` does to a document or a pair, empty if nothing, and what is trained on."""
+        if sum(len(each.tokens) for each in sample) <= length:
+            return "", sample
+        parts = shorten(sample[0], length, self.too_long, self._end_of_turn) if len(sample) == 1 else []
+        return self.too_long if parts or self.too_long == "error" else "drop", parts
+
     def encode(self, rows: Sequence[Row]) -> list[list[Document] | DataError]:
         """Return the documents of each row (several if the template rewrites earlier turns), or its error.
 
-        A row with equal sides has no documents if `data.contradictions` drops it.
+        A row has none if `data.contradictions` drops all its pairs.
         """
         if self.renderer:
             found = run_in_fork(self.renderer, try_rows, self._renderings, rows)
@@ -122,7 +140,7 @@ class RowEncoder:
             own = [next(documents) for _ in part]
             try:
                 with errors_at(row):
-                    self._check(own)
+                    own = self._checked(own)
                     if isinstance(self.format, PreferencesFormat):
                         own = [replace(document, is_rejected=number % 2 == 1) for number, document in enumerate(own)]
                     elif label := label_of(self.format):
@@ -130,20 +148,22 @@ class RowEncoder:
                 result.append(own)
             except DataError as error:
                 result.append(error)
-        if self.data.contradictions == "drop":
-            return [[] if isinstance(each, EqualSidesError) else each for each in result]
         return result
 
-    def _check(self, documents: Sequence[Document]) -> None:
+    def _checked(self, documents: list[Document]) -> list[Document]:
+        """Return the documents of a row without dropped pairs."""
         for document in documents:
             check_tokens(self.tokenizer, document.tokens, self.vocab_size)
             if document.num_targets == 0:
                 raise DataError("there is nothing to train on", fix="correct data.format, or skip these examples")
-        if isinstance(self.format, PreferencesFormat):
-            for chosen, rejected in zip(documents[::2], documents[1::2], strict=True):
-                if np.array_equal(chosen.tokens, rejected.tokens) and chosen.pictures == rejected.pictures:
-                    fix = "correct or remove this example, or set data.contradictions=drop"
-                    raise EqualSidesError("both sides have the same tokens", fix=fix)
+        if not isinstance(self.format, PreferencesFormat):
+            return documents
+        pairs = list(zip(documents[::2], documents[1::2], strict=True))
+        kept = [(a, b) for a, b in pairs if not np.array_equal(a.tokens, b.tokens) or a.pictures != b.pictures]
+        if len(kept) < len(pairs) and self.data.contradictions != "drop":
+            fix = "correct or remove this example, or set data.contradictions=drop"
+            raise DataError("both sides have the same tokens", fix=fix)
+        return list(chain.from_iterable(kept))
 
     def _renderings(self, row: Row) -> list[Rendering]:
         example = read_example(row.columns, self.data, self.format)
@@ -157,7 +177,7 @@ class RowEncoder:
             found = [self._side(self.renderer, example)]
         else:
             found = self.renderer.renderings(example, self.data)
-        longest = max(len(rendering.text) for rendering in found)
+        longest = max((len(rendering.text) for rendering in found), default=0)
         if longest > MAX_CHARACTERS:
             raise DataError(
                 f"a text of {longest:,} characters",

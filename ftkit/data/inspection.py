@@ -18,7 +18,7 @@ from ftkit.config.recipe import RecipePlan
 from ftkit.data.conversations import Conversation
 from ftkit.data.labels import REPEATED_MARKER
 from ftkit.data.limits import run_in_fork
-from ftkit.data.packing import IGNORED, REJECTED, TRAINED, Document, Packer, document_begins, shorten
+from ftkit.data.packing import IGNORED, REJECTED, TRAINED, Document, Packer, document_begins
 from ftkit.data.pictures import open_picture, thumbnail
 from ftkit.data.preferences import conversations_of
 from ftkit.data.prepared_data import PreparedData, SourceStats
@@ -172,6 +172,7 @@ class DataStats:
     formats: tuple[str, ...]
     sources: tuple[SourceStats, ...]
     num_bad: int
+    num_dropped: int  # pairs that `data.contradictions` drops
     num_renderings: int
     num_documents: int
     num_validation: int
@@ -223,7 +224,7 @@ class DataInspector:
                         row.where, number, len(documents), len(document.tokens), document.num_targets,
                         tuple(self._segments(encoder, row, document, number - 1, pictures)),
                         tuple(document.tokens.tolist()), (False, *(document.labels[:-1] != IGNORED).tolist()),
-                        self._fate(taken.source, shared[first : first + num]),
+                        self._fate(encoder, shared[first : first + num]),
                         _SIDES[self.recipe.training.completions_per_sample][document.is_rejected],
                         pictures,
                     )  # fmt: skip
@@ -252,20 +253,17 @@ class DataInspector:
                 due = time.monotonic() + _REPORT_SECONDS
             yield encoded
 
-    def _fate(self, source: int, sample: Sequence[Document]) -> str:
-        length, too_long = self.recipe.training.sequence_length, self.encoder.too_long(source)
-        if sum(len(document.tokens) for document in sample) <= length:
+    def _fate(self, encoder: RowEncoder, sample: Sequence[Document]) -> str:
+        length = self.recipe.training.sequence_length
+        fate, parts = encoder.fit(sample, length)
+        if not fate:
             return ""
-        what = "" if len(sample) == 1 else "both sides are "
-        if too_long == "error":
-            return f"{what}longer than sequence_length {length:,}: an error"
-        if len(sample) > 1:
-            return f"{what}longer than sequence_length {length:,}: dropped"
-        parts = shorten(sample[0], length, too_long, self.encoder.end_of_turn)
         kept = " and ".join(f"{len(part.tokens):,}" for part in parts)
-        num_trained = sum(int((part.labels != IGNORED).sum()) for part in parts)
-        outcome = f"{too_long}, {kept} tokens are kept, {num_trained:,} of them trained" if kept else "dropped"
-        return f"longer than sequence_length {length:,}: {outcome}"
+        num_trained = sum(part.num_targets for part in parts)
+        done = f"{fate}, {kept} tokens are kept, {num_trained:,} of them trained"
+        outcome = {"error": "an error", "drop": "dropped"}.get(fate, done)
+        what = "" if len(sample) == 1 else "both sides are "
+        return f"{what}longer than sequence_length {length:,}: {outcome}"
 
     def _pictures(self, encoder: RowEncoder, row: Row) -> Iterator[ShownPicture]:
         sides = conversations_of(read_example(row.columns, self.recipe.data, encoder.format))
@@ -363,6 +361,7 @@ class DataInspector:
             formats=tuple(describe_format(encoder.format) for encoder in self.encoder.encoders.values()),
             sources=tuple(totals.sources),
             num_bad=totals.num_bad,
+            num_dropped=totals.num_dropped,
             num_renderings=totals.num_documents,
             num_documents=num_documents,
             num_validation=num_validation,
@@ -370,7 +369,7 @@ class DataInspector:
             num_tokens=num_tokens,
             num_trained=sum(source.num_targets for source in totals.sources),
             num_too_long=totals.too_long.total(),
-            too_long=", ".join(totals.too_long),
+            too_long=", ".join(dict.fromkeys(each.too_long for each in self.encoder.encoders.values())),
             num_duplicates=self.digests.num_duplicates,
             longest=max(lengths, default=0),
             longest_rendering=totals.longest,

@@ -273,7 +273,9 @@ class PictureProcessor:
         """Return a row's renderings with its pictures expanded, or the row's error."""
         if isinstance(renderings, DataError):
             return renderings
-        sources = max((each.pictures for each in renderings), key=len)  # the other renderings have the first of these
+        sources = max(
+            (each.pictures for each in renderings), key=len, default=()
+        )  # the other renderings have the first of these
         try:
             with errors_at(row):
                 opened = [open_picture(source, row.folder) for _, source in sources]

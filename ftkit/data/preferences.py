@@ -41,10 +41,6 @@ _SPEAKERS = re.compile(r"(?:\r?\n){2}(Human|Assistant):")
 Turns = tuple[Message, ...]
 
 
-class EqualSidesError(DataError):
-    """Both sides of a pair are the same."""
-
-
 @dataclass(frozen=True, slots=True)
 class Preferences:
     """A chosen completion and rejected ones of the same prompt, each as a conversation that ends with it."""
@@ -191,12 +187,21 @@ def _portable(value: object, folder: str, *, is_source: bool) -> object:
     return value
 
 
-def read_preferences(columns: Columns, form: PreferencesFormat, ignored: Collection[str]) -> Preferences:
-    """Read the pairs of a row. Leading turns that all completions share become part of the prompt."""
+def rejected_of(columns: Columns, form: PreferencesFormat) -> list[object]:
+    """Return the rejected completions of a row, one for each pair."""
+    rejected = columns.get(form.rejected)
+    return rejected if isinstance(rejected, list) and rejected and not style_of(rejected) else [rejected]
+
+
+def read_preferences(columns: Columns, form: PreferencesFormat, data: DataSpec) -> Preferences:
+    """Read the pairs of a row, without those that `data.contradictions` drops for their equal sides.
+
+    Leading turns that all completions share become part of the prompt.
+    """
     _check_scores(columns, form)
-    chosen, rejected = (columns.get(name) for name in (form.chosen, form.rejected))
-    several = rejected if isinstance(rejected, list) and rejected and not style_of(rejected) else [rejected]
-    sides = [_turns_of(chosen, form.chosen, ignored), *(_turns_of(each, form.rejected, ignored) for each in several)]
+    ignored = data.ignore_columns
+    rejected = (_turns_of(each, form.rejected, ignored) for each in rejected_of(columns, form))
+    sides = [_turns_of(columns.get(form.chosen), form.chosen, ignored), *rejected]
     prompt: Turns = ()
     if (asked := columns.get(form.prompt)) not in (None, "", []):
         prompt = _turns_of(asked, form.prompt, ignored)
@@ -220,15 +225,16 @@ def read_preferences(columns: Columns, form: PreferencesFormat, ignored: Collect
             "the same and that differ from a turn of the assistant on",
             fix="correct data.format, or remove this example",
         )
-    if any(_texts(sides[0]) == _texts(side) for side in sides[1:]):
-        raise EqualSidesError(
+    different = [side for side in sides[1:] if _texts(side) != _texts(sides[0])]
+    if len(different) < len(sides) - 1 and data.contradictions != "drop":
+        raise DataError(
             f"'{form.chosen}' and '{form.rejected}' are the same",
             meaning="nothing is preferred; white space around a turn does not count",
             fix="correct or remove this example, or set data.contradictions=drop",
         )
     tools = read_tools(columns["tools"]) if "tools" in columns and "tools" not in ignored else ()
     untrained = tuple(replace(message, trained=False) for message in prompt)
-    found = [Conversation((*untrained, *side), tools, num_prompt=len(prompt)) for side in sides]
+    found = [Conversation((*untrained, *side), tools, num_prompt=len(prompt)) for side in (sides[0], *different)]
     for conversation in found:
         check_calls(conversation.messages, tools)
     return Preferences(found[0], tuple(found[1:]))

@@ -195,7 +195,7 @@ def open_encoder(recipe: RecipePlan, report: Callable[[str], None]) -> BatchEnco
     }
     renderer = next((encoder.renderer for encoder in encoders.values() if encoder.renderer), None)  # the same for all
     if renderer is None:
-        return BatchEncoder(recipe, encoders, None)
+        return BatchEncoder(recipe, encoders)
     if data.train_on != "all" and (unproven := renderer.find_unproven()):
         report(
             f"the chat template's trained parts can't be shown to be right for {plural(len(unproven), 'kind')} of "
@@ -203,11 +203,9 @@ def open_encoder(recipe: RecipePlan, report: Callable[[str], None]) -> BatchEnco
         )
     if unread := find_unread(data.template_options, renderer.template, renderer.tool_template):
         report(f"warning: data.template_options: the chat template never reads {', '.join(unread)}; check the spelling")
-    end = next(iter(renderer.end_tokens), None)
     read = (each for number in encoders for each in encoders[number].encode(first_rows(data, number, DETECTION_ROWS)))
     saved = share_saved(recipe, (each for each in read if not isinstance(each, DataError)))
-    end_of_turn = None if end is None else tokenizer.convert_tokens_to_ids(end)
-    return BatchEncoder(recipe, encoders, end_of_turn, shares_prompts=saved is not None)
+    return BatchEncoder(recipe, encoders, shares_prompts=saved is not None)
 
 
 def _train_texts(data: DataSpec, formats: dict[int, Format]) -> Iterator[str]:

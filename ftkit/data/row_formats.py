@@ -227,7 +227,7 @@ def _read(columns: Columns, data: DataSpec, form: Format) -> Example:  # noqa: P
             completion = _render(form.completion, columns, "completion")
             return _conversation(*_prompt(columns, form), completion)
         case PreferencesFormat():
-            return read_preferences(columns, form, data.ignore_columns)
+            return read_preferences(columns, form, data)
         case TextFormat():
             return PlainText(_required(columns, form.column))
         case TaskFormat():

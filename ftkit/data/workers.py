@@ -14,7 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import chain, islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,16 +22,13 @@ from ftkit.config.data import PreferencesFormat, label_of
 from ftkit.config.recipe import RecipePlan, shares_prompts
 from ftkit.data.encoding import RowEncoder
 from ftkit.data.limits import begin_fork, explain_death
-from ftkit.data.packing import REJECTED, Document, DocumentBatch, share_prompts, shorten
-from ftkit.data.preferences import portable
+from ftkit.data.packing import REJECTED, Document, DocumentBatch, share_prompts
+from ftkit.data.preferences import portable, rejected_of
 from ftkit.data.prepared_data import SourceStats
 from ftkit.data.row_formats import unused_columns
 from ftkit.data.rows import Row, check_skipped
 from ftkit.data.selection import SelectedRow, Split, split_of
 from ftkit.errors import DataError
-
-if TYPE_CHECKING:
-    from ftkit.config.data import TooLong
 
 _BATCH_ROWS = 64
 _BATCH_PICTURES = 4  # rows of a batch if they may have pictures, of megabytes each
@@ -56,8 +53,9 @@ class EncodedBatch:
 
     Documents are counted before any is truncated or dropped. Counters are by source. `unused` are columns that the
     format does not use; `validation_rows` are JSON Lines, and `validation_sources` their sources, one per line.
+    `too_long` counts those longer than a pack by what happens with them, `num_too_long` by source.
     `refused` are errors of rows with a document longer than a pack, where `data.too_long` resolves to `error`.
-    `num_dropped` counts rows with equal sides, and `contradictions`, that `data.contradictions` drops.
+    `num_dropped` counts pairs with equal sides, and `contradictions`, that `data.contradictions` drops.
     """
 
     train: DocumentBatch = field(init=False)
@@ -66,6 +64,7 @@ class EncodedBatch:
     num_train_rows: Counter[int] = field(default_factory=Counter)
     num_documents: int = 0
     num_too_long: Counter[int] = field(default_factory=Counter)
+    too_long: Counter[str] = field(default_factory=Counter)
     longest: int = 0
     unused: set[str] = field(default_factory=set)
     validation_rows: str = ""
@@ -91,7 +90,7 @@ class EncodedBatch:
 class Totals:
     def __init__(self, encoder: BatchEncoder) -> None:
         self.sources = [SourceStats(name) for name in encoder.recipe.data.source_names]
-        self.too_long: Counter[str] = Counter({encoder.too_long(source): 0 for source in encoder.encoders})
+        self.too_long: Counter[str] = Counter({each.too_long: 0 for each in encoder.encoders.values()})
         """Number of documents longer than a pack, by what happens with them."""
         self.num_documents = self.num_bad = self.longest = self.num_rejected = self.num_dropped = 0
         self.unused: set[str] = set()
@@ -107,7 +106,7 @@ class Totals:
         self.num_dropped += batch.num_dropped
         self.unused |= batch.unused
         self.longest = max(self.longest, batch.longest)
-        self.too_long.update(self._encoder.outcomes(batch))
+        self.too_long.update(batch.too_long)
         for number, num_rows in batch.num_rows.items():
             stats, (tokens, targets) = self.sources[number], batch.train.count_tokens(number)
             self.sources[number] = replace(
@@ -167,7 +166,6 @@ class BatchEncoder:
 
     recipe: RecipePlan
     encoders: Mapping[int, RowEncoder]
-    end_of_turn: int | None
     shares_prompts: bool = False
 
     @property
@@ -175,19 +173,9 @@ class BatchEncoder:
         """What errors call the chat template; empty if there is none."""
         return next((each.renderer.name for each in self.encoders.values() if each.renderer), "")
 
-    def too_long(self, source: int) -> TooLong:
-        return self.recipe.data.resolve_too_long(self.encoders[source].format)
-
     def shared(self, documents: Sequence[Document]) -> Sequence[Document]:
         """Return a row's documents as they are packed."""
         return share_prompts(documents) if self.shares_prompts else documents
-
-    def outcomes(self, batch: EncodedBatch) -> Counter[str]:
-        """Return the number of a batch's documents longer than a pack, by what happens with them."""
-        counts: Counter[str] = Counter()
-        for source, number in batch.num_too_long.items():
-            counts[self.too_long(source)] += number
-        return counts
 
     def encode(self, batch: Sequence[SelectedRow]) -> EncodedBatch:
         documents: dict[Split, list[DocumentBatch]] = {"train": [], "validation": []}
@@ -199,8 +187,10 @@ class BatchEncoder:
                 done.bad.append(result)
                 continue
             done.num_rows[source] += 1
-            done.num_dropped += not result
-            done.unused.update(unused_columns(row.columns, data, self.encoders[source].format))
+            encoder, form, fitting = self.encoders[source], self.encoders[source].format, list[Document]()
+            if isinstance(form, PreferencesFormat):
+                done.num_dropped += len(rejected_of(row.columns, form)) - len(result) // 2
+            done.unused.update(unused_columns(row.columns, data, form))
             split = split or (split_of(row.columns, data.validation) if data.validation else "train")  # noqa: PLW2901
             if split == "validation":
                 columns = portable(row.columns, row.folder) if data.pictures else row.columns
@@ -209,14 +199,11 @@ class BatchEncoder:
             shared = self.shared(result)
             sizes = [len(document.tokens) for document in shared]
             # Of samples: a document, or both sides of a pair, which share a pack.
-            lengths = [sum(sizes[first : first + num]) for first in range(0, len(sizes), num)]
-            longest = max(lengths, default=0)
+            longest = max((sum(sizes[first : first + num]) for first in range(0, len(sizes), num)), default=0)
             done.longest = max(done.longest, longest)
             done.num_documents += len(result)
-            done.num_too_long[source] += sum(each > length for each in lengths)
-            too_long, form, fitting = self.too_long(source), self.encoders[source].format, list[Document]()
             is_preference = isinstance(form, PreferencesFormat) or bool(label_of(form))
-            if longest > length and too_long == "error":
+            if longest > length and encoder.too_long == "error":
                 truncated = "" if is_preference else "data.too_long=truncate, or "
                 shorter = "data.too_long=split" if form.kind == "text" else f"{truncated}data.too_long=drop"
                 what = f"{row.where}: {longest:,} tokens, longer than a pack of {length:,}"
@@ -224,7 +211,11 @@ class BatchEncoder:
             per_pair = 2 if isinstance(form, PreferencesFormat) else 1
             for pair in (slice(first, first + per_pair) for first in range(0, len(result), per_pair)):
                 begin = num_fitting[split] + len(fitting)
-                fitting += self._fitting(shared[pair], too_long)
+                for each in range(pair.start, pair.stop, num):
+                    outcome, parts = encoder.fit(shared[each : each + num], length)
+                    fitting += parts
+                    done.num_too_long[source] += bool(outcome)
+                    done.too_long.update([outcome] if outcome else [])
                 if is_preference:
                     places = range(begin, num_fitting[split] + len(fitting))
                     own, other = (_digest(result[pair], is_swapped=flag) for flag in (False, True))
@@ -237,13 +228,6 @@ class BatchEncoder:
         empty = [DocumentBatch.of([])]
         done.train, done.validation = (DocumentBatch.join(each or empty) for each in documents.values())
         return done
-
-    def _fitting(self, documents: Sequence[Document], too_long: TooLong) -> Sequence[Document]:
-        """Return what is trained of documents; a pair fits as a whole, or not at all."""
-        length = self.recipe.training.sequence_length
-        if self.recipe.training.documents_per_sample > 1:
-            return documents if sum(len(each.tokens) for each in documents) <= length else ()
-        return [fit for each in documents for fit in shorten(each, length, too_long, self.end_of_turn)]
 
     def results(self, batch: Sequence[SelectedRow]) -> Iterator[tuple[SelectedRow, Row, list[Document] | DataError]]:
         """Yield each non-blank row with its documents or its error."""

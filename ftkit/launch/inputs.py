@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import stat
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -32,9 +33,11 @@ if TYPE_CHECKING:
     import os
 
     from ftkit.config.recipe import RecipePlan, RecipeSpec
+    from ftkit.data.encoding import RowEncoder
     from ftkit.data.packing import Document
     from ftkit.data.rows import Row
 
+    _Documents = list[tuple[RowEncoder, Document]]
 
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merges*", "chat_template*", "config.json",
@@ -166,24 +169,23 @@ MAX_CHARACTERS = 4 << 20  # maximum characters that are tokenized for a plan, in
 
 def count_documents(plans: Sequence[RunPlan], environment: Mapping[str, str]) -> list[RunPlan]:
     """Return plans with the number of documents that fit in their packs, if known; shared rows are read once."""
-    read: list[tuple[RecipePlan, tuple[list[tuple[str, int]], float | None]]] = []
+    read: list[tuple[RecipePlan, tuple[_Documents, float | None]]] = []
     counted = []
     for plan in plans:
         if plan.data.is_prepared:
             counted.append(_count_prepared(plan))
             continue
         data, model, most = plan.recipe.data, plan.recipe.model, plan.recipe.training.sequence_length
-        known = next((lengths for other, lengths in read if (other.data, other.model) == (data, model)), None)
+        known = next((documents for other, documents in read if (other.data, other.model) == (data, model)), None)
         if known is None:
-            known = _read_lengths(plan, environment)
+            known = _read_documents(plan, environment)
             read.append((plan.recipe, known))
         found, saved = known
-        too_long = {outcome: 0 for outcome, _ in found}
-        for outcome, length in found:
-            too_long[outcome] += length > most
-        longest = max((length for _, length in found), default=0)
-        num_fitting = len(found) - sum(too_long.values())
-        fit = DocumentFit(len(found), num_fitting, longest, is_complete=False, too_long=too_long, saved=saved)
+        too_long = Counter[str]({encoder.too_long: 0 for encoder, _ in found})
+        too_long.update(outcome for encoder, document in found if (outcome := encoder.fit([document], most)[0]))
+        longest = max((len(document.tokens) for _, document in found), default=0)
+        num_fitting = len(found) - too_long.total()
+        fit = DocumentFit(len(found), num_fitting, longest, is_complete=False, too_long=dict(too_long), saved=saved)
         counted.append(replace(plan, documents=fit if found else None))
     return counted
 
@@ -203,11 +205,8 @@ def _count_prepared(plan: RunPlan) -> RunPlan:
     return replace(plan, documents=fit, notes=(*plan.notes, *filter(None, [note])))
 
 
-def _read_lengths(plan: RunPlan, environment: Mapping[str, str]) -> tuple[list[tuple[str, int]], float | None]:
-    """Return for each document of the first rows its number of tokens, and its fate if it is longer than a pack.
-
-    Also return the result of `share_saved`. Returns no lengths and None if rows or tokenizer can't be read here.
-    """
+def _read_documents(plan: RunPlan, environment: Mapping[str, str]) -> tuple[_Documents, float | None]:
+    """Return the documents of the first rows and the result of `share_saved`; none and None if they can't be read."""
     recipe = plan.recipe
     environment = {**environment, **plan.cluster.environment}
     home = Workspace(plan.workspace).hub_home
@@ -221,8 +220,7 @@ def _read_lengths(plan: RunPlan, environment: Mapping[str, str]) -> tuple[list[t
 
     weights = find_folder(recipe.model, environment, home) or folder
     model = recipe.model.model_copy(update={"weights": str(weights), "revision": None})  # without the hub
-    lengths: list[tuple[str, int]] = []
-    good: list[list[Document]] = []
+    found: _Documents = []
     rows: list[tuple[Row, Format]] = []
     left = MAX_CHARACTERS
     try:
@@ -237,11 +235,8 @@ def _read_lengths(plan: RunPlan, environment: Mapping[str, str]) -> tuple[list[t
             tokenizer = load_listed_tokenizer(folder, recipe.model, template)
             pictures = PictureProcessor.of(model, tokenizer) if recipe.data.pictures else None
             encoder = RowEncoder.of(tokenizer, recipe.data, form, recipe.model.architecture.vocab_size, ends, pictures)
-            for documents in encoder.encode([row for row, _ in pairs]):
-                if not isinstance(documents, DataError):
-                    good.append(documents)
-                    outcome = recipe.data.resolve_too_long(form)
-                    lengths += [(outcome, len(document.tokens)) for document in documents]
+            encoded = encoder.encode([row for row, _ in pairs])
+            found += [(encoder, each) for row in encoded if not isinstance(row, DataError) for each in row]
     except Exception:  # noqa: BLE001 - damaged files raise anything; the checks report them
         return [], None
-    return lengths, share_saved(recipe, good)
+    return found, share_saved(recipe, ([document] for _, document in found))

@@ -170,6 +170,24 @@ def test_long_texts_are_split_by_default_and_long_conversations_are_refused(
     assert f"{texts}:1" not in out
 
 
+def test_documents_of_which_no_turn_fits_count_as_dropped_and_not_as_truncated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = [{"role": "user", "content": "ha " * 300}, TALK[-1]]
+    file = write(tmp_path / "chats.jsonl", {"messages": TALK[:3] + long}, {"messages": long}, {"messages": TALK[:3]})
+    (tmp_path / "ftkit.yaml").write_text("workspace: ./work\n")
+    settings = ("training.sequence_length=128", "data.too_long=truncate", "--cluster", "local")
+    code, _, err = call(capsys, "check", file, *settings)
+    assert code == 0, err
+    assert "3 rows; 2 documents longer than a pack: 1 truncated, 1 dropped" in " ".join(err.split())
+    assert json.loads(call(capsys, "stats", file, *settings, "--json")[1])["too_long"] == "truncate"
+    code, _, err = call(capsys, "prepare", file, *settings)
+    assert code == 0, err
+    assert "2 documents longer than a pack: 1 truncated, 1 dropped" in " ".join(err.split())
+    (folder,) = (tmp_path / "work" / "data").iterdir()
+    assert PreparedData(folder).read_manifest().too_long == {"truncate": 1, "drop": 1}
+
+
 def test_validation_documents_that_are_trained_on_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -489,7 +507,7 @@ def test_contradictions_are_dropped_and_counted_if_the_recipe_says_so(
     file = write(tmp_path / "pairs.jsonl", *rows)
     code, _, err = call(capsys, "check", file, *settings)
     assert code == 0, err
-    assert "2 equal or contradicting ones are dropped" in " ".join(err.split())
+    assert "2 equal or contradicting pairs dropped" in " ".join(err.split())
     code, _, err = call(capsys, "prepare", file, *settings)
     assert code == 0, err
     assert "2 equal or contradicting pairs dropped" in " ".join(err.split())
@@ -499,10 +517,37 @@ def test_contradictions_are_dropped_and_counted_if_the_recipe_says_so(
     refused = write(tmp_path / "refused.jsonl", *rows, {"prompt": "q", "chosen": "", "rejected": "b"})
     code, _, err = call(capsys, "check", refused, *settings)
     assert code == 8
-    assert "2 equal or contradicting ones are dropped" in " ".join(err.split())
+    assert "2 equal or contradicting pairs dropped" in " ".join(err.split())
     code, out, _ = call(capsys, "check", file, *settings, "data.contradictions=refuse")
     assert code == 8
     assert "are the same" in out
+
+
+def test_a_pair_with_equal_sides_is_dropped_alone_and_the_other_pairs_of_its_row_are_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"prompt": "p", "chosen": "one", "rejected": ["two", "one", " one", "red"]},
+        {"prompt": "q", "chosen": "a", "rejected": "a"},
+    ]
+    file = write(tmp_path / "pairs.jsonl", *rows)
+    (tmp_path / "ftkit.yaml").write_text("workspace: ./work\n")
+    settings = ("training.objective=dpo", "training.method=lora", "data.contradictions=drop", "--cluster", "local")
+    code, _, err = call(capsys, "check", file, *settings)
+    assert code == 0, err
+    assert "2 rows; 3 equal or contradicting pairs dropped" in " ".join(err.split())
+    assert "2; 3 equal or contradicting pairs dropped" in " ".join(call(capsys, "stats", file, *settings)[1].split())
+    stats = json.loads(call(capsys, "stats", file, *settings, "--json")[1])
+    assert [stats[name] for name in ("num_dropped", "num_documents", "num_duplicates")] == [3, 4, 0]
+    assert stats["sources"][0]["num_train_rows"] == 1
+    code, _, err = call(capsys, "prepare", file, *settings)
+    assert code == 0, err
+    assert "data.contradictions: 3 equal or contradicting pairs dropped" in " ".join(err.split())
+    (folder,) = (tmp_path / "work" / "data").iterdir()
+    manifest = PreparedData(folder).read_manifest()
+    assert (manifest.num_train_documents, manifest.sources[0].num_train_rows) == (4, 1)
+    code, out, _ = call(capsys, "check", file, *settings, "data.contradictions=refuse")
+    assert (code, f"{file}:1" in out) == (8, True)
 
 
 def test_packs_of_a_single_completion_are_warned_of_for_kto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,6 +115,22 @@ def test_a_plan_says_what_happens_with_documents_that_do_not_fit(ctx: Context, t
     assert (prepared.documents.is_complete, prepared.documents.too_long) == (True, {"split": 1})
 
 
+def test_a_plan_counts_documents_that_lose_all_their_turns_as_dropped_and_not_as_truncated(
+    ctx: Context, tokenizer: Path
+) -> None:
+    turns = [{"role": role, "content": text} for role, text in (("user", "long " * 2000), ("assistant", "a"))]
+    rows = [{"messages": turns}, {"messages": [{"role": "user", "content": "q"}, turns[1], *turns]}]
+    (ctx.project / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (f"data.source={ctx.project}/chats.jsonl", "data.format=auto", "data.too_long=truncate")
+    (plan,) = count_documents(rungs(ctx, tokenizer, *words, "training.sequence_length=1024"), {})
+    assert plan.documents is not None
+    assert plan.documents.too_long == {"truncate": 1, "drop": 1}
+    prepare(plan, lambda _: None, 1)
+    (prepared,) = count_documents([plan], {})
+    assert prepared.documents is not None
+    assert prepared.documents.too_long == plan.documents.too_long
+
+
 @pytest.mark.parametrize("by", ["draw", "hash"])
 def test_preparation_and_the_plan_after_it_say_which_validation_documents_are_also_trained_on(
     ctx: Context, tokenizer: Path, by: str
