@@ -21,7 +21,7 @@ from ftkit.data.preferences import Preferences, conversations_of, first_picture,
 from ftkit.data.prepared_data import PreparedData
 from ftkit.data.readers import read_json_lines
 from ftkit.data.rendering import ChatRenderer
-from ftkit.data.row_formats import DETECTION_ROWS, read_example, read_prompt, resolve_format, unused_columns
+from ftkit.data.row_formats import DETECTION_ROWS, read_example, read_prompt, resolve_format, roles_in, unused_columns
 from ftkit.data.rows import Columns, Row
 from ftkit.errors import DataError, one_line, plural
 from ftkit.models.architecture import ModelSpec
@@ -171,7 +171,7 @@ def _encode(
     model: ModelInput, rows: list[Row], data: DataSpec | None, report: Callable[[str], None]
 ) -> list[_Encoded | DataError]:
     form = _format_of(rows, data)
-    if form is None:
+    if form is None or ("user" in (roles := roles_in(rows, form).values()) and "assistant" not in roles):
         return _encode_prompts(model, rows, data)
     sees = model.model is not None and have_pictures(rows)
     data = data or DataSpec.model_validate({"source": "./rows.jsonl", "pictures": sees})

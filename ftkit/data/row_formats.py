@@ -179,13 +179,18 @@ def _detect_turns(columns: set[str], rows: Sequence[Row]) -> Format | None:
 
 def describe_roles(rows: Sequence[Row], form: Format) -> str:
     """Describe which role names of the first rows are aliases of roles; empty if none."""
+    names = roles_in(rows, form).items()
+    renamed = [f"'{name}' is {role}" for name, role in names if role and normalized_role(name) != role]
+    return f"; {', '.join(renamed)}" if renamed else ""
+
+
+def roles_in(rows: Sequence[Row], form: Format) -> dict[str, str | None]:
+    """Return the role of each role name of rows with turns; None for names of no role."""
     if not isinstance(form, MessagesFormat):
-        return ""
+        return {}
     key = "role" if form.style == "openai" else "from"
     turns = [turn for row in rows for turn in turns_in(row.columns.get(form.column)) if isinstance(turn, dict)]
-    names = {name: ROLES.get(normalized_role(name)) for turn in turns if isinstance(name := turn.get(key), str)}
-    renamed = [f"'{name}' is {role}" for name, role in names.items() if role and normalized_role(name) != role]
-    return f"; {', '.join(renamed)}" if renamed else ""
+    return {name: ROLES.get(normalized_role(name)) for turn in turns if isinstance(name := turn.get(key), str)}
 
 
 def _detect_by_columns(columns: set[str]) -> Format | None:

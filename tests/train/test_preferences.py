@@ -322,6 +322,18 @@ def test_an_evaluation_of_pairs_measures_the_chosen_completions(columns: Columns
     assert tokenizer.decode(case.reference or [], skip_special_tokens=True).strip() == "this"
 
 
+def test_an_evaluation_skips_turns_without_a_completion_among_rows_that_have_one() -> None:
+    tokenizer, skipped = learn_tokenizer(["which is better? this one"], 300, "chatml"), list[str]()
+    turns = [{"role": "user", "content": "which?"}, {"role": "assistant", "content": "this"}]
+    rows = [("", Row({"messages": turns[:number]}, f"chats.jsonl:{number}")) for number in (1, 2)]
+    model = ModelInput(tokenizer, "a model", len(tokenizer), None)
+    (case,) = make_evaluation_set(model, rows, None, skipped.append).cases
+    assert case.reference is not None
+    assert "chats.jsonl:1: nothing to train on" in " ".join(skipped)
+    (prompt,) = make_evaluation_set(model, rows[:1], None, skipped.append).cases
+    assert (prompt.prompt, prompt.reference) == (case.prompt, None)
+
+
 def test_an_evaluation_answers_the_prompt_of_a_pair_of_equal_sides_that_training_drops() -> None:
     tokenizer = learn_tokenizer(["which is better? this one, not that one"], 300, "chatml")
     data, skipped = BETTER.model_copy(update={"contradictions": "drop"}), list[str]()
