@@ -148,7 +148,7 @@ def measure_target(
         tokenizer = model.tokenizer
         data, metrics = evaluation_set(model.input, target.plan, settings, report)
         completions = f", {plural(len(data.cases), 'completion')}" if metrics else ""
-        report(f"measuring {plural(len(data.rows), 'row')}{completions}")
+        report(f"measuring {plural(len(data.rows), 'row')}{completions}{_whole(target.plan, settings, data)}")
         after = measure(model, data, metrics, settings, ranks)
     for metric in metrics if settings.metrics else ():
         if all(score is None for score in after.scores[metric.name]):
@@ -158,6 +158,14 @@ def measure_target(
         with load(target.before) as model:
             before = measure(model, data, metrics, settings, ranks)
     return Measurements(tokenizer, data, metrics, after, before)
+
+
+def _whole(plan: RunPlan | None, settings: MeasureSettings, data: EvaluationSet) -> str:
+    """Say which documents of the validation split the run itself measured otherwise; empty if none."""
+    length = plan.recipe.training.sequence_length if plan and not settings.file else np.inf
+    num = sum(len(document.tokens) > length for _, document in data.documents)
+    long = f"{plural(num, 'document')} longer than sequence_length {length:,}"
+    return f"; {long} in whole, which the run's own validation cut or dropped" if num else ""
 
 
 def measure(

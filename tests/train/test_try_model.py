@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import subprocess
+from contextlib import nullcontext
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +23,14 @@ from ftkit.data.readers import read_json_lines
 from ftkit.data.row_formats import resolve_format
 from ftkit.errors import NotFoundError, TrainingError
 from ftkit.evaluate.loaded_model import LoadedModel, load_model
-from ftkit.evaluate.source import ModelFolder, TrainedStep, find_target
+from ftkit.evaluate.scoring import measure_target
+from ftkit.evaluate.source import MeasureSettings, ModelFolder, Target, TrainedStep, find_target
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.runs.records import EvaluationRecord
 from ftkit.train.checkpoint.loading import read_state
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from conftest import Run
@@ -197,6 +201,23 @@ def test_eval_reproduces_the_recorded_losses_and_shows_the_change(
     assert metrics["sql"]["num_cases"] == found["num_rows"] == 12
 
 
+def test_an_evaluation_says_that_it_measures_documents_in_whole_that_the_run_cut_or_dropped(run: Run) -> None:
+    training = run.plan.recipe.training.model_copy(update={"sequence_length": 8})
+    plan = replace(run.plan, recipe=run.plan.recipe.model_copy(update={"training": training}))
+    source = TrainedStep(run.layout, run.plan, 20)
+    settings = MeasureSettings(metrics=("loss",), limit=2)
+    long = "; 2 documents longer than sequence_length 8 in whole, which the run's own validation cut or dropped"
+    for of_run, expected in ((run.plan, ""), (plan, long)):
+        said: list[str] = []
+        measure_target(
+            Target(source, of_run),
+            settings,
+            lambda each: nullcontext(load_model(each, torch.device("cpu"))),
+            said.append,
+        )
+        assert said == [f"measuring 2 rows{expected}"]
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torchrun leaves /dev/null open
 def test_eval_gives_the_same_result_on_one_and_two_processes(
     run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -206,11 +227,24 @@ def test_eval_gives_the_same_result_on_one_and_two_processes(
     assert evaluated(capfd, *words, "--gpus", "2") == evaluated(capfd, *words)
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        lambda text: {"prompt": text},
+        lambda text: {"messages": [{"role": "user", "content": text}]},
+        lambda text: {"conversations": [{"from": "human", "value": text}]},
+    ],
+)
 def test_a_file_of_prompts_gives_perplexity_and_repetition(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    prompt: Callable[[str], object],
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "How many pets are there?"}\n{"prompt": "Which?"}\n')
+    rows = map(prompt, ("How many pets are there?", "Which?"))
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     export = str(run.layout.export)
     found = evaluated(capfd, export, "--data", str(tmp_path / "prompts.jsonl"), "--metrics", "loss,repetition")
     names = ["loss", "perplexity", "token_accuracy", "repetition"]
