@@ -271,11 +271,9 @@ class PictureProcessor:
 
     def expand_row(self, row: Row, renderings: list[Rendering] | DataError) -> list[Rendering] | DataError:
         """Return a row's renderings with its pictures expanded, or the row's error."""
-        if isinstance(renderings, DataError):
+        if isinstance(renderings, DataError) or not renderings:
             return renderings
-        sources = max(
-            (each.pictures for each in renderings), key=len, default=()
-        )  # the other renderings have the first of these
+        sources = max((each.pictures for each in renderings), key=len)  # the other renderings have the first of these
         try:
             with errors_at(row):
                 opened = [open_picture(source, row.folder) for _, source in sources]

@@ -317,3 +317,6 @@ def test_both_sides_of_a_pair_have_the_pictures_of_its_prompt(tmp_path: Path) ->
     chosen, rejected = pair
     assert chosen.pictures == rejected.pictures != b""
     assert rejected.is_rejected
+    (tmp_path / "equal.jsonl").write_text(json.dumps(row | {"rejected": "a"}) + "\n")
+    model, file = ModelSpec.model_validate({"weights": str(tmp_path / "model")}), tmp_path / "equal.jsonl"
+    assert encode(model, file, contradictions="drop") == [[]]
