@@ -19,14 +19,7 @@ _ONCE: Final = "no row repeats here: the source that limits the total is used co
 DETECTED: Final = "the format of each source is detected from its first rows (data.format sets one for all)"
 _FIRST: Final = re.compile(r"\w+\[:(\d+)\]")  # a split, limited to its first rows
 _ALL: Final = "of files, all rows are taken; num_train: N in data.source samples N of them"
-_PLACES: Final = {
-    "path",
-    "source",
-    "file_name",
-    "path_or_dataset_id",
-    "data_files",
-    "ds_type",
-}  # keys of another place, or of its kind
+_PLACES: Final = {"path", "source", "file_name", "path_or_dataset_id", "data_files", "ds_type"}  # or their kinds
 _LIMITS: Final = {"split", "num_samples", "num_samples_limit", "limit_dataset_samples"}
 _HELDOUT: Final = "data.validation: {file: FILE} takes one file, which is read like the data to train on"
 
@@ -106,19 +99,18 @@ def _sources(entry: dict[str, Any], number: object) -> Iterator[Any]:
         places = listed
     elif listed:
         places = [f"{path}/{file}" if path[0] in "/.~" else f"hf://datasets/{path}/{file}" for file in listed]
-    limits: list[Any] = [each for each in (number, entry.get("limit")) if type(each) is int] or [number] * (
-        number is not None
-    )
+    limits = [each for each in (number, entry.get("limit")) if type(each) is int]
     for place in map(str, places):
         source = expand_source(place)
-        extra: dict[str, Any] = {}
+        extra: dict[str, object] = {}
         if isinstance(source, dict) and source["kind"] == "hub":
             keys = [key for key in ("subset", "split", "revision") if str(entry.get(key, "")) not in {"", "train"}]
             extra = {key: entry.pop(key) for key in keys}
         elif len(places) == 1 and (first := _FIRST.fullmatch(str(entry.get("split")))):
             del entry["split"]
             limits.append(int(first[1]))
-        extra |= {"num_train": min(limits)} if limits else {}
+        if limits or number is not None:
+            extra["num_train"] = min(limits, default=number)
         yield {**source, **extra} if isinstance(source, dict) and extra else place
 
 

@@ -215,7 +215,7 @@ def _translate(value: Any, table: Mapping[str, Any]) -> tuple[Any, str]:
     return table.get("else"), table.get("note", "").format(value=value)
 
 
-def _find_template(value: object, table: Mapping[str, Any]) -> tuple[str | None, str]:
+def _find_template(value: object, table: Mapping[str, str]) -> tuple[str | None, str]:
     """Return a chat template: a file or Jinja text as it is, or the name of a shipped one."""
     if value == "jinja":
         return None, "chat_template_jinja is the template"
