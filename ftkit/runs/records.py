@@ -45,6 +45,7 @@ class StartRecord(Record, event="start"):
     device: str
     num_parameters: Count
     versions: dict[str, str]
+    damaged: tuple[Count, ...] = ()  # steps of later checkpoints, from which training would have continued
 
 
 Checks = dict[str, int | str]  # results by check: a count or a text

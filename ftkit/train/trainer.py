@@ -352,6 +352,7 @@ class Trainer:
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             num_parameters=num_parameters,
             versions=versions,
+            damaged=tuple(step for step, _ in self.plan.layout.list_checkpoints() if step > progress.step),
         )
         self.recorder.write(record)
         if progress.step:

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ftkit.cli.main import main
+from ftkit.cli.terminal.record_lines import record_line
 from ftkit.data.packing import IGNORED, pack_at
 from ftkit.data.prepared_data import PreparedData
 from ftkit.files import parse_json
@@ -103,6 +104,16 @@ def test_ten_steps_resume_and_ten_more_equal_twenty_bit_for_bit(finished_run: An
     assert resumed.losses() == {step: straight[step] for step in range(11, 21)}
     name = "model.safetensors"
     assert (resumed.layout.export / name).read_bytes() == (finished_run.layout.export / name).read_bytes()
+
+
+def test_a_run_that_passes_over_a_damaged_checkpoint_says_so(finished_run: Any) -> None:
+    run = finished_run.copy_to("damaged")
+    for part in run.layout.checkpoint(20).glob("*.distcp"):
+        part.write_bytes(part.read_bytes()[:-1])
+    run.train()
+    (start,) = run.records(StartRecord)[-1:]
+    assert (start.resumed_from, start.damaged) == (10, (20,))
+    assert "damaged: checkpoint of step 20" in record_line(start)
 
 
 def test_one_process_computes_the_same_as_two(finished_run: Any, make_run: Callable[..., Any]) -> None:

@@ -41,6 +41,11 @@ _CHECKS = {
 """The checks before step 1 in words, with the noun of what was counted, in the order in which they are printed."""
 
 
+def damaged_text(record: records.StartRecord) -> str:
+    """Name the damaged checkpoints that a resume passed over."""
+    return f"checkpoint of step {' and '.join(map(str, record.damaged))}"
+
+
 def checks_text(record: records.VerificationRecord) -> str:
     """Describe the checks before step 1; those that found nothing, such as quantized parameters, are left out."""
     others = {name: (f"{{}} {name}", "") for name in record.checks if name not in _CHECKS}
@@ -62,7 +67,8 @@ def record_line(record: records.Record) -> str:  # noqa: C901, PLR0911, PLR0912 
         case records.StartRecord():
             where = f"{plural(record.world_size, 'process')}, {record.device}, {record.engine}"
             if record.resumed_from:
-                return f"training continues after step {record.resumed_from} of {record.num_steps}: {where}"
+                damaged = f"; damaged: {damaged_text(record)}" if record.damaged else ""
+                return f"training continues after step {record.resumed_from} of {record.num_steps}: {where}{damaged}"
             return f"training begins, {plural(record.num_steps, 'step')}: {where}"
         case records.VerificationRecord():
             return f"checks passed: {checks_text(record)}"

@@ -117,9 +117,12 @@ def test_the_time_of_a_resumed_run_is_said_to_be_that_since_its_checkpoint(
 ) -> None:
     resumed, whole = make_run("resumed"), make_run("whole")
     for run, step in ((resumed, 300), (whole, 0)):
-        records.write(run, StartRecord(1.0, 400, step, 2, "fsdp2", "cpu", 1000, {}))
+        damaged = (320, 340) if step else ()
+        records.write(run, StartRecord(1.0, 400, step, 2, "fsdp2", "cpu", 1000, {}, damaged))
         finish(run, records)
-    assert "since step 300" in " ".join(ftkit("status", resumed.id).out.split())
+    told = " ".join(ftkit("status", resumed.id).out.split())
+    assert "since step 300" in told
+    assert "damaged checkpoint of step 320 and 340" in told
     assert "since step" not in ftkit("status", whole.id).out
 
 
