@@ -78,6 +78,8 @@ def convert(
     _set_objective(it)
     _set_trackers(it)
     recipe = it.validated(as_name(name, "converted"))
+    for row in it.rows:
+        row.hide_secret()
     return Converted(it.tool.name, recipe, [row for row in it.rows if row.became or not row.is_default])
 
 

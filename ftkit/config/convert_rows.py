@@ -19,7 +19,7 @@ from ftkit.config.objectives import Objective
 from ftkit.config.other_tools import LAUNCHERS, Tool, read_tool, read_values
 from ftkit.config.problems import validate
 from ftkit.config.recipe import RecipeSpec
-from ftkit.errors import ConfigError, Problem
+from ftkit.errors import ConfigError, Problem, redact
 from ftkit.paths import is_path
 from ftkit.spec import Spec
 
@@ -35,8 +35,6 @@ AS_HERE: Final = "supervised fine-tuning, as here"
 _SUPERVISED: Final = "Convert the configuration of the supervised stage before it."
 _CROSS_ENTROPY: Final = re.compile(r"nll|cross_?entropy|^ce(with|$)")
 _NO_LENGTH: Final = "null: nothing is truncated there; set training.sequence_length to the longest document's"
-_SECRET: Final = re.compile(r"(^|[._])(api_key|password|secret|(hf|hub|auth|access|api)_token)$|(^|\.)token$")
-_TOKEN: Final = re.compile(r"\bhf_[A-Za-z0-9]{20,}")  # of the hub, under any key
 _NO_SOUND: Final = "ftkit trains on text and pictures: rows with sound or video are refused"
 
 
@@ -53,9 +51,11 @@ class Row:
     is_default: bool = False  # the input does not have the key; the value is the tool's default
     index: int = 0  # number of the dataset in a list that the key belongs to
 
-    def __post_init__(self) -> None:
-        is_secret = _SECRET.search(self.key.lower()) or _TOKEN.search(str(self.value))
-        self.value = "***" if is_secret and not isinstance(self.value, bool | None) else self.value
+    def hide_secret(self) -> None:
+        """Replace the value by `***` if it has a secret, or the key is named like one."""
+        text = f"{self.key}={self.value}"
+        if not isinstance(self.value, bool | None) and redact(text, {}) != text:
+            self.value = "***"
 
 
 @dataclass

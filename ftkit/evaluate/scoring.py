@@ -162,7 +162,9 @@ def measure_target(
 
 def _whole(plan: RunPlan | None, settings: MeasureSettings, data: EvaluationSet) -> str:
     """Say which documents of the validation split the run itself measured otherwise; empty if none."""
-    length = plan.recipe.training.sequence_length if plan and not settings.file else np.inf
+    if plan is None or settings.file:
+        return ""
+    length = plan.recipe.training.sequence_length
     num = sum(len(document.tokens) > length for _, document in data.documents)
     long = f"{plural(num, 'document')} longer than sequence_length {length:,}"
     return f"; {long} in whole, which the run's own validation cut or dropped" if num else ""

@@ -239,4 +239,4 @@ def _read_documents(plan: RunPlan, environment: Mapping[str, str]) -> tuple[_Doc
             found += [(encoder, each) for row in encoded if not isinstance(row, DataError) for each in row]
     except Exception:  # noqa: BLE001 - damaged files raise anything; the checks report them
         return [], None
-    return found, share_saved(recipe, ([document] for _, document in found))
+    return found, share_saved(recipe, [[document for _, document in found]])

@@ -273,7 +273,7 @@ class BestRun:
 def find_best(runs: Sequence[ComparedRun]) -> BestRun | None:
     """Find the best run by `evaluation.best.metric` if all have the same, else by validation loss, or training loss.
 
-    Returns None if the values are not of the same data, or of different objectives.
+    Returns None if the values are of different data, or if `why_not_comparable` has a reason.
     """
     metric, sign, values = _values_of_metric(runs)
     measured = [run for run in runs if run.id in values]

@@ -254,7 +254,8 @@ class Trainer:
         plan, world, (references, teacher) = self.plan, self.world, stored
         manifest = self.data.read_manifest()
         self.trace.begin("loading the newest checkpoint")
-        state = load_newest(engine, plan.layout, world, manifest.identity) or TrainState(0, manifest.identity)
+        loaded, damaged = load_newest(engine, plan.layout, world, manifest.identity)
+        state = loaded or TrainState(0, manifest.identity)
         num_epochs, sources = plan.recipe.training.num_epochs, plan.recipe.data.mixed_sources
         batches = BatchSchedule(
             store=store,
@@ -274,7 +275,7 @@ class Trainer:
             state=state,
         )
         progress = Progress.resume(plan, batches, state)
-        self._record_start(progress, num_parameters)
+        self._record_start(progress, num_parameters, damaged)
         held_out = teacher[1] if teacher else None
         evaluator = Evaluator(plan, self.data, self.tokenizer, parts.generation, world, is_packed, references, held_out)
         if state.step == 0:
@@ -330,7 +331,7 @@ class Trainer:
                 f"{self.plan.id}, which exports it without training",
             ) from error
 
-    def _record_start(self, progress: Progress, num_parameters: int) -> None:
+    def _record_start(self, progress: Progress, num_parameters: int, damaged: tuple[int, ...]) -> None:
         device = self.world.device
         versions = {
             "python": platform.python_version(),
@@ -352,7 +353,7 @@ class Trainer:
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             num_parameters=num_parameters,
             versions=versions,
-            damaged=tuple(step for step, _ in self.plan.layout.list_checkpoints() if step > progress.step),
+            damaged=damaged,
         )
         self.recorder.write(record)
         if progress.step:

@@ -120,7 +120,7 @@ def _run(case: Case, folder: Path) -> bool:
     world: World | Any = _Alone()
     with _without_advice():
         try:
-            progress = load_newest(engine, layout, world, _DATA)
+            progress, _ = load_newest(engine, layout, world, _DATA)
         except TrainingError:
             progress = None
     assert not Path("ran").exists(), "a checkpoint ran code"

@@ -98,7 +98,7 @@ def test_training_continues_while_a_snapshot_is_written(
         assert not [*read_records(plan.layout.metrics)]
         engine.weight.to_local().fill_(4)  # what the next step does
         gate.open()
-    assert load_newest(engine, plan.layout, world, plan.fingerprint) == TrainState(1, plan.fingerprint)
+    assert load_newest(engine, plan.layout, world, plan.fingerprint) == (TrainState(1, plan.fingerprint), ())
     assert engine.weight.to_local().tolist() == [3.0] * 6
     (record,) = read_records(plan.layout.metrics)
     assert isinstance(record, CheckpointRecord)

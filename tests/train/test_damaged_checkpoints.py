@@ -62,7 +62,7 @@ def seal(folder: Path, step: int, world: World) -> None:
 
 def newest_loaded(layout: RunLayout, world: World) -> float:
     engine: Any = OneWeight()
-    progress = load_newest(engine, layout, world, DATA)
+    progress, _ = load_newest(engine, layout, world, DATA)
     assert progress is not None
     assert engine.weight.tolist() == [float(progress.step)] * 3
     return progress.step
@@ -181,7 +181,7 @@ def test_checkpoints_of_another_model_are_rejected_on_one_line(
 
 def test_a_run_without_checkpoints_starts_at_step_0(tmp_path: Path, world: World) -> None:
     engine: Any = OneWeight()
-    assert load_newest(engine, RunLayout(tmp_path), world, DATA) is None
+    assert load_newest(engine, RunLayout(tmp_path), world, DATA) == (None, ())
 
 
 def test_a_run_does_not_start_over_if_its_checkpoints_cannot_be_listed(tmp_path: Path, world: World) -> None:

@@ -41,7 +41,7 @@ _CHECKS = {
 """The checks before step 1 in words, with the noun of what was counted, in the order in which they are printed."""
 
 
-def damaged_text(record: records.StartRecord) -> str:
+def damage_of(record: records.StartRecord) -> str:
     """Name the damaged checkpoints that a resume passed over."""
     return f"checkpoint of step {' and '.join(map(str, record.damaged))}"
 
@@ -67,7 +67,7 @@ def record_line(record: records.Record) -> str:  # noqa: C901, PLR0911, PLR0912 
         case records.StartRecord():
             where = f"{plural(record.world_size, 'process')}, {record.device}, {record.engine}"
             if record.resumed_from:
-                damaged = f"; damaged: {damaged_text(record)}" if record.damaged else ""
+                damaged = f"; damaged: {damage_of(record)}" if record.damaged else ""
                 return f"training continues after step {record.resumed_from} of {record.num_steps}: {where}{damaged}"
             return f"training begins, {plural(record.num_steps, 'step')}: {where}"
         case records.VerificationRecord():

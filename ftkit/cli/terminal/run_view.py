@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal.console import Cell, Facts, Styled, Terminal
 from ftkit.cli.terminal.format import age, count, duration, energy, short_path
-from ftkit.cli.terminal.record_lines import (
-    damaged_text,
-    early_stopping,
-    measured,
-    pair_texts,
-    record_line,
-    sharding_text,
-)
+from ftkit.cli.terminal.record_lines import damage_of, early_stopping, measured, pair_texts, record_line, sharding_text
 from ftkit.cli.terminal.run_table import STATE_STYLES
 from ftkit.errors import EXIT_CODES, RunFailedError, plural, redact
 from ftkit.launch.job_states import LOST, observe_all
@@ -201,7 +194,7 @@ def _result_facts(summary: RunSummary) -> Facts:
             facts.append(("best", f"step {end.best_step}"))
     facts += [("checkpoint", short_path(Path(summary.checkpoint.path)))] if summary.checkpoint else []
     if summary.start and summary.start.damaged:
-        facts.append(("damaged", Styled(damaged_text(summary.start), "red")))
+        facts.append(("damaged", Styled(damage_of(summary.start), "red")))
     if lost := summary.failed_checkpoint:
         text = f"of step {lost.step}, {lost.num_failed} in a row: {lost.reason}"
         facts.append(("failed save", Styled(text, "red")))

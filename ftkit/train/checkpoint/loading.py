@@ -57,8 +57,10 @@ def reason_of(error: OSError | CheckpointException | ForeignCheckpointError) -> 
     return str(error)
 
 
-def load_newest(engine: Engine, layout: RunLayout, world: World, data: str) -> TrainState | None:
-    """Load the newest undamaged checkpoint; return None if there is no checkpoint. Collective."""
+def load_newest(
+    engine: Engine, layout: RunLayout, world: World, data: str
+) -> tuple[TrainState | None, tuple[int, ...]]:
+    """Load the newest undamaged checkpoint; return its state, if any, and the steps of damaged ones. Collective."""
     found: list[tuple[int, Path]] = []
     if world.is_first:
         try:
@@ -70,12 +72,12 @@ def load_newest(engine: Engine, layout: RunLayout, world: World, data: str) -> T
                 fix=f"make {layout.checkpoints} readable, then: ftkit resume {layout.root.name}",
             ) from error
     # Use rank 0's list, because a shared file system may show other ranks an older state.
-    listed, damaged = world.gather_objects(found)[0], []
+    listed, damaged = world.gather_objects(found)[0], dict[int, str]()
     for step, folder in reversed(listed):
         marker, damage = _check(step, folder, world)
         if marker is None:
             log.warning("checkpoint %s is damaged (%s): trying the one before it", folder.name, damage)
-            damaged.append(f"{folder.name} ({damage})")
+            damaged[step] = f"{folder.name} ({damage})"
             continue
         if marker.progress.fingerprint != data:
             raise TrainingError(
@@ -84,14 +86,14 @@ def load_newest(engine: Engine, layout: RunLayout, world: World, data: str) -> T
                 fix="resume with the version of ftkit that started the run, or start a new run",
             )
         _load(engine, folder)
-        return marker.progress
+        return marker.progress, tuple(sorted(damaged))
     if damaged:
         raise TrainingError(
-            f"every checkpoint in {layout.checkpoints} is damaged: {', '.join(damaged)}",
+            f"every checkpoint in {layout.checkpoints} is damaged: {', '.join(damaged.values())}",
             meaning="the file system lost data, files were changed or moved, or this user may not read them",
             fix=f"restore one of them, then: ftkit resume {layout.root.name}; or start a new run. Nothing was deleted",
         )
-    return None
+    return None, ()
 
 
 def load_best(engine: Engine, layout: RunLayout, world: World, step: int) -> bool:
