@@ -154,11 +154,16 @@ def table(name: str) -> str:
     return f"\n{made[name]() if name in made else record_table(read_all()[name])}\n\n"
 
 
+def gpus(training: Training) -> str:
+    """Return the GPUs of a run, with their number if there are several."""
+    return f"{training.gpus} {training.gpu.upper()}" if training.gpus > 1 else training.gpu.upper()
+
+
 def planned_table(planned: list[Planned]) -> str:
     """Return measured runs beside today's plan."""
     rows = [
         [
-            describe(each.training, each.row.labels), f"{each.training.gpus} {each.training.gpu.upper()}",
+            describe(each.training, each.row.labels), gpus(each.training),
             show(each.row.medians.get("peak_gib"), ".1f"), f"{each.gib:.1f}", show(each.memory_error, "+.1%"),
             show(each.row.medians.get("tokens_per_second"), ",.0f"), f"{each.speed:,.0f}",
             show(each.speed_error, "+.1%"), each.date,
@@ -174,7 +179,7 @@ def peers_table() -> str:
     rows = [
         [
             describe(with_kernel(own.training, own.labels), own.labels),
-            f"{own.training.gpus} {own.training.gpu.upper()}",
+            gpus(own.training),
             peer.labels["trainer"],
             peer.labels.get("attention", ""),
             *(show(row.medians["tokens_per_second"], ",.0f") for row in (own, peer)), f"{ratio:.2f}",

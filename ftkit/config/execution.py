@@ -20,7 +20,12 @@ USABLE_MEMORY: Final = 0.95
 """Fraction of a GPU's memory that tensors can use; the CUDA context, NCCL and fragmentation take the rest."""
 
 CHUNK_LOGITS = 2**28
-"""Approximate number of logits per chunk of the loss with engine fsdp2: half a GiB in bf16."""
+"""Approximate number of logits per chunk of the loss with engine fsdp2: half a GiB in bf16.
+
+With a frozen projection it is half of that. A trained one adds each chunk's gradient to fp32 sums in memory.
+"""
+LEAST_CHUNK_ROWS = 1024
+"""Rows of a chunk with which matmuls still occupy all multiprocessors of a large GPU."""
 LOGITS_ALIGNMENT: Final = 64
 """The loss pads a vocabulary to a multiple of this: on Hopper, OLMo-3's 100,278 rows then take a third of the time."""
 ZERO3_LIVE_WEIGHTS: Final = 10**9
@@ -36,10 +41,10 @@ def indivisible_sizes(num_heads: int, num_key_value_heads: int, intermediate_siz
     return {name: size for name, size in sizes if size % parts}
 
 
-def logits_rows(num_targets: int, vocabulary: int) -> int:
-    """Return the tokens per chunk of the loss: equal chunks, as close to `CHUNK_LOGITS` as possible."""
-    num_chunks = max(1, round(num_targets * vocabulary / CHUNK_LOGITS))
-    return -(-num_targets // num_chunks)
+def logits_rows(num_targets: int, vocabulary: int, *, is_trained: bool) -> int:
+    """Return the tokens per chunk of the loss, in equal chunks; `is_trained` says whether the projection is."""
+    rows = CHUNK_LOGITS / vocabulary if is_trained else max(CHUNK_LOGITS / 2 / vocabulary, LEAST_CHUNK_ROWS)
+    return -(-num_targets // max(1, round(num_targets / rows)))
 
 
 def only_with_fsdp2(training: TrainingSpec) -> tuple[str, ...]:

@@ -193,7 +193,7 @@ class Tensors:
     def loss_logits(self) -> float:
         """The logits, which their gradients overwrite, while the loss is computed."""
         padded = -(-self.shape.vocab_size // LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT
-        rows = logits_rows(self.tokens, padded)
+        rows = logits_rows(self.tokens, padded, is_trained=self.training.adapters is None)
         table = self.width * self.table if padded != self.shape.vocab_size else 0
         if self.training.adapters is None:
             table += (self.width + FP32) * self.table
@@ -330,7 +330,7 @@ def teacher_memory(setup: Setup) -> MemoryPlan:
     weights = 0 if is_offloaded else tensors.width * tensors.total / setup.num_shards
     gathered = tensors.around + 2 * tensors.layer if setup.num_shards > 1 or is_offloaded else 0
     activations = tensors.activations.layer + 2 * tensors.activations.hidden + tensors.activations.mask
-    logits = (tensors.width + 2 * FP32) * logits_rows(setup.tokens, size) * size
+    logits = (tensors.width + 2 * FP32) * logits_rows(setup.tokens, size, is_trained=False) * size
     return MemoryPlan("teacher", weights / GIB, 0, 0, activations / GIB, logits / GIB, gathered / GIB)
 
 

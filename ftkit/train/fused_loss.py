@@ -164,7 +164,7 @@ def _losses_in_chunks(
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight is not None and needs[1] else None
     shape = (len(targets),) if loss.teacher is None else (len(targets), 1 + len(DISTILL_METRICS))
     losses = torch.empty(shape, dtype=torch.float32, device=hidden.device)
-    for part in _chunks(len(targets), vocabulary):
+    for part in _chunks(len(targets), vocabulary, is_trained=grad_weight is not None):
         logits = hidden[part] if weight is None else hidden[part] @ weight.T
         if weight is None and hidden.is_cuda:
             logits = logits.clone()  # its gradient may overwrite it
@@ -186,8 +186,9 @@ def _losses_in_chunks(
     return losses, grad_hidden, grad_weight
 
 
-def _chunks(num_targets: int, vocabulary: int) -> Iterator[slice]:
-    size = max(1, logits_rows(num_targets, -(-vocabulary // LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT))
+def _chunks(num_targets: int, vocabulary: int, *, is_trained: bool) -> Iterator[slice]:
+    padded = -(-vocabulary // LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT
+    size = max(1, logits_rows(num_targets, padded, is_trained=is_trained))
     yield from (slice(begin, begin + size) for begin in range(0, num_targets, size))
 
 
@@ -264,7 +265,7 @@ def linear_top_log_probs(
     NaN stays NaN.
     """
     stored = torch.empty((2, len(hidden), top_k + 1), dtype=torch.int32, device=hidden.device)
-    for part in _chunks(len(hidden), vocabulary):
+    for part in _chunks(len(hidden), vocabulary, is_trained=False):
         products = hidden[part, :vocabulary] if weight is None else hidden[part] @ weight[:vocabulary].T
         log_probs = transform.apply(products.float()).log_softmax(dim=-1)
         top, tokens = log_probs.topk(top_k)

@@ -297,12 +297,14 @@ def _dequantize_compiled(
     mean = offset.view(torch.float32)[..., :1, None]
     exact_absmax = code[absmax.int()].view(*stack, -1, NF4_NESTED_BLOCK) * per_block_of_blocks + mean
     per_block = exact_absmax.flatten(-2)[..., : 2 * quantized.shape[-1] // NF4_BLOCK, None]
-    width = storage.itemsize
-    columns = quantized.view(*stack, -1, NF4_BLOCK * width // _WORD, _WORD // width // 2).int().unbind(-1)
-    words = torch.zeros((), dtype=torch.int64, device=quantized.device)
-    for place, numbers in enumerate(number for column in columns for number in (column >> 4, column & 15)):
-        bits = (levels[numbers] * per_block).to(storage).view(_INTEGERS[width]).long() & ((1 << 8 * width) - 1)
-        words = words | bits << (8 * width * place)
+    width, device = storage.itemsize, flat.device
+    columns = quantized.view(*stack, -1, NF4_BLOCK * width // _WORD, _WORD // width // 2, 1).int()
+    halves = torch.arange(4, -1, -4, dtype=torch.int32, device=device)  # a byte's high bits are the first number
+    numbers = columns >> halves & 15
+    bits = (levels[numbers] * per_block[..., None, None]).to(storage).view(_INTEGERS[width]).long()
+    places = torch.arange(0, 8 * _WORD, 8 * width, device=device).view(-1, 2)
+    # A sum is one node of the graph. Of a chain of 30 operations, Inductor would keep an intermediate result.
+    words = ((bits & ((1 << 8 * width) - 1)) << places).sum((-1, -2))
     return words.flatten(-2).view(storage)[..., : layout.num_weights].reshape(*stack, num_outputs, num_inputs)
 
 

@@ -76,6 +76,7 @@ class LocalShard:
             begin, end = max(self.begin, top * width), min(self.end, bottom * width)
             rows = self._local_columns(read(top, bottom)).reshape(-1)[begin - top * width : end - top * width]
             self.values[begin - self.begin : end - self.begin].copy_(rows)
+            del rows  # freed before the next are read
 
     def _local_columns(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self.columns is None else rows[:, self.columns.start : self.columns.stop]

@@ -336,13 +336,11 @@ class _RandomTensor:
             return torch.full(shape, self.constant, device=device)[rows]
         first, last, _ = rows.indices(shape[0])
         height = rows_per_read(shape)
-        numbers = range(first // height, -(-last // height))
-        chunks = []
-        for number in numbers:  # most matrices are one chunk
-            size = (min(height, shape[0] - number * height), *shape[1:])
-            generator = torch.Generator(device).manual_seed(self.seed + number)
-            chunks.append(torch.empty(size, device=device).normal_(std=self.deviation, generator=generator))
-        return torch.cat(chunks)[first - numbers.start * height : last - numbers.start * height]
+        begin, end = first // height * height, min(-(-last // height) * height, shape[0])
+        drawn = torch.empty((end - begin, *shape[1:]), device=device)
+        for number, chunk in enumerate(drawn.split(height), begin // height):
+            chunk.normal_(std=self.deviation, generator=torch.Generator(device).manual_seed(self.seed + number))
+        return drawn[first - begin : last - begin]
 
 
 def _places(folder: Path) -> dict[str, Path]:

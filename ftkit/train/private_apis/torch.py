@@ -144,7 +144,7 @@ def compile_failures() -> tuple[type[Exception], type[Exception]]:
     return torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit  # noqa: SLF001
 
 
-_LEAST_SHARED_BYTES = 256
+_LEAST_SHARED_BYTES = 8192
 """What independent operations must share to be fused. By default, tables of 4-bit weights are enough: then, several
 dequantized matrices exist at a time."""
 
@@ -161,7 +161,12 @@ def inductor(change: Callable[[fx.Graph], None]) -> Callable[..., Callable[..., 
             return change.__qualname__
 
     compile_graph: Callable[..., Any] = torch._dynamo.lookup_backend("inductor")  # noqa: SLF001
-    patches = {"post_grad_custom_post_pass": Change(), "score_fusion_memory_threshold": _LEAST_SHARED_BYTES}
+    patches = {
+        "post_grad_custom_post_pass": Change(),
+        "score_fusion_memory_threshold": _LEAST_SHARED_BYTES,
+        # Otherwise, a freed buffer stays allocated for the next one of its size: a matrix, while others are computed.
+        "allow_buffer_reuse": False,
+    }
     return partial(compile_graph, config_patches=patches)
 
 
