@@ -78,6 +78,8 @@ class ArchitectureFields(Spec):
     """Width of the feed-forward layer."""
     num_hidden_layers: PositiveInt | None = None
     """Number of decoder layers."""
+    num_experts: PositiveInt | None = None
+    """Routed experts of a layer. The family's usual number if null."""
     num_attention_heads: PositiveInt | None = None
     """Query heads."""
     num_key_value_heads: PositiveInt | None = None

@@ -31,6 +31,8 @@ _EQUAL = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps",
 )  # fmt: skip
+NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""The spellings of the number of routed experts."""
 _PER_LAYER = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 """Sizes that some configurations list for each layer, as Gemma 3n's; the shape has the largest."""
 FULL, WINDOWED, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # types of layers
@@ -187,6 +189,7 @@ def read_shape(config: Mapping[str, Any], weights: str) -> ArchitectureSpec:
     fields = {name: filled.get(name) for name in ArchitectureFields.model_fields if name != "rope_scaling"}
     known = fields | {
         "family": filled.get("model_type"),
+        "num_experts": num_experts(filled) or None,
         "intermediate_size": filled.get("intermediate_size") or _width_of_experts(filled),
         "sliding_window": window,
         "full_attention_every": every,
@@ -198,6 +201,13 @@ def read_shape(config: Mapping[str, Any], weights: str) -> ArchitectureSpec:
         what = f"it has no {', '.join(wrong) or 'possible shape'} that ftkit can use."
         fix = "Plan on a machine with torch and transformers, which fill in missing values; or choose another model."
         raise ConfigError([Problem(f"config.json of {weights}", "model.weights", what, fix)]) from error
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    """Return the number of routed experts of a layer, under any known key; 0 without any."""
+    found = next((config[key] for key in NUM_EXPERTS if _is_count(config.get(key))), 0)
+    has_none = found == 1 or config.get("is_moe") is False or config.get("enable_moe_block") is False
+    return 0 if has_none else int(found)
 
 
 def _window_and_interval(filled: Mapping[str, Any]) -> tuple[int | None, int]:
@@ -241,10 +251,13 @@ def check_shape(shape: ArchitectureFields, config: Mapping[str, Any], weights: s
 
 def find_contradictions(shape: ArchitectureFields, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the fields in which a recipe's shape contradicts a configuration, each with both values."""
-    stored = {key: value for key, value in fill_config(config).items() if key in CONFIG_KEYS and value is not None}
+    filled = fill_config(config)
+    stored = {key: value for key, value in filled.items() if key in CONFIG_KEYS and value is not None}
     given = {key: value for key in shape.model_fields_set if (value := getattr(shape, key)) is not None}
     pairs = {key: (given[key], stored[key]) for key in _EQUAL if key in stored and key in given}
     family = stored.get("model_type", shape.family)
+    if "num_experts" in given:
+        pairs["num_experts"] = (given["num_experts"], num_experts(filled))
     if "family" in given:
         pairs["family"] = (shape.family, family)
     window, every = _window_and_interval(stored)

@@ -22,7 +22,7 @@ from ftkit.models.architecture import (
     Linear,
     ModelCounts,
 )
-from ftkit.models.config_json import FULL, LINEAR, WINDOWED, fill_config
+from ftkit.models.config_json import FULL, LINEAR, NUM_EXPERTS, WINDOWED, fill_config, num_experts
 from ftkit.models.families import Family, family_of
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ def vision_of(shape: ArchitectureSpec) -> VisionPlan | None:
 @lru_cache(maxsize=64)  # called by every prediction
 def _count_shape(shape: ArchitectureSpec) -> ModelCounts:
     """Count a model that is defined only by its shape, with its family's usual experts."""
-    fields = shape.model_dump(exclude={"family", "full_attention_every", "rope_scaling", "counts", "vision"})
+    apart = {"family", "full_attention_every", "num_experts", "rope_scaling", "counts", "vision"}
+    fields = shape.model_dump(exclude=apart)
     family = family_of(shape.family)
     filled = {**family.defaults, **fields, "model_type": shape.family}
     if shape.sliding_window is not None or family.full_attention_every == 0:
@@ -52,8 +53,9 @@ def _count_shape(shape: ArchitectureSpec) -> ModelCounts:
     usual = family.usual_experts
     if usual is not None:
         width = -(-shape.intermediate_size // usual.narrower)
-        filled |= {"num_experts": usual.num, "num_experts_per_tok": usual.per_token, "moe_intermediate_size": width}
-        filled.pop("num_local_experts", None)
+        filled |= {"num_experts_per_tok": usual.per_token, "moe_intermediate_size": width}
+    if number := shape.num_experts or (usual and usual.num):
+        filled |= dict.fromkeys(NUM_EXPERTS, number)
     return _count(fill_config(filled), "formula" if family.has_formula and usual is None else "family")
 
 
@@ -77,7 +79,6 @@ class Experts:
     num_dense_layers: int = 0
 
 
-_NUM = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 _WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 _NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
@@ -90,8 +91,8 @@ _EVERY = ("decoder_sparse_step", "interleave_moe_layer_step", "expert_layer_peri
 
 def read_experts(config: Mapping[str, Any]) -> Experts | None:
     """Return the experts in a configuration, under any known key; missing values are those that need most memory."""
-    num = _first(config, _NUM)
-    if num is None or num <= 1 or config.get("is_moe") is False or config.get("enable_moe_block") is False:
+    num = num_experts(config)
+    if not num:
         return None
     width = _first(config, _WIDTH) or 0
     shared = _first(config, _SHARED_WIDTH) or (_first(config, _NUM_SHARED) or 0) * width

@@ -387,6 +387,17 @@ def test_a_non_causal_model_is_rejected(world: World) -> None:
         packing_of(bert, world)
 
 
+@pytest.mark.parametrize(("family", "key"), [("gpt_oss", "num_local_experts"), ("qwen3_moe", "num_experts")])
+def test_a_shape_sets_the_number_of_experts(family: str, key: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    assert getattr(make_config(architecture(family, num_experts=3), tokenizer), key) == 3
+    assert getattr(make_config(architecture(family), tokenizer), key) == 128
+
+
+def test_a_family_without_experts_can_not_get_any(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(TrainingError, match="'llama' has no experts"):
+        make_config(architecture("llama", num_experts=8), tokenizer)
+
+
 def test_documents_of_gpt_oss_are_isolated_by_ftkits_masks(tokenizer: PreTrainedTokenizerBase, world: World) -> None:
     shape = architecture("gpt_oss", sliding_window=6, full_attention_every=2)
     config = make_config(shape, tokenizer)

@@ -27,14 +27,23 @@ from transformers import (
 from ftkit.config.execution import GROUPED_MULTIPLE
 from ftkit.errors import TrainingError, one_line
 from ftkit.models.architecture import ArchitectureSpec
-from ftkit.models.config_json import CONFIG_KEYS, find_contradictions, text_part, unquantized_fix, why_not_dequantizable
+from ftkit.models.config_json import (
+    CONFIG_KEYS,
+    NUM_EXPERTS,
+    find_contradictions,
+    text_part,
+    unquantized_fix,
+    why_not_dequantizable,
+)
 from ftkit.models.families import family_of
 from ftkit.models.folder import read_model_config, read_model_type
 from ftkit.models.weight_files import CONFIG_FILE, WRAPPED
 
 log = logging.getLogger(__name__)
 
-_PASSED_ON = set(ArchitectureSpec.model_fields) - {"family", "sliding_window", "full_attention_every", "rope_scaling"}
+_PASSED_ON = set(ArchitectureSpec.model_fields) - {
+    "family", "num_experts", "sliding_window", "full_attention_every", "rope_scaling",
+}  # fmt: skip
 
 
 def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
@@ -57,6 +66,10 @@ def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> 
             f"'{shape.family}' is a multimodal model, whose text model has a shape of its own",
             fix=f"set model.architecture.family={text.model_type}",
         )
+    if shape.num_experts is not None:
+        if not (names := [name for name in NUM_EXPERTS if hasattr(config, name)]):
+            raise TrainingError(f"a '{shape.family}' has no experts", fix="remove model.architecture.num_experts")
+        config.update(dict.fromkeys(names, shape.num_experts))
     _scale_positions(config, shape)
     return config
 

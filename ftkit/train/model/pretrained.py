@@ -337,10 +337,13 @@ class _RandomTensor:
         first, last, _ = rows.indices(shape[0])
         height = rows_per_read(shape)
         begin, end = first // height * height, min(-(-last // height) * height, shape[0])
-        drawn = torch.empty((end - begin, *shape[1:]), device=device)
-        for number, chunk in enumerate(drawn.split(height), begin // height):
-            chunk.normal_(std=self.deviation, generator=torch.Generator(device).manual_seed(self.seed + number))
-        return drawn[first - begin : last - begin]
+        dtype = torch.float32 if self.target.layout is None else self.target.layout.storage
+        values = torch.empty((end - begin, *shape[1:]), dtype=dtype, device=device)
+        for number, chunk in enumerate(torch.split(values, height), begin // height):
+            drawn = chunk if dtype == torch.float32 else torch.empty_like(chunk, dtype=torch.float32)
+            drawn.normal_(std=self.deviation, generator=torch.Generator(device).manual_seed(self.seed + number))
+            chunk.copy_(drawn)
+        return values[first - begin : last - begin]
 
 
 def _places(folder: Path) -> dict[str, Path]:

@@ -13,7 +13,8 @@ from ftkit.config.context import Context, list_images, list_names
 from ftkit.config.image_reference import NamedImage
 from ftkit.config.load import load_cluster, load_image, load_recipe, read_shipped, shipped_config
 from ftkit.config.request import RunRequest
-from ftkit.models.parameters import count_by_config
+from ftkit.models.config_json import read_shape
+from ftkit.models.parameters import count_by_config, count_model
 from ftkit.planning.planner import plan_model, plan_run
 from ftkit.planning.training_setup import GPUS
 
@@ -99,6 +100,12 @@ def test_an_architecture_has_the_param_count_of_its_model(path: Path) -> None:
     assert all(shipped_config(weights) == config for weights in models)
     assert count_by_config(config).is_exact
     assert round(count_by_config(config).total / 1e9, 2) == BILLIONS_OF_PARAMETERS[path.stem]
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-120b", "gpt-oss-20b", "qwen3-30b-a3b"])
+def test_a_mixture_without_weights_has_the_experts_of_its_architecture(name: str) -> None:
+    config, _ = read_shipped(assets.ARCHITECTURES / f"{name}.yaml")
+    assert round(count_model(read_shape(config, name)).total / 1e9, 2) == BILLIONS_OF_PARAMETERS[name]
 
 
 def _plan(recipe_name: str, cluster_name: str, num_nodes: int | None) -> RunPlan:
