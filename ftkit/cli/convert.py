@@ -59,9 +59,8 @@ def convert_command(  # noqa: PLR0913 - its options
     """
     terminal = Terminal()
     if output is not None and output.exists() and not yes:
-        raise ConfigError(
-            [Problem(short_path(output), "", "already exists and was not changed.", "Replace it with --yes.")]
-        )
+        fix = "Replace it with --yes."
+        raise ConfigError([Problem(short_path(output), "", "already exists and was not changed.", fix)])
     calls = {name: names for each in (*TOOLS, LAUNCHERS) for name, names in read_tool(each).calls.items()}
     parts = {str(path): read_foreign(path, calls) for path in files}
     if info := _find_dataset_info(files, parts):

@@ -93,18 +93,15 @@ def _as_json(spec: ImageSpec, state: ImageStatus, store: ImageStore) -> dict[str
         "file": str(store.link(state.reference, "sqsh")),
         "is_imported": any(file.manifest for file in state.imported),
         "is_pinned": spec.base.digest is not None,
-        "built": {"id": built.id, "size": built.size, "created": built.config.created, "labels": built.config.labels}
-        if built
-        else None,
+        "built": built
+        and {"id": built.id, "size": built.size, "created": built.config.created, "labels": built.config.labels},
         "pushed": list(state.pushed),
         "imported": [
             {
                 "file": str(file.link),
                 "size": file.size,
                 "is_whole": file.manifest is not None,
-                "image_id": file.manifest.image_id if file.manifest else None,
-                "sha256": file.manifest.sha256 if file.manifest else None,
-                "imported": file.manifest.imported if file.manifest else None,
+                **{key: getattr(file.manifest, key, None) for key in ("image_id", "sha256", "imported")},
             }
             for file in state.imported
         ],

@@ -56,10 +56,8 @@ def read_foreign(path: Path, calls: Mapping[str, Sequence[str]]) -> Settings:
             case _:
                 return _read_commands(text)
     except (UnicodeDecodeError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        problem = Problem(
-            str(path), "", f"can't be read: {one_line(error)}.", "Is it complete, and is its suffix right?"
-        )
-        raise ConfigError([problem]) from error
+        fix = "Is it complete, and is its suffix right?"
+        raise ConfigError([Problem(str(path), "", f"can't be read: {one_line(error)}.", fix)]) from error
 
 
 def _flat(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -104,10 +104,8 @@ def parse_override(text: str) -> Layers:
     path = tuple(key.split("."))
     shown = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
     if not separator or not all(path) or not key.isprintable() or len(path) > MAX_DEPTH:
-        problem = Problem(
-            COMMAND_LINE, repr(shown), "not of the form key.path=value.", "Example: training.learning_rate=1e-5"
-        )
-        raise ConfigError([problem])
+        fix = "Example: training.learning_rate=1e-5"
+        raise ConfigError([Problem(COMMAND_LINE, repr(shown), "not of the form key.path=value.", fix)])
     where, bare = f"{COMMAND_LINE}: {shown}", value.strip()
     tree: object
     if bare.startswith(("[", "{", "'", '"')):

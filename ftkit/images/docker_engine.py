@@ -88,8 +88,7 @@ def _current_context(docker: ModuleType) -> dict[str, object]:
     try:
         context = docker.context.ContextAPI.get_context(name)
     except Exception as error:  # noqa: BLE001 - the SDK raises this type itself
-        context = None
-        reason = one_line(error)
+        context, reason = None, one_line(error)
     if context is None:
         raise PrerequisiteError(
             f"can't use docker's context '{name}': {reason}",
@@ -218,9 +217,7 @@ _ZIP_EPOCH: Final = 315532800  # 1980-01-01 UTC, the earliest time that a zip fi
 def make_labels(spec: ImageSpec, commit: Commit | None) -> dict[str, str]:
     """Return the labels of an image that is about to be built, except those about its base and its build."""
     given = os.environ.get("SOURCE_DATE_EPOCH", "")
-    epoch = commit.time if commit else _ZIP_EPOCH
-    if given.isdigit():
-        epoch = int(given)
+    epoch = int(given) if given.isdigit() else commit.time if commit else _ZIP_EPOCH
     labels = {
         "org.opencontainers.image.title": spec.reference,
         "org.opencontainers.image.description": spec.description,

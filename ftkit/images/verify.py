@@ -157,7 +157,6 @@ def _with_enroot(file: Path, report: Report) -> tuple[process.ProgramOutput, str
             done = process.run(start, timeout_seconds=_TIMEOUT_SECONDS, environment=environment)
     finally:
         report(ProgressEvent(f"removing the container of {file.name}"))
-        reason = ""
         try:
             removed = process.run(remove, timeout_seconds=_TIMEOUT_SECONDS)  # it takes minutes on a slow disk
             reason = removed.stderr.strip() if removed.returncode else ""

@@ -42,6 +42,7 @@ from ftkit.train.distributed.verification import (
 from ftkit.train.engine import ShardingStats
 from ftkit.train.model.attention import choose_kernel, generation_attention, register_kernel
 from ftkit.train.model.hf_model import build_empty, find_decoder_layers, load_pretrained, make_config, read_config
+from ftkit.train.model.lora import freeze
 from ftkit.train.model.pretrained import load_weights
 from ftkit.train.model.varlen_attention import VARLEN
 from ftkit.train.param_count import count_method
@@ -385,6 +386,19 @@ def test_a_non_causal_model_is_rejected(world: World) -> None:
     bert = AutoModelForCausalLM.from_config(BertConfig(vocab_size=320, initializer_range=0.3, **sizes))
     with pytest.raises(TrainingError, match="to later ones"):
         packing_of(bert, world)
+
+
+def test_the_embeddings_of_a_frozen_model_require_a_gradient_but_the_graph_does_not_hold_them(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    model = AutoModelForCausalLM.from_config(make_config(architecture("llama"), tokenizer))
+    freeze(model, torch.float32)
+    embedded = model.get_input_embeddings()(torch.arange(3)[None])
+    squares = embedded.sin()  # saves its input, as a recomputed layer does
+    assert squares.requires_grad
+    held = [getattr(node, "variable", None) for node, _ in embedded.grad_fn.next_functions if node is not None]
+    assert [each.numel() for each in held] == [1]
+    squares.sum().backward()
 
 
 @pytest.mark.parametrize(("family", "key"), [("gpt_oss", "num_local_experts"), ("qwen3_moe", "num_experts")])

@@ -264,12 +264,9 @@ def _pair_charts(tokens: list[int], steps: Sequence[StepRecord]) -> list[Chart]:
 
     def of_sides(name: str, title: str) -> str:
         sides = ("chosen", "rejected")
-        lines = [
-            Line(
-                side, tokens, [each.scores.get(f"{name}_{side}", math.nan) for each in steps], is_raw=True, color=color
-            )
-            for color, side in enumerate(sides)
-        ]
+        values = ([each.scores.get(f"{name}_{side}", math.nan) for each in steps] for side in sides)
+        both = enumerate(zip(sides, values, strict=True))
+        lines = [Line(side, tokens, scores, is_raw=True, color=color) for color, (side, scores) in both]
         return draw_lines(name, f"{title} by tokens", title, lines)
 
     if not steps or not all(each.scores for each in steps):

@@ -38,7 +38,7 @@ from ftkit.train.model.linears import (
     transposed_weights,
 )
 from ftkit.train.model.local_shard import local_shard
-from ftkit.train.model.vision import trained_vision
+from ftkit.train.model.vision import train_vision
 from ftkit.train.model.weight_conversion import LazyTensors, name_for_peft
 from ftkit.train.private_apis.libraries import adapts_experts, import_peft
 from ftkit.train.private_apis.transformers import is_experts
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
     from ftkit.config.training import Quantization, TrainingPlan
     from ftkit.models.adapters import LoraSpec
+    from ftkit.train.private_apis.torch import Ctx
 
 _ADAPTER_OF_EXPERTS = re.compile(r"(?P<experts>.+)\.lora_(?P<factor>[AB])_(?P<matrix>\w+)")
 _SEPARATE_EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -102,18 +103,6 @@ def prepare_method(model: PreTrainedModel, training: TrainingPlan, device: torch
     train_vision(model, training)
 
 
-def train_vision(model: PreTrainedModel, training: TrainingPlan) -> None:
-    """Train the vision encoder and projector as `training.vision` says; freeze the rest in the compute dtype."""
-    trained, frozen = trained_vision(model, training.vision)
-    for parameter in frozen.values():
-        parameter.requires_grad_(False)  # noqa: FBT003
-        parameter.data = parameter.data.to(DTYPES[training.compute_precision])
-    for parameter in trained.values():
-        parameter.requires_grad_()
-        if training.adapters is not None:
-            parameter.data = parameter.data.float()  # cast on use, like adapters
-
-
 def freeze(model: PreTrainedModel, precision: torch.dtype) -> None:
     """Freeze all parameters in this dtype. The first layer's input still requires gradients when they are enabled."""
     for parameter in model.parameters():
@@ -136,10 +125,27 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def _require_gradient(_: nn.Module, __: object, embedded: torch.Tensor) -> None:
+class _Needed(torch.autograd.Function):
+    """Let a tensor require a gradient, which is dropped. As a leaf, it would be in memory until the backward ends."""
+
+    @staticmethod
+    def forward(ctx: Ctx, tensor: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+        del ctx, leaf
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[None, None]:
+        del ctx, gradient
+        return None, None
+
+
+def _require_gradient(_: nn.Module, __: object, embedded: torch.Tensor) -> torch.Tensor:
     """Make the first layer compute its input's gradient, as all others do, so that all layers share one graph."""
-    if torch.is_grad_enabled():
-        embedded.requires_grad_()
+    if not torch.is_grad_enabled() or embedded.requires_grad:
+        return embedded
+    leaf = torch.empty((), device=embedded.device, requires_grad=True)
+    needed: torch.Tensor = _Needed.apply(embedded, leaf)  # type: ignore[no-untyped-call]
+    return needed
 
 
 def _inject(model: PreTrainedModel, lora: LoraSpec, tokens: TokenKeys, effect: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ftkit.train.model.hf_model import find_decoder, sees_pictures
 from ftkit.train.private_apis.transformers import set_attention
+from ftkit.train.world import DTYPES
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -21,6 +22,7 @@ except ImportError:  # torch before 2.10
     varlen_attn = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
+    from ftkit.config.training import TrainingPlan
     from ftkit.models.vision import Vision
 
 
@@ -71,6 +73,18 @@ def trained_vision(model: PreTrainedModel, vision: Vision) -> tuple[dict[str, nn
     each = {name: weight for name, weight in (encoder | projector).items() if ".lora_" not in name}
     trained = {name for part in {"frozen": (), "projector": (projector,), "full": (each,)}[vision] for name in part}
     return {name: each[name] for name in each.keys() & trained}, {name: each[name] for name in each.keys() - trained}
+
+
+def train_vision(model: PreTrainedModel, training: TrainingPlan) -> None:
+    """Train the vision encoder and projector as `training.vision` says; freeze the rest in the compute dtype."""
+    trained, frozen = trained_vision(model, training.vision)
+    for parameter in frozen.values():
+        parameter.requires_grad_(False)  # noqa: FBT003
+        parameter.data = parameter.data.to(DTYPES[training.compute_precision])
+    for parameter in trained.values():
+        parameter.requires_grad_()
+        if training.adapters is not None:
+            parameter.data = parameter.data.float()  # cast on use, like adapters
 
 
 def _behind_layers(encoder: nn.Module) -> list[nn.Module]:
