@@ -21,7 +21,7 @@ import ftkit
 from ftkit import process
 from ftkit.errors import FtkitError, PrerequisiteError
 
-_SETTINGS: Final = "autocrlf|eol|excludesfile|filemode|ignorecase|precomposeunicode|symlinks"
+_SETTINGS: Final = "autocrlf|checkstat|eol|excludesfile|filemode|ignorecase|precomposeunicode|symlinks|trustctime"
 """Settings in `core` that say how files are compared and which are ignored; they name no programs."""
 
 
@@ -119,7 +119,8 @@ def _borrowed(folder: Path, *, has_own_index: bool = False) -> Iterator[Callable
         for shared in index.parent.glob("sharedindex.*"):
             (own / shared.name).symlink_to(shared)
         if has_own_index and index.exists():
-            shutil.copyfile(index, own / "index")
+            # With its time: git reads files again that were written in the same second as the index, or later.
+            shutil.copy2(index, own / "index")
         environment |= {
             "GIT_DIR": name,
             "GIT_WORK_TREE": top,

@@ -85,6 +85,17 @@ def test_the_diff_applied_to_the_commit_restores_the_code(checkout: Path, tmp_pa
         assert (copy / name).read_text() == (checkout / name).read_text()
 
 
+def test_a_change_in_the_second_of_the_last_commit_is_found(checkout: Path) -> None:
+    second = (1_700_000_000, 1_700_000_000)
+    git(checkout, "config", "core.trustCtime", "false")
+    os.utime(checkout / "kept.py", second)
+    git(checkout, "update-index", "--refresh")
+    os.utime(checkout / ".git/index", second)
+    (checkout / "kept.py").write_text("two\n")
+    os.utime(checkout / "kept.py", second)
+    assert "+two" in read_changes(checkout)
+
+
 def test_a_diff_is_recorded_during_a_merge_with_conflicts(checkout: Path, tmp_path: Path) -> None:
     git(checkout, "checkout", "-qb", "other")
     for branch, text in (("other", "two\n"), ("main", "three\n")):
