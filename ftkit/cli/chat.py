@@ -109,8 +109,7 @@ def chat_command(
         sessions = {}
         for name, source in sources.items():
             loaded = load_into_engine(source, engine, terminal, has_pictures=bool(images), num_models=len(sources))
-            model = stack.enter_context(loaded)
-            sessions[name] = ChatSession(model, Decoding(**decoding), options, system, tools)
+            sessions[name] = ChatSession(stack.enter_context(loaded), Decoding(**decoding), options, system, tools)
         if tools:
             terminal.say(f"tools: {', '.join(tool['function']['name'] for tool in tools)}")
         for turn in _turns(terminal):

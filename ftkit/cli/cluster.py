@@ -106,8 +106,7 @@ def create_command(
     if dry_run:
         terminal.data(_script(provision, folder))
         return
-    new = ProvisionState(kind, spec.model_dump(mode="json"))
-    state = begin_or_continue(folder, new)
+    state = begin_or_continue(folder, ProvisionState(kind, spec.model_dump(mode="json")))
     left = len([step for step in provision.steps if state.outcome(step) not in ("made", "found")])
     minutes = sum(step.minutes for step in provision.steps)
     steps = f"{plural(left, 'step')}, about {minutes} minutes in total"

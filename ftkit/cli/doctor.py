@@ -73,13 +73,9 @@ def check_here(
 ) -> list[Finding]:
     """Run the checks of the login node; print a table of findings, then a remedy for each failure and warning."""
     node = LoginNode(
-        site or detect_site(ctx.environment, ctx.root),
-        place.cluster,
-        Workspace(place.settings.workspace_folder(ctx)),
-        place.image,
-        place.settings.settings.registry,
-        ctx.environment,
-    )
+        site or detect_site(ctx.environment, ctx.root), place.cluster, Workspace(place.settings.workspace_folder(ctx)),
+        place.image, place.settings.settings.registry, ctx.environment,
+    )  # fmt: skip
     findings = check_login_node(node)
     if not shows:
         return findings
@@ -111,13 +107,10 @@ def _check_nodes(nodes: str, place: Place, ctx: Context, terminal: Terminal) -> 
     workspace = place.settings.workspace_folder(ctx)
     with checks_folder(workspace) as folder:
         checks = NodeChecks(
-            cluster,
-            PlacementPlan(num_nodes, cluster.max_processes, cluster.device, threads),
-            workspace,
+            cluster, PlacementPlan(num_nodes, cluster.max_processes, cluster.device, threads), workspace,
             sys.executable if cluster.runtime == "none" else "python3",
-            container_image(cluster, place.image, workspace),
-            folder,
-        )
+            container_image(cluster, place.image, workspace), folder,
+        )  # fmt: skip
         say_overridden(terminal, ctx.project)
         return check_nodes(checks, hosts, os.environ, ctx.project)
 

@@ -147,8 +147,7 @@ def _send_to_trackers(found: Measurements, target: Target, settings: MeasureSett
         terminal.warn(f"the run is training, so {sinks} did not get these results; --as-job sends them")
         return
     try:
-        record = results.to_record(step, found.data, found.metrics, found.after)
-        checkpoint_scores.send_to_trackers(plan, [record])
+        checkpoint_scores.send_to_trackers(plan, [results.to_record(step, found.data, found.metrics, found.after)])
     except FtkitError as error:
         terminal.warn(f"{sinks} did not get these results: {error}")
 

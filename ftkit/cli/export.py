@@ -212,8 +212,7 @@ def _use_hub_cache() -> None:
 
 
 def _verify_in_process(folder: Path) -> str:
-    command = [sys.executable, "-m", "ftkit", "verify", str(folder)]
-    done = process.run_stoppable(command, timeout_seconds=24 * 3600.0)
+    done = process.run_stoppable([sys.executable, "-m", "ftkit", "verify", str(folder)], timeout_seconds=24 * 3600.0)
     if done.returncode == -signal.SIGKILL:
         raise TrainingError(
             "the process that verified the export was killed, and the export was removed",

@@ -212,8 +212,7 @@ def push_command(
     target = arguments.required_registry(registry, reference)
     given = None
     if password_stdin:
-        host = parse_name(reference).in_registry(target).host
-        given = from_user(host, username, sys.stdin.read().strip("\r\n"))
+        given = from_user(parse_name(reference).in_registry(target).host, username, sys.stdin.read().strip("\r\n"))
     elif username:
         raise arguments.usage_error("--username requires --password-stdin")
     push_and_report(reference, target, given, Terminal(), private_key)

@@ -112,8 +112,7 @@ def _write_recipe(
     }
     model, data = (f"./{each}" if is_here[each] and not is_path(each) else each for each in (model, data))
     source, validation = find_splits(data)
-    stem = Path(data.rstrip("/*")).name.partition(".")[0]
-    name = name or as_name(stem, "recipe", 40)
+    name = name or as_name(Path(data.rstrip("/*")).name.partition(".")[0], "recipe", 40)
     file = Path(f"{name}.yaml")
     if file.exists() and not force:
         what, fix = "already exists and was not changed.", "Change it with --force, or give another --name."

@@ -159,8 +159,7 @@ def _find_runs(references: Sequence[str], terminal: Terminal) -> tuple[list[_Ite
                 name="run-needed",
             )
         layout, size = folder.layout, folder_bytes(folder.layout.root)
-        place = f"{short_path(layout.root)}, {gib(size / 2**30)}"
-        facts: Facts = [("run", folder.id), ("run folder", place)]
+        facts: Facts = [("run", folder.id), ("run folder", f"{short_path(layout.root)}, {gib(size / 2**30)}")]
         if layout.export.is_dir():
             facts.append(("export", f"{short_path(layout.export)} is also removed"))
         terminal.facts(facts, is_data=False)

@@ -43,8 +43,7 @@ class Context:
                 "the current folder no longer exists", meaning="it was removed or moved", fix="cd to another folder"
             ) from error
         inside = [folder for folder in (current, *current.parents) if os.path.lexists(folder / PROJECT_FILE)]
-        xdg = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-        user = Path(xdg).expanduser() / "ftkit"
+        user = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "ftkit"
         return cls(inside[0] if inside else current, user, os.environ)
 
 
@@ -72,8 +71,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 def list_names(kind: str, ctx: Context) -> list[str]:
     """Return the names of all recipes or clusters (`kind`), the project's first."""
-    names = [path.stem for folder in search_folders(kind, ctx) for path in _files(folder, "*.yaml")]
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(path.stem for folder in search_folders(kind, ctx) for path in _files(folder, "*.yaml")))
 
 
 def list_images(ctx: Context) -> list[str]:

@@ -34,8 +34,7 @@ class Layers:
         kept = {path: place for path, place in below.origins.items() if prefixes[path].isdisjoint(replaced)}
         typed_through = {path for path in merged if path in kept and self.origins.get(path) == COMMAND_LINE}
         own = {path: place for path, place in self.origins.items() if path not in typed_through}
-        new = {path: self.origin(path) for path in replaced}
-        return Layers(values, kept | new | own)
+        return Layers(values, kept | {path: self.origin(path) for path in replaced} | own)
 
     def value(self, path: KeyPath) -> Any:
         """Return the value at `path`; None if there is none."""

@@ -115,8 +115,7 @@ def find_image(reference: str, ctx: Context) -> ImageDefinition:
     if digest is None:
         found = (read_base_lock(each).get(base.tagged) for each in base_locks)
         recorded = next((each for each in found if each), None)
-    pinned = spec.base.model_copy(update={"digest": digest or recorded})
-    spec = spec.model_copy(update={"base": pinned})
+    spec = spec.model_copy(update={"base": spec.base.model_copy(update={"digest": digest or recorded})})
     return ImageDefinition(spec, base_file, base_locks, recorded is not None, packages_file.with_suffix(".lock"))
 
 

@@ -56,8 +56,7 @@ def load_settings(ctx: Context, options: Layers | None = None) -> LoadedSettings
     Raises ConfigError with every problem found.
     """
     layers = read_settings_layers(ctx, Settings.model_fields, options)
-    files = {path: path.is_file() for path in settings_files(ctx)}
-    return LoadedSettings(validate(Settings, layers), layers, files)
+    return LoadedSettings(validate(Settings, layers), layers, {path: path.is_file() for path in settings_files(ctx)})
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,7 @@ def _spell(text: str) -> str:
         raise ValueError(f"{text!r} is no option of sbatch: write 'name=value', as in 'constraint=h200'")
     letter, short_value, name, value = match.groups()
     if letter:
-        known = _SHORT | _SHORT_FLAGS
-        name, value = known.get(letter, ""), short_value or None
+        name, value = (_SHORT | _SHORT_FLAGS).get(letter, ""), short_value or None
         if not name or (value is None) != (letter in _SHORT_FLAGS):
             raise ValueError(f"{text!r} is not understood: write sbatch's long name of it, as in 'constraint=h200'")
     own = [each for each in _SET_BY_FTKIT if each == name] or [

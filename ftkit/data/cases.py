@@ -260,8 +260,7 @@ def _turns(row: Row, documents: list[Document], data: DataSpec, form: Format) ->
     messages: list[Message | None] = [example.messages[place] for place in trained_turns(example, data.train_on)]
     if len(messages) != len(turns):  # adjacent turns form one run of tokens
         messages = [None] * len(turns)
-    has_tools = bool(example.tools)
-    return [(*turn, message, has_tools) for turn, message in zip(turns, messages, strict=True)]
+    return [(*turn, message, bool(example.tools)) for turn, message in zip(turns, messages, strict=True)]
 
 
 def renderer_of(

@@ -47,8 +47,7 @@ def find_end_tokens(tokenizer: PreTrainedTokenizerBase, end_tokens: Collection[i
     """
     if tokenizer.chat_template is None:
         return []
-    found = ChatRenderer.of(tokenizer, {}, end_tokens).end_tokens
-    return [tokenizer.convert_tokens_to_ids(token) for token in found]
+    return [tokenizer.convert_tokens_to_ids(token) for token in ChatRenderer.of(tokenizer, {}, end_tokens).end_tokens]
 
 
 @dataclass(frozen=True)
@@ -204,8 +203,7 @@ class RowEncoder:
         """Wrap a text in the begin and end tokens of a document; special tokens in the text stay text."""
         if not text.strip():
             raise DataError("the text is blank", fix="remove this example")
-        special = any_of(self.special_tokens).finditer(text)
-        cuts = tuple(len(self.begin) + found.start() + 1 for found in special)
+        cuts = tuple(len(self.begin) + found.start() + 1 for found in any_of(self.special_tokens).finditer(text))
         document = f"{self.begin}{text}{self.tokenizer.eos_token}"
         return Rendering(document, ((0, len(document)),), cuts)
 

@@ -144,9 +144,8 @@ def samples_of_packs(data: PreparedData, packs: Sequence[int], tokenizer: PreTra
                 Segment(0, "", str(tokenizer.decode([token for _, token in part])), trained)
                 for trained, part in groupby(pairs, itemgetter(0))
             )
-            num_trained = int(is_trained[begin:end].sum())
             yield Sample(
-                f"pack {pack}", number, len(bounds), end - begin, num_trained, segments,
+                f"pack {pack}", number, len(bounds), end - begin, int(is_trained[begin:end].sum()), segments,
                 tuple(tokens[begin:end].tolist()), tuple(is_trained[begin:end].tolist()),
                 side="rejected" if sources[begin] >= REJECTED else "",
             )  # fmt: skip

@@ -134,8 +134,7 @@ class DocumentBatch:
 
     def count_tokens(self, source: int) -> tuple[int, int]:
         """Return the tokens of a source, and how many of them count in the loss."""
-        is_own = self.sources & ~REJECTED == source
-        is_from_source = np.repeat(is_own, self.lengths)
+        is_from_source = np.repeat(self.sources & ~REJECTED == source, self.lengths)
         return int(is_from_source.sum()), int((self.tokens[is_from_source] >= TRAINED).sum())
 
     def take(self, indices: Sequence[int]) -> DocumentBatch:
@@ -303,8 +302,7 @@ def find_padding(packs: NDArray[np.int32]) -> NDArray[np.bool_]:
     """Return a mask of the padding of packs: the repeated token at the end, without labels. [B, 4, T] -> [B, T]."""
     tokens, labels, positions = packs[:, 0], packs[:, 1], packs[:, 2]
     place = np.arange(packs.shape[2])
-    last_start = np.where(positions == 0, place, 0).max(axis=1, keepdims=True)
-    is_last = place >= last_start
+    is_last = place >= np.where(positions == 0, place, 0).max(axis=1, keepdims=True)
     is_blank = (labels == IGNORED) & (tokens == tokens[:, -1:])
     is_padding: NDArray[np.bool_] = is_last & (is_blank | ~is_last).all(axis=1, keepdims=True)
     return is_padding

@@ -176,8 +176,7 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
         raise _bad(name, "its pixels are floating-point numbers of unknown range")
     if image.has_transparency_data:
         image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(white, image)
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
 
 
@@ -190,8 +189,7 @@ def thumbnail(picture: Image.Image) -> str:
 
 def load_processor(source: str, revision: str | None = None) -> ProcessorMixin:
     """Load the processor of a model by its folder or hub id, without code of its own."""
-    processor = import_transformers().AutoProcessor
-    return processor.from_pretrained(source, revision=revision, trust_remote_code=False)
+    return import_transformers().AutoProcessor.from_pretrained(source, revision=revision, trust_remote_code=False)
 
 
 @dataclass

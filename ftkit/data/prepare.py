@@ -121,8 +121,7 @@ class _SplitWriter:
 
     def add(self, documents: DocumentBatch) -> None:
         self.num_row_tokens += count_row_tokens(documents.lengths, self._packer.capacity)
-        total = sum(map(int.from_bytes, documents.digests), self.sum_of_digests)
-        self.sum_of_digests = total % 2**256
+        self.sum_of_digests = sum(map(int.from_bytes, documents.digests), self.sum_of_digests) % 2**256
         for packs in self._packer.add(self.writer.keep_pictures(documents)):
             self.writer.write(*packs)
 

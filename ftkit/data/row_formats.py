@@ -224,8 +224,7 @@ def _read(columns: Columns, data: DataSpec, form: Format) -> Example:  # noqa: P
         case AlpacaFormat():
             return _read_alpaca(columns)
         case DollyFormat():
-            prompt = _joined(columns, "instruction", "context")
-            return _conversation(None, prompt, _required(columns, "response"))
+            return _conversation(None, _joined(columns, "instruction", "context"), _required(columns, "response"))
         case PromptCompletionFormat():
             return _read_pair(columns, form, data.ignore_columns)
         case JinjaFormat():
@@ -302,8 +301,7 @@ def _read_alpaca(columns: Columns) -> Conversation:
 
 
 def _joined(columns: Columns, first: str, second: str) -> str:
-    parts = [_required(columns, first), _text(columns.get(second), second)]
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(filter(None, (_required(columns, first), _text(columns.get(second), second))))
 
 
 def _read_pair(columns: Columns, form: PromptCompletionFormat, ignored: Collection[str]) -> Conversation:

@@ -71,8 +71,7 @@ def first_rows(data: DataSpec, source: int, num_rows: int) -> list[Row]:
     Raises as `read_rows` does.
     """
     if isinstance(data.source, GeneratedSource):
-        one = {"num_train": 1, "num_heldout": 0}
-        raw = [row for _, _, row in _generate(data, data.source.model_copy(update=one))]
+        raw = [row for *_, row in _generate(data, data.source.model_copy(update={"num_train": 1, "num_heldout": 0}))]
     else:
         raw = list(_limited(_open_sources(data, count=False)[source].read(), num_rows, _DETECTION_BYTES))
     return _parsed(raw, max_bad=len(raw) - 1)
@@ -122,8 +121,7 @@ def split_of(columns: Columns, validation: ValidationSpec) -> Split:
     """Return the split of a row by its content, independent of the order of its columns and the format of its file."""
     text = json.dumps(columns, sort_keys=True, ensure_ascii=False, default=str)
     digest = hashlib.blake2b(f"{validation.seed}\n{text}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    share = validation.fraction or 0.0
-    return "validation" if int.from_bytes(digest, "little") < share * 2**64 else "train"
+    return "validation" if int.from_bytes(digest, "little") < (validation.fraction or 0.0) * 2**64 else "train"
 
 
 @cache
@@ -203,8 +201,7 @@ class _OpenSource:
                 fix=f"lower {self.key}.num_train or {self.key}.num_heldout",
                 name="too-few-rows",
             )
-        num_train = self.num_taken - num_validation
-        yield from _sample(rows, self.num_rows, num_train, num_validation, self.source.seed)
+        yield from _sample(rows, self.num_rows, self.num_taken - num_validation, num_validation, self.source.seed)
 
     def taken_evenly(self) -> Iterator[tuple[float, int, SelectedRow]]:
         """Yield the selected rows, each with its relative position between 0 and 1."""

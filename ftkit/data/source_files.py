@@ -159,8 +159,7 @@ def _file_system(place: str, key: str) -> AbstractFileSystem:
     try:
         return open_driver(place.partition("://")[0])
     except PrerequisiteError as error:
-        what = f"{key}: can't read {place}: {error.what}"
-        raise type(error)(what, meaning=error.meaning, fix=error.fix) from error
+        raise type(error)(f"{key}: can't read {place}: {error.what}", meaning=error.meaning, fix=error.fix) from error
 
 
 @contextmanager

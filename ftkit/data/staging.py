@@ -86,8 +86,7 @@ def export_weights(plan: RunPlan, report: Callable[[str], None]) -> None:
     trained = plan.weights_to_export
     if trained is None:
         return
-    layout = RunLayout(Path(trained.folder).parents[1])
-    marker = layout.checkpoint(trained.step) / MARKER
+    marker = RunLayout(Path(trained.folder).parents[1]).checkpoint(trained.step) / MARKER
     if not marker.is_file() or hashlib.sha256(marker.read_bytes()).hexdigest() != trained.sha256:
         raise NotFoundError(
             f"the checkpoint of step {trained.step} of {trained.run} no longer exists",
@@ -135,8 +134,7 @@ def stage_weights(plan: RunPlan, cache: Path, report: Callable[[str], object]) -
     sizes = {path: path.stat() for path in files}
     lines = [f"{path.name} {stat.st_size} {stat.st_mtime_ns}" for path, stat in sizes.items()]
     began, host = time.monotonic(), socket.gethostname()
-    digest = hashlib.sha256("\n".join([str(source), *lines]).encode()).hexdigest()
-    folder = cache / "weights" / digest[:32]
+    folder = cache / "weights" / hashlib.sha256("\n".join([str(source), *lines]).encode()).hexdigest()[:32]
     damaged = _verify(folder)
     if damaged is None:
         report(f"{host}: weights are in {folder}, verified in {time.monotonic() - began:.1f} s")

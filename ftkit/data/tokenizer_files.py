@@ -179,8 +179,7 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
         # Unigram models list pairs of token and score.
         names = listed if isinstance(listed, dict) else {pair[0]: number for number, pair in enumerate(listed)}
         added = {_content(token): int(token["id"]) for token in tokenizer_file.get("added_tokens") or ()}
-        in_config = (config.get("added_tokens_decoder") or {}).items()
-        added |= {_content(token): int(number) for number, token in in_config}
+        added |= {_content(each): int(number) for number, each in (config.get("added_tokens_decoder") or {}).items()}
         known = Vocabulary({**names, **added_file, **added}, len(names))
         # transformers adds special tokens that the configuration lists and the vocabulary lacks.
         special = [*_special_tokens(config), *_special_tokens(special_map)]

@@ -112,8 +112,7 @@ def check_gguf_model(shape: ArchitectureSpec, config: Mapping[str, object]) -> N
         return
     is_27b = shape.num_hidden_layers == _LAYERS_OF_27B[shape.family]
     applied = shape.hidden_size // shape.num_attention_heads if is_27b else shape.head_dim
-    trained = config.get("query_pre_attn_scalar", _GEMMA_SCALAR)
-    if trained != applied:
+    if (trained := config.get("query_pre_attn_scalar", _GEMMA_SCALAR)) != applied:
         raise TrainingError(
             f"--format gguf: llama.cpp would scale this model's attention by 1/sqrt({applied}), and it was trained "
             f"with 1/sqrt({trained})",

@@ -103,8 +103,7 @@ class Gguf(Quantizer):
     def quantize(self, name: str, into: Path) -> tuple[Path, str]:
         path = into / f"{self.plan.id}-{name}.gguf"
         words = [find_program(QUANTIZE) or QUANTIZE, str(self.plain)]
-        log = run_converter(QUANTIZE, words, path, self.export / path.name, name)
-        larger = _FALLBACK.search(log)
+        larger = _FALLBACK.search(run_converter(QUANTIZE, words, path, self.export / path.name, name))
         note = f"{larger[1]} tensors have a larger type: their rows do not fit the blocks of {name}" if larger else ""
         return path, note
 
@@ -291,6 +290,5 @@ def divergence(true: Mapping[int, float], other: Mapping[int, float]) -> float:
     """
     listed = [(each, other[token]) for token, each in true.items() if token in other]
     both = np.array(listed, np.float64).reshape(-1, 2)
-    rest = np.log(np.maximum(1 - np.exp(both).sum(0), _SMALLEST))
-    both = np.vstack([both, rest])
+    both = np.vstack([both, np.log(np.maximum(1 - np.exp(both).sum(0), _SMALLEST))])
     return float((np.exp(both[:, 0]) * (both[:, 0] - both[:, 1])).sum())

@@ -110,8 +110,7 @@ def _columns(
     rows = np.array([case.number for case in data.cases], np.int64)
     for metric in metrics:
         own = _ratio(rows, after.scores[metric.name], len(data.rows))
-        num_cases = int(own.denominators.sum())
-        if num_cases:
+        if num_cases := int(own.denominators.sum()):
             earlier = _ratio(rows, before.scores[metric.name], len(data.rows)) if before else None
             yield _Column(metric.name, "", own, earlier, num_cases, metric.is_part, metric.is_lower_better)
 
@@ -119,8 +118,7 @@ def _columns(
 def _ratio(rows: NDArray[np.int64], scores: Sequence[float | None], num_rows: int) -> Ratio:
     applies = np.array([score is not None for score in scores], np.float64)
     values = np.array([score or 0.0 for score in scores], np.float64)
-    sums = (np.bincount(rows, each, num_rows).astype(np.float64) for each in (values, applies))
-    return Ratio(*sums)
+    return Ratio(*(np.bincount(rows, each, num_rows).astype(np.float64) for each in (values, applies)))
 
 
 def changed_examples(
@@ -211,8 +209,7 @@ class Harness:
             ) from error
         for name in ("lm_eval", "lm-eval"):
             logging.getLogger(name).setLevel(logging.ERROR)
-        unknown = [task for task in tasks if not self._manager.match_tasks([task])]
-        if unknown:
+        if unknown := [task for task in tasks if not self._manager.match_tasks([task])]:
             raise NotFoundError(
                 f"lm-evaluation-harness has no task '{unknown[0]}'",
                 fix="list them: lm-eval ls tasks; your own tasks: --harness-tasks FOLDER",

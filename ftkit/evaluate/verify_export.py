@@ -68,8 +68,7 @@ def verify_export(folder: Path, report: Callable[[str], None]) -> list[Check]:
 
 
 def require_passed(folder: Path, checks: list[Check]) -> None:
-    failed = [check for check in checks if not check.passed]
-    if failed:
+    if failed := [check for check in checks if not check.passed]:
         raise TrainingError(
             f"{folder} does not match the trained model: "
             + "; ".join(f"{check.name}: {check.found}" for check in failed),
@@ -136,9 +135,7 @@ def loaded(
     **options: object,
 ) -> Iterator[tuple[PreTrainedModel, bool]]:
     """Load an export with options of `from_pretrained`; tell whether its weights stay in files for lack of memory."""
-    base, adapters = folder, None
-    if record.kind == "adapters":
-        base, adapters = base_of(record), folder
+    base, adapters = (base_of(record), folder) if record.kind == "adapters" else (folder, None)
     counts = [math.prod(tensor.kind[1]) for tensor in tensors_of_model(base).values()]
     free = available_bytes()
     num_bytes = 4 * sum(counts)

@@ -46,9 +46,8 @@ def check_login_node(node: LoginNode) -> list[Finding]:
     results = run_all([partial(check, node) for check in _CHECKS.values()], CHECK_SECONDS)
     findings: list[Finding] = []
     for (subject, fix), result in zip(_CHECKS, results, strict=True):
-        findings += (
-            [Finding(subject, "warning", f"no answer within {CHECK_SECONDS:g} s", fix)] if result is None else result
-        )
+        late = [Finding(subject, "warning", f"no answer within {CHECK_SECONDS:g} s", fix)]
+        findings += late if result is None else result
     return findings
 
 
@@ -93,9 +92,8 @@ def _check_partition(node: LoginNode) -> list[Finding]:
         findings.append(Finding("GPUs", "failed", value, fix))
     accounts = ", ".join(site.accounts)
     if accounts and cluster.account and cluster.account not in site.accounts:
-        findings.append(
-            Finding("account", "failed", f"'{cluster.account}' is not yours", f"set 'account:' to one of {accounts}")
-        )
+        fix = f"set 'account:' to one of {accounts}"
+        findings.append(Finding("account", "failed", f"'{cluster.account}' is not yours", fix))
     elif accounts:
         findings.append(Finding("account", "ok", cluster.account or f"the default of {accounts}"))
     return findings

@@ -107,8 +107,7 @@ def read_lock(definition: ImageDefinition) -> str:
             meaning="'packages:', 'provided:' or 'python:' changed, or ftkit's own dependencies did",
             fix=fix,
         )
-    hashed = parse_pins("\n".join(_HASHED.findall(text)))
-    unhashed = sorted(set(parse_pins(text)) - set(hashed))
+    unhashed = sorted(set(parse_pins(text)) - set(parse_pins("\n".join(_HASHED.findall(text)))))
     if unhashed:
         raise ImageError(f"{path} has no hash for {', '.join(unhashed)}", fix=fix)
     return text

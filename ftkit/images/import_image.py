@@ -130,8 +130,7 @@ def by_enroot(known: ImageSource, node: enroot.ComputeNode | None = None) -> Ima
     def make_file(partial: Path, report: Report) -> MadeFile:
         report(ProgressEvent(f"enroot imports {known.address.uri}"))
         enroot.import_to(partial, known.address, node)
-        sbom = squashfs.read_file(partial, squashfs.SBOM_PATH)
-        return MadeFile(f"enroot, {squashfs.ENROOT_OPTIONS}", sbom=sbom)
+        return MadeFile(f"enroot, {squashfs.ENROOT_OPTIONS}", sbom=squashfs.read_file(partial, squashfs.SBOM_PATH))
 
     return replace(known, origin=f"enroot, {known.address.uri}", make_file=make_file)
 

@@ -182,8 +182,7 @@ def write_root(
     def write(member: Member, chunks: Iterable[bytes] = ()) -> None:
         # With the permissions that the owner needs, because in the container the user is not root.
         needed = 0o100 * _NEEDED.get(member.kind, 5 if member.mode & 0o111 else 4)
-        mtime = min(member.mtime, config.created)
-        write_member(sink, replace(member, mode=member.mode | needed, mtime=mtime))
+        write_member(sink, replace(member, mode=member.mode | needed, mtime=min(member.mtime, config.created)))
         keeps = member.path == SBOM_PATH.encode() and member.size <= _MAX_SBOM_BYTES
         for chunk in chunks:
             sink.write(chunk)

@@ -81,8 +81,7 @@ def copy_selected(with_code: Sequence[Path], *, is_dev: bool, sent: Path | None 
     same name, or if the sent copies were changed; also raises as `copy_code` does.
     """
     if sent is not None:
-        plans = json.loads((sent / _PLANS).read_bytes())
-        return copies_of_run({"code": plans}, sent, allows_changes=False)
+        return copies_of_run({"code": json.loads((sent / _PLANS).read_bytes())}, sent, allows_changes=False)
     folders = [Path(os.path.abspath(folder)) for folder in with_code]  # noqa: PTH100 - '..' must be resolved
     for first, second in pairwise(sorted(folders, key=lambda folder: folder.name)):
         if first.name == second.name:

@@ -60,8 +60,7 @@ def data_stamp(recipe: RecipeSpec) -> str:
     files = {file: key for key, path in paths for file in _files_of(key, path, patterns)}
     files |= {file: key for key, file in data_files(recipe)}
     for file, key in sorted(files.items()):
-        about = stat_path(key, file)
-        if about is not None:
+        if (about := stat_path(key, file)) is not None:
             stamps.append(f"{file} {about.st_size} {about.st_mtime_ns}")
     return "\n".join(stamps)
 

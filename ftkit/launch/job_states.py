@@ -50,8 +50,7 @@ class Overview:
         if entry.damage:
             state = RunState.UNREADABLE if entry.is_private else RunState.DAMAGED
             return Job(entry.run.job_id if entry.run else None, state, reason=entry.damage)
-        never = Job(None, RunState.UNKNOWN, reason="never submitted")
-        return self.states.get(entry.folder.id, never)
+        return self.states.get(entry.folder.id, Job(None, RunState.UNKNOWN, reason="never submitted"))
 
 
 def observe(run: SubmittedRun) -> Job:
@@ -174,8 +173,7 @@ def _state_from_files(run: SubmittedRun, stopped_at: str) -> Job:
         if process.system_start() > run.submission.submitted:
             cause, reason = Cause.REBOOT, f"{run.submission.host} was restarted while it ran"
         return Job(run.job_id, RunState.FAILED, is_final=True, reason=reason, cause=cause)
-    lost = Job(run.job_id, RunState.UNKNOWN, reason=LOST)
-    return _read_final(run, even_if_old=True) or lost
+    return _read_final(run, even_if_old=True) or Job(run.job_id, RunState.UNKNOWN, reason=LOST)
 
 
 def _read_slurms_words(run: SubmittedRun) -> Job | None:

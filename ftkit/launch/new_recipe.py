@@ -247,8 +247,7 @@ def choose_training(
     share = f"{1 - longer / len(found.lengths):.1%} of documents fit" if longer else "all documents fit"
     yield Choice("sequence_length", length, f"tokens in a pack; {'longer texts are split' if found.is_text else share}")
     num_tokens = found.num_tokens(length)
-    num_packs = num_tokens / length
-    packs = max(1, min(_TOKENS_PER_STEP // length, int(num_packs / _STEPS_PER_EPOCH)))
+    packs = max(1, min(_TOKENS_PER_STEP // length, int(num_tokens / length / _STEPS_PER_EPOCH)))
     packs = 1 << (packs.bit_length() - 1)
     packs = -(-packs // num_processes) * num_processes
     yield Choice("global_batch_size", packs, f"packs in a step: {packs * length:,} tokens")

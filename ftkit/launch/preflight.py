@@ -155,8 +155,7 @@ def source_checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Che
     if recipe.teacher is not None:
         yield partial(_check_teacher, recipe, recipe.teacher, environment, home)
     if not plan.data.is_prepared:
-        tokenizer = find_tokenizer(recipe.model, environment, home)
-        if tokenizer is not None:
+        if (tokenizer := find_tokenizer(recipe.model, environment, home)) is not None:
             yield partial(_check_tokenizer, recipe, tokenizer)
         if not any(key.startswith("data.") for key in unseen):
             yield partial(check_examples, recipe)

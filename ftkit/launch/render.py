@@ -19,15 +19,9 @@ from ftkit.planning.plan import PlacementPlan, RunPlan, ScriptPlan
 from ftkit.process import SLURM_NO_ANSWER
 
 _SET_BY_SCRIPT = (
-    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
-    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED",
-    "OMP_NUM_THREADS",
-    "OMP_WAIT_POLICY",
-    "PYTHONUNBUFFERED",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR",
-    "XDG_CACHE_HOME",
-)
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME",
+)  # fmt: skip
 """Variables that the script sets and that the image may set too."""
 
 _PASSED_BY_PREFIX = ("FTKIT_", "GLOO_", "HF_", "MLFLOW_", "NCCL_", "WANDB_")

@@ -110,8 +110,7 @@ def changes_between_starts(original: Original) -> list[str]:
 
 def repetition_record(original: Original, allowed: Sequence[str]) -> dict[str, Any]:
     """Return the manifest's entry for the original run: its id, its data, and the parts that may differ."""
-    data = dict(trained_data(original.manifest.get("starts")))
-    return {"run": original.run.id, "data": data, "allowed": list(allowed)}
+    return {"run": original.run.id, "data": trained_data(original.manifest.get("starts")), "allowed": list(allowed)}
 
 
 def check_inputs(differences: Sequence[Difference], allowed: Sequence[str]) -> None:

@@ -129,8 +129,7 @@ def resolve(args: RunArgs, ctx: Context) -> RunPlan:
             errors.append(error)
             return None
 
-    cluster_name = "slurm" if is_assumed else loaded.settings.cluster
-    site = collect(lambda: _load_cluster(cluster_name, loaded, ctx, args))
+    site = collect(lambda: _load_cluster("slurm" if is_assumed else loaded.settings.cluster, loaded, ctx, args))
     uses_image = args.image is not None or site is None or site.spec.runtime != "none"
     wanted = collect(lambda: _image_of(loaded)) if uses_image else None
     image = collect(lambda: _load_defined(wanted, ctx))

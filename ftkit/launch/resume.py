@@ -50,12 +50,8 @@ _HARMLESS_TRAINING = (
     "tensor_parallel",
 )  # fmt: skip
 _HARMLESS = (
-    "evaluation.*",
-    "profile.*",
-    "resources.*",
-    "tracking.*",
-    *(f"training.{key}" for key in _HARMLESS_TRAINING),
-)
+    "evaluation.*", "profile.*", "resources.*", "tracking.*", *(f"training.{key}" for key in _HARMLESS_TRAINING),
+)  # fmt: skip
 """Keys that change logging, speed or memory, but not the optimizer's inputs."""
 
 

@@ -77,9 +77,7 @@ class LocalScheduler:
 def _is_alive(submission: Submission) -> bool:
     pid = int(submission.job_id)
     started = process.start_time(pid)
-    if started is not None:
-        return started == submission.process_start
-    return bool(process.group_members(pid))
+    return bool(process.group_members(pid)) if started is None else started == submission.process_start
 
 
 def _wait_until_gone(submission: Submission, seconds: float) -> bool:

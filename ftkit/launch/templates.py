@@ -118,8 +118,7 @@ def quote_directive(value: object) -> str:
         raise ConfigError([Problem("", "", f"an #SBATCH line can't contain control characters: {text!r}.")])
     if text and shlex.quote(text) == text:
         return _Safe(text)
-    escaped = "".join("\\" + character if character in '\\"#' else character for character in text)
-    return _Safe(f'"{escaped}"')
+    return _Safe('"' + re.sub(r'[\\"#]', r"\\\g<0>", text) + '"')
 
 
 def quote_log_path(value: object) -> str:

@@ -79,8 +79,7 @@ def _export_of(layout: RunLayout) -> TrainedWeights:
             meaning="the file was deleted or changed, or ftkit did not export this folder",
             fix=f"export the run again: ftkit export {name}",
         )
-    digest = _sha256(export / EXPORT_RECORD)
-    return TrainedWeights(run=name, step=step, sha256=digest, folder=str(export))
+    return TrainedWeights(run=name, step=step, sha256=_sha256(export / EXPORT_RECORD), folder=str(export))
 
 
 def _checkpoint_of(layout: RunLayout, wanted: str) -> TrainedWeights:
@@ -118,8 +117,7 @@ def _on_base(model: ModelSpec, base: ModelPlan, folder: str) -> ModelSpec:
 
 def _plan_of_export(model: ModelSpec, base: ModelPlan, trained: TrainedWeights) -> ModelPlan:
     """Return the plan of a model that is not exported yet; its shape is that of the trained model."""
-    changed = [key for key in ("architecture", "added_tokens") if key in model.model_fields_set]
-    if changed:
+    if changed := [key for key in ("architecture", "added_tokens") if key in model.model_fields_set]:
         what = f"can't be changed before the checkpoint of step {trained.step} is exported."
         fix = f"Export it first: ftkit export {trained.run} --step {trained.step} --to {trained.folder}"
         raise ConfigError([Problem("", f"model.{key}", what, fix) for key in changed])

@@ -66,8 +66,7 @@ def resolve_script(
         raise ConfigError([replace(problem, fix="Omit one of the two.")])
     workspace = Workspace(read_settings(run_args, ctx).workspace_folder(ctx))
     sent = next((copy for copy in copies if copy.plan.name == SCRIPT_CODE), None)
-    own = sent or copy_script(args.path, workspace)
-    everything = [own, *(copy for copy in copies if copy is not sent)]
+    everything = [sent or copy_script(args.path, workspace), *(copy for copy in copies if copy is not sent)]
     given = read_yaml(args.accelerate_config).values if args.accelerate_config else None
     script = Script(
         path=args.path.name,
@@ -111,8 +110,7 @@ def _without_recipe(script: Script, code: tuple[CodePlan, ...], run_args: RunArg
     workspace = Workspace(place.settings.workspace_folder(ctx))
     origins = Origins(settings=place.settings.layers)
     request = new_request(run_args._replace(name=name), place.image, workspace, origins)
-    cluster = detect_hardware(place.cluster, ctx.environment, ctx.root)
-    return plan_script(script, code, cluster, request)
+    return plan_script(script, code, detect_hardware(place.cluster, ctx.environment, ctx.root), request)
 
 
 def _resources(overrides: Sequence[str]) -> ResourcesSpec:

@@ -203,11 +203,12 @@ def read_shape(config: Mapping[str, Any], weights: str) -> ArchitectureSpec:
         raise ConfigError([Problem(f"config.json of {weights}", "model.weights", what, fix)]) from error
 
 
-def num_experts(config: Mapping[str, Any]) -> int:
+def num_experts(config: Mapping[str, object]) -> int:
     """Return the number of routed experts of a layer, under any known key; 0 without any."""
-    found = next((config[key] for key in NUM_EXPERTS if _is_count(config.get(key))), 0)
+    values = (config.get(key) for key in NUM_EXPERTS)
+    found = next((value for value in values if isinstance(value, int) and _is_count(value)), 0)
     has_none = found == 1 or config.get("is_moe") is False or config.get("enable_moe_block") is False
-    return 0 if has_none else int(found)
+    return 0 if has_none else found
 
 
 def _window_and_interval(filled: Mapping[str, Any]) -> tuple[int | None, int]:

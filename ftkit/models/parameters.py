@@ -249,13 +249,12 @@ _MATRICES_OF_AN_EXPERT = 3  # gate, up and down projection. Experts with only tw
 
 def _experts(config: Mapping[str, Any], family: Family, experts: Experts) -> _Layer:
     hidden, wide = config["hidden_size"], experts.shared_width
-    each = _MATRICES_OF_AN_EXPERT * hidden * experts.width
     routed = _Layer(
         experts=(
             ExpertMatrix("gate_up_proj", family.expert_parts[0], experts.num, hidden, 2 * experts.width, 1),
             ExpertMatrix("down_proj", family.expert_parts[1], experts.num, experts.width, hidden, 1),
         ),
-        active_experts=experts.per_token * each,
+        active_experts=experts.per_token * _MATRICES_OF_AN_EXPERT * hidden * experts.width,
         vectors=experts.num * (1 + 2 * experts.width + hidden) if family.expert_bias else 0,
         feed_forward=experts.per_token * experts.width + wide,
     )

@@ -224,13 +224,11 @@ class Tensors:
             width = FP32 if self.training.adapters is None else self.width
             loaded += width * self.table / self.num_shards
         norm_and_loss = (8 + 2 * self.width) * self.tokens * self.shape.hidden_size
+        saved = self.activations.saved(layers) + norm_and_loss + self.activations.mask + self.activations.of_pictures
         loss = self._plan(
             "loss",
             gradients=self.accumulated_gradients or 0,
-            activations=self.activations.saved(layers)
-            + norm_and_loss
-            + self.activations.mask
-            + self.activations.of_pictures,
+            activations=saved,
             logits=self.loss_logits,
             communication=self.unsharded_weights(layers),
         )
@@ -273,14 +271,11 @@ class Tensors:
         """Return the memory in the backward pass of a layer, while `layers` other layers wait for theirs."""
         done = 1 - (layers + 1) / self.shape.num_hidden_layers
         accumulated, activations = self.accumulated_gradients, self.activations
+        own = activations.in_backward(activations.modes[layers]) + delta_rule_bytes(self.setup)
         return self._plan(
             "backward",
             gradients=done * self.gradients if accumulated is None else accumulated,
-            activations=activations.saved(layers)
-            + activations.in_backward(activations.modes[layers])
-            + delta_rule_bytes(self.setup)
-            + activations.mask
-            + activations.of_pictures,
+            activations=activations.saved(layers) + own + activations.mask + activations.of_pictures,
             logits=self.kept_logits,
             communication=self.unsharded_weights(layers + 1) + self.in_flight(layers),
         )

@@ -298,8 +298,7 @@ def _matmul_time(shape: ArchitectureSpec, training: TrainingPlan, tokens: int) -
         matrices = (each for each in counts.linears if is_quantized("fp8", each.inputs, each.outputs))
         in_fp8 = sum(each.count * each.size for each in matrices) / all_weights
     if counts.experts_per_token:
-        linears = sum(each.count * each.size for each in counts.linears)
-        routed = max(0, counts.active - linears) / all_weights
+        routed = max(0, counts.active - sum(each.count * each.size for each in counts.linears)) / all_weights
     fp8_time = 1 - in_fp8 + in_fp8 / FP8_SPEEDUP[training.trains_in_fp8]
     return fp8_time + routed * (_rows_time(counts, tokens) / EXPERT_EFFICIENCY - 1)
 
@@ -333,12 +332,9 @@ def _parts_of_weights(setup: Setup) -> tuple[float, float]:
 
 
 def _gathered_bytes(setup: Setup, *, is_last: bool) -> int:
-    times = 2
-    if setup.keeps_weights:
-        times = 1 if is_last or not setup.defers_sync else 0
+    times = int(is_last or not setup.defers_sync) if setup.keeps_weights else 2
     whole = setup.training.compute_bytes * count_model(setup.shape).total
-    saved = saved_by_quantization(setup.shape, setup.training) + setup.num_gathered_in_fp8
-    return times * (whole - saved)
+    return times * (whole - saved_by_quantization(setup.shape, setup.training) - setup.num_gathered_in_fp8)
 
 
 def _exchange_seconds(setup: Setup, gpu: Gpu) -> float:

@@ -77,10 +77,8 @@ def _batch(run: RunInputs) -> Iterator[Problem]:
     if world_size < 1 or training.global_batch_size % at_once == 0:
         return
     owners = f"{num} {'processes' if training.gpus_per_pack == 1 else 'groups of processes'}"
-    what = (
-        f"{plural(training.global_batch_size, 'pack')} can't be divided evenly by {at_once}: micro_batch_size {micro} "
-        f"x {owners}."
-    )
+    packs = plural(training.global_batch_size, "pack")
+    what = f"{packs} can't be divided evenly by {at_once}: micro_batch_size {micro} x {owners}."
     up = -(-training.global_batch_size // at_once) * at_once
     fix = f"Use {up - at_once} or {up}." if up > at_once else f"Use {up}, fewer processes, or a smaller micro-batch."
     yield problem("training.global_batch_size", what, fix)
@@ -111,10 +109,8 @@ def _hardware(run: RunInputs) -> Iterator[Problem]:
         yield problem("training.attention", what, "Use 'auto', or precision bf16.")
     is_one_node = place.num_nodes == 1 < place.processes_per_node
     if training.collectives == "copy_engine" and (device == "cpu" or not is_one_node):
-        what = (
-            "copy engines copy between the GPUs of one node: this run has "
-            f"{place.num_nodes} x {place.processes_per_node} processes with device '{device}'."
-        )
+        size = f"{place.num_nodes} x {place.processes_per_node}"
+        what = f"copy engines copy between the GPUs of one node: this run has {size} processes with device '{device}'."
         yield problem("training.collectives", what, "Use 'auto'.")
 
 
@@ -176,12 +172,10 @@ def _pictures(run: RunInputs) -> Iterator[Problem]:
     training, data = run.training, run.recipe.data
     if not data.pictures:
         if training.vision != "frozen":
-            what = f"'{training.vision}' trains on pictures, and the data has none."
-            fix = "Leave it out."
+            reason, fix = "the data has none", "Leave it out."
             if data.pictures is None:
-                what = f"'{training.vision}' trains on pictures, and the first rows can't be read here."
-                fix = "Set data.pictures=true if the data has pictures."
-            yield problem("training.vision", what, fix)
+                reason, fix = "the first rows can't be read here", "Set data.pictures=true if the data has pictures."
+            yield problem("training.vision", f"'{training.vision}' trains on pictures, and {reason}.", fix)
         return
     weights = run.model.weights
     divides = "divides the tokens of a pack among GPUs, which does not support pictures yet."

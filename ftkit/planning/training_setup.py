@@ -38,9 +38,8 @@ class Gpu:
 
     def attention_efficiency(self, training: TrainingSpec) -> float | None:
         """Return the fraction of the peak that flash-attn-4 or cuDNN reaches, if installed; None if neither can run."""
-        if training.compute_precision != "bf16" or not self.has_fast_attention:
-            return None
-        return VARLEN_EFFICIENCY.get(training.attention)
+        is_fast = training.compute_precision == "bf16" and self.has_fast_attention
+        return VARLEN_EFFICIENCY.get(training.attention) if is_fast else None
 
     @property
     def usable_gib(self) -> float:

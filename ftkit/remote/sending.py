@@ -75,8 +75,7 @@ def pack_run(
     roots: dict[str, list[Path]] = {}
     for overrides in trials:
         for key, path in _paths(read_recipe(recipe, ctx, overrides)):
-            found = _local_files(key, os.path.normpath(path))
-            if found:
+            if found := _local_files(key, os.path.normpath(path)):
                 roots[path] = found
     folder = login.folder if login.folder.startswith("/") else f"~/{login.folder}"
     moved = {path: f"{folder}/files{os.path.normpath(path)}" for path in roots}
@@ -138,8 +137,7 @@ def _moved_override(word: str, moved: Mapping[str, str]) -> str:
     here: Callable[[tuple[str, ...]], Path] = lambda _: Path.cwd()  # noqa: E731
     path = tuple(key.split("."))
     parsed = parse_override(word).value(path)
-    changed = _replace_paths(parsed, path, here, moved)
-    if changed != parsed:
+    if (changed := _replace_paths(parsed, path, here, moved)) != parsed:
         return f"{key}={changed if isinstance(changed, str) else json.dumps(changed)}"
     if isinstance(parsed, str) and "," in parsed:  # a sweep
         return f"{key}={','.join(str(_replace_paths(part, path, here, moved)) for part in value.split(','))}"

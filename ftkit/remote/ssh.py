@@ -115,8 +115,7 @@ def install(login: Login, extras: Sequence[str] = ()) -> None:
     }  # fmt: skip
     script = "".join(f"FTKIT_{name}={shlex.quote(value)}\n" for name, value in values.items())
     script += (assets.SHELL / "install.sh").read_text(encoding="utf-8")
-    code = process.run_passing(login.ssh("bash -ls"), script.encode(), lambda _: None)
-    if code:
+    if code := process.run_passing(login.ssh("bash -ls"), script.encode(), lambda _: None):
         fix = f"try the connection with: {shlex.join(login.ssh('true'))}"
         if code == _NO_PYTHON:
             fix = "install uv there (which can install Python), or load a module with Python 3.11"

@@ -10,7 +10,7 @@ from typing import Literal
 
 from ftkit import __version__
 from ftkit.errors import TrainingError
-from ftkit.files import DamagedFileError, read_json
+from ftkit.files import read_json, read_json_if_valid
 from ftkit.models.folder import EXPORT_RECORD
 from ftkit.runs.checkpoints import SavedFile
 from ftkit.runs.model_card import CARD_FILE, CURVE_FILE, RECIPE_FILE, append_table
@@ -97,10 +97,7 @@ def keep_certificate(folder: Path, again: Path) -> None:
 def settle_certificate(folder: Path) -> None:
     """Add the certificate's table to the model card; remove a certificate of other files."""
     path = folder / CERTIFICATE
-    try:
-        certificate = read_json(path, Certificate)
-    except DamagedFileError:
-        certificate = None
+    certificate = read_json_if_valid(path, Certificate)
     if certificate is None or certificate.files != _certified_files(folder):
         path.unlink(missing_ok=True)
         signature_file(path).unlink(missing_ok=True)

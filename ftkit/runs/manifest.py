@@ -27,15 +27,8 @@ from ftkit.runs.job import own_job_id
 
 Values = dict[str, object]  # values of a manifest, or of an object in it
 _PACKAGES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "peft",
-    "deepspeed",
-    "bitsandbytes",
-    "flash-attn-4",
-    "nvidia-cudnn-frontend",
-)
+    "torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "flash-attn-4", "nvidia-cudnn-frontend",
+)  # fmt: skip
 _MODEL_KEYS = {"weights", "revision", "requested_revision", "source", "adapter", "trained"}
 DOCUMENT_NUMBERS = {"training documents": "num_train_documents", "documents longer than a pack": "num_too_long"}
 """Numbers of documents in manifests and comparisons, and in the manifest of prepared data."""

@@ -113,9 +113,7 @@ class RecordTail:
 
     def __init__(self, path: Path, *, skips_old: bool = False) -> None:
         self._path = path
-        self._offset = 0
-        if skips_old and path.is_file():
-            self._offset = path.stat().st_size
+        self._offset = path.stat().st_size if skips_old and path.is_file() else 0
 
     def read_new(self) -> Iterator[Record]:
         """Yield the records of new complete lines; a line counts as read after it is yielded."""
@@ -126,8 +124,7 @@ class RecordTail:
                     if not line.endswith(b"\n"):
                         return
                     self._offset = file.tell()
-                    record = from_line(line)
-                    if record is not None:
+                    if (record := from_line(line)) is not None:
                         yield record
         except OSError:
             return

@@ -156,8 +156,7 @@ def append_table(folder: Path, title: str, titles: Sequence[str], rows: Sequence
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
 
 
 def _scores(record: EvaluationRecord) -> dict[str, float]:
@@ -200,10 +199,9 @@ def loss_curve(metrics: Path, last_step: int) -> str | None:
     """Draw the loss of training and of validation up to the exported step; None if fewer than two were recorded."""
     trained: dict[int, float] = {}
     validated: dict[int, float] = {}
-    for record in read_records(metrics):  # a step repeated after a restart keeps its last record
-        if not isinstance(record, StepRecord | EvaluationRecord) or record.step > last_step:
-            continue
-        if math.isfinite(record.loss):
+    known = (each for each in read_records(metrics) if isinstance(each, StepRecord | EvaluationRecord))
+    for record in known:  # a step repeated after a restart keeps its last record
+        if record.step <= last_step and math.isfinite(record.loss):
             (trained if isinstance(record, StepRecord) else validated)[record.step] = record.loss
     if len(trained) < 2:  # noqa: PLR2004 - a line has two ends
         return None

@@ -107,8 +107,7 @@ def _without_idle_experts(params: Sequence[ParamFacts]) -> list[ParamFacts]:
 def _(ranks: Ranks) -> Result:
     trained = _without_idle_experts([param for param in _merged(ranks) if param.is_trained])
     adapters = [param for param in trained if ADAPTER.search(param.name)]
-    missing = [p for p in trained if not p.has_received and (p.is_called or p in adapters)]
-    if missing:
+    if missing := [p for p in trained if not p.has_received and (p.is_called or p in adapters)]:
         kind = "adapter matrices" if all(param in adapters for param in missing) else "parameters to train"
         of = adapters if kind.startswith("adapter") else trained
         fix = "Look for no_grad(), detach(), kernels that bypass a module, and checkpoint(use_reentrant=True)."
@@ -166,8 +165,7 @@ def _(ranks: Ranks) -> Result:
     params = ranks[0].params
     adapters = [param for param in params if ADAPTER.search(param.name)]
     _need(adapters, "the model has no adapters")
-    base = [param for param in params if ".base_layer." in param.name and param.is_trained and param.in_optimizer]
-    if base:
+    if base := [param for param in params if ".base_layer." in param.name and param.is_trained and param.in_optimizer]:
         what = f"The weights below the adapters train too: {plural(len(base), 'base layer')}, {_names(base)}."
         yield what, "Don't set requires_grad on the whole model after get_peft_model()."
     if not any(param.is_trained for param in adapters):
@@ -368,11 +366,8 @@ def _(ranks: Ranks) -> Result:
     own = {param.name: param.digest for param in ranks[0].params if param.is_comparable}
     _need(own, "the parameters are sharded")
     for rank in ranks[1:]:
-        differing = [param.name for param in rank.params if own.get(param.name, param.digest) != param.digest]
-        if differing:
+        if differing := [param.name for param in rank.params if own.get(param.name, param.digest) != param.digest]:
             what = f"{plural(len(differing), 'parameter')} differ between ranks 0 and {rank.rank}: {differing[0]}."
-            yield (
-                what,
-                "Wrap the model in DistributedDataParallel, call it and not its .module, and seed all ranks equally.",
-            )
+            fix = "Wrap the model in DistributedDataParallel, call it and not its .module, and seed all ranks equally."
+            yield what, fix
             break

@@ -124,8 +124,7 @@ def read_hang_reports(layout: RunLayout) -> dict[int, HangReport]:
 
 def describe_hang(reports: Mapping[int, HangReport], hosts: Mapping[int, str]) -> str:
     """Describe which ranks hang and what they do, and where the others wait for them; `hosts` has all ranks."""
-    silent = [rank for rank in hosts if rank not in reports]
-    if silent:
+    if silent := [rank for rank in hosts if rank not in reports]:
         where = ", ".join(sorted({hosts[rank] for rank in silent}))
         return f"no report from {_listed('rank', silent)} on {where}{_others(reports, silent)}"
     told = list(reports.values())
@@ -149,8 +148,7 @@ def describe_hang(reports: Mapping[int, HangReport], hosts: Mapping[int, str]) -
     parts = [f"{_listed('rank', ranks)}: {reports[ranks[0]]}" for ranks in ranks_of.values()]
     if len(parts) > 1:
         return f"ranks execute different code: {'; '.join(parts)}"
-    lowest = min(reports)
-    return f"all ranks wait in the same place (the network?): {reports[lowest]}"
+    return f"all ranks wait in the same place (the network?): {reports[min(reports)]}"
 
 
 def _others(reports: Mapping[int, HangReport], causes: list[int]) -> str:

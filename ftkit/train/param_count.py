@@ -100,8 +100,7 @@ def count_method(model: PreTrainedModel, training: TrainingPlan) -> ParameterCou
     if lora is None:  # some classes freeze parameters, such as the biases of AFMoE's routers
         trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
         return ParameterCounts(base, trained - frozen)
-    targeted = find_targets(model, lora.targets)
-    adapters = sum(adapter_size(lora, *sizes) for sizes in targeted)
+    adapters = sum(adapter_size(lora, *sizes) for sizes in find_targets(model, lora.targets))
     adapters += sum(each.count * expert_adapter_size(lora, each) for each in expert_matrices(model))
     quantized = sum(
         inputs * outputs
@@ -124,8 +123,7 @@ def find_targets(model: nn.Module, targets: Collection[str]) -> list[tuple[int, 
         if (sizes := linear_sizes(module)) is not None and (name not in owners or module in owners[name]):
             found.setdefault(name, []).append(sizes)
     of_experts = dict.fromkeys(name for each in expert_matrices(model) for name in (*each.parts, each.name))
-    missing = [target for target in targets if target not in found and target not in of_experts]
-    if missing:
+    if missing := [target for target in targets if target not in found and target not in of_experts]:
         available = dict.fromkeys(name.rpartition(".")[2] for name, *_ in linears_in_layers(model)) | of_experts
         others = {
             type(part).__name__
@@ -179,8 +177,7 @@ def print_counts(text: str) -> None:
         config = whole = make_config(ArchitectureSpec.model_validate(request["architecture"]), cast("Any", no_tokens))
     if not has_causal_class(config) and auto_class_of(whole) is AutoModelForCausalLM:
         sys.exit(NO_CAUSAL_CLASS)
-    tied = text_part(request.get("config", {})).get("tie_word_embeddings")
-    if tied is not None:
+    if (tied := text_part(request.get("config", {})).get("tie_word_embeddings")) is not None:
         config.tie_word_embeddings = tied
     with torch.device("meta"):  # accelerate's init_empty_weights allocates each briefly: 30 GB for some experts
         built = config if has_causal_class(config) else whole

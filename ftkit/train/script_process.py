@@ -145,8 +145,7 @@ class ScriptRank:
         from ftkit.train.watchdog import Watchdog  # noqa: PLC0415
 
         local_size, (_, *nodes) = int(os.environ["LOCAL_WORLD_SIZE"]), os.environ.get(NODES, "start").split()
-        hosts = nodes or [socket.gethostname()]
-        processes = [(host, 0) for host in hosts for _ in range(local_size)]
+        processes = [(host, 0) for host in nodes or [socket.gethostname()] for _ in range(local_size)]
         timeout = self.plan.resources.hang_timeout_seconds
         watchdog = Watchdog(self.plan.layout, self.rank, processes, lambda: self.step, timeout)
         watchdog.start()
@@ -185,8 +184,7 @@ class ScriptRank:
         deadline = time.monotonic() + _SECONDS_FOR_RANKS
         while time.monotonic() < deadline and not all(path.exists() for path in paths):
             time.sleep(_POLL_SECONDS / 10)
-        others = [parse_json(path.read_bytes(), RankFacts) for path in paths if path.exists()]
-        verdict = judge([facts, *others])
+        verdict = judge([facts, *(parse_json(path.read_bytes(), RankFacts) for path in paths if path.exists())])
         for finding in verdict.findings:
             say(f"prove: {finding.check}: {finding.what} {finding.fix}")
         for name, reason in verdict.not_checked.items():

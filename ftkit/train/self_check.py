@@ -48,18 +48,10 @@ def main() -> int:
 def take_step(family: str, world: World) -> float:
     """Build, verify and train a tiny model of a family; return its mean loss, in nats."""
     shape = ArchitectureSpec(
-        family=family,
-        vocab_size=_VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        max_position_embeddings=2 * _LENGTH,
-        sliding_window=_LENGTH // 2,
-        full_attention_every=2,
-    )
+        family=family, vocab_size=_VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=64, max_position_embeddings=2 * _LENGTH,
+        sliding_window=_LENGTH // 2, full_attention_every=2,
+    )  # fmt: skip
     precision = "bf16" if world.device.type == "cuda" else "fp32"
     training = TrainingPlan(
         precision=precision, sequence_length=_LENGTH, global_batch_size=1, max_steps=1, learning_rate=1e-3

@@ -206,8 +206,7 @@ class StepWatch:
                 ParamFacts(name, value.ndim, value.requires_grad, is_whole), value, sample, sample
             )
             if value.requires_grad:
-                handle = value.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
-                self._handles.append(handle)
+                self._handles.append(value.register_post_accumulate_grad_hook(self._on_gradient))  # type: ignore[no-untyped-call]
             if isinstance(value, DTensor):
                 names = set(value.device_mesh.mesh_dim_names or ())
                 self.facts.splits_samples |= value.device_mesh.ndim > 1 or bool(names & {"tp", "cp", "sp", "ep"})

@@ -169,8 +169,7 @@ class Trainer:
         attend_in_chunks(model, self.world.device, DTYPES[training.compute_precision])
         check_positions(model, shape)
         choose_token_mixers(model, self.world)
-        counts = count_modules(model, shape.intermediate_size)
-        plan = plan_for_counts(self.plan, counts)
+        plan = plan_for_counts(self.plan, count_modules(model, shape.intermediate_size))
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         if plan.num_parameters != self.plan.num_parameters:
             log.info(

@@ -158,8 +158,7 @@ def _downsampled(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], l
     size = math.ceil(len(x) / (MAX_POINTS // 2))
     kept: list[int] = []
     for begin in range(0, len(x), size):
-        part = range(begin, min(begin + size, len(x)))
-        finite = [index for index in part if math.isfinite(y[index])] or [begin]
+        finite = [index for index in range(begin, min(begin + size, len(x))) if math.isfinite(y[index])] or [begin]
         kept += sorted({min(finite, key=lambda index: y[index]), max(finite, key=lambda index: y[index])})
     return [x[index] for index in kept], [y[index] for index in kept]
 

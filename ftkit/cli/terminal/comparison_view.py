@@ -146,8 +146,7 @@ def _verdict(first: compare.ComparedRun, other: compare.ComparedRun) -> str:
 
 def show_comparison(runs: Sequence[compare.ComparedRun], terminal: Terminal) -> None:
     found = compare_runs(runs)
-    ids = [Styled(run.id, "bold") for run in runs]
-    terminal.facts(list(zip(found.names, ids, strict=True)), is_data=True)
+    terminal.facts([(name, Styled(run.id, "bold")) for name, run in zip(found.names, runs, strict=True)], is_data=True)
     if found.best:
         terminal.text(Styled(f"\n{found.best}", "bold"))
     terminal.text()

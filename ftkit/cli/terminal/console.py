@@ -136,16 +136,10 @@ class _EscapingConsole(Console):
 def _console(stream: IO[str], *, quiet: bool = False) -> Console:
     is_terminal, colored = stream.isatty(), in_color(stream)
     return _EscapingConsole(
-        file=styled(stream),
-        quiet=quiet,
-        force_terminal=is_terminal,
-        color_system="auto" if is_terminal else "standard" if colored else None,
-        no_color=not colored,
-        width=None if is_terminal else _UNLIMITED,
-        markup=False,
-        highlight=False,
-        emoji=False,
-    )
+        file=styled(stream), quiet=quiet, force_terminal=is_terminal,
+        color_system="auto" if is_terminal else "standard" if colored else None, no_color=not colored,
+        width=None if is_terminal else _UNLIMITED, markup=False, highlight=False, emoji=False,
+    )  # fmt: skip
 
 
 def _text(cell: Cell) -> Text:

@@ -57,13 +57,12 @@ def show_runs(entries: Sequence[RunEntry], terminal: Terminal, *, as_json: bool,
         shown = _as_json(entry, seen, step, problem)
         objects.append(shown | {"values": values})
         name = entry.folder.id if is_roomy else entry.folder.suffix
-        progress = f"{'?' if shown['step'] is None else shown['step']}/{shown['num_steps'] or '?'}"
         rows.append([
             entry.folder.name,
             name,
             *(values.get(key, "-") for key in keys),
             Styled(seen.state, STATE_STYLES[seen.state]),
-            progress,
+            f"{'?' if shown['step'] is None else shown['step']}/{shown['num_steps'] or '?'}",
             f"{step.loss:.4f}" if step and step.loss is not None else "?" if problem else "-",
             entry.plan.cluster.name if entry.plan else "?",
             entry.run.job_id if entry.run else "-",
@@ -72,8 +71,7 @@ def show_runs(entries: Sequence[RunEntry], terminal: Terminal, *, as_json: bool,
     if as_json:
         terminal.json(objects)
         return
-    own = [f"{key.rpartition('.')[2].upper()}…" for key in keys]
-    terminal.table((*_TITLES[:2], *own, *_TITLES[2:]), rows)
+    terminal.table((*_TITLES[:2], *(f"{key.rpartition('.')[2].upper()}…" for key in keys), *_TITLES[2:]), rows)
 
 
 def _as_json(

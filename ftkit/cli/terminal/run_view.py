@@ -196,8 +196,7 @@ def _result_facts(summary: RunSummary) -> Facts:
     if summary.start and summary.start.damaged:
         facts.append(("damaged", Styled(damage_of(summary.start), "red")))
     if lost := summary.failed_checkpoint:
-        text = f"of step {lost.step}, {lost.num_failed} in a row: {lost.reason}"
-        facts.append(("failed save", Styled(text, "red")))
+        facts.append(("failed save", Styled(f"of step {lost.step}, {lost.num_failed} in a row: {lost.reason}", "red")))
     facts += [("export", short_path(Path(end.export)))] if end and end.export else []
     return facts
 

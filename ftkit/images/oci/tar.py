@@ -145,8 +145,7 @@ def _member(header: bytes, path: bytes, target: bytes, size: int) -> Member:
     target = _clean(target) if kind == LINK else target
     if is_link and (not target or b"\0" in target or len(target) >= _MAX_PATH):  # no system can create such a link
         raise _damaged(f"a link leads to '{shortened(target)}'")
-    mode = _number(header[100:108]) & 0o7777
-    return Member(_clean(path), kind, mode, max(0, _number(header[136:148])), size, target)
+    return Member(_clean(path), kind, _number(header[100:108]) & 0o7777, max(0, _number(header[136:148])), size, target)
 
 
 def _clean(path: bytes) -> bytes:

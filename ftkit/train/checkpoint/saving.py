@@ -179,9 +179,7 @@ class Checkpointer:
         return time.perf_counter()
 
     def _complete(self, folder: Path, final: Path, progress: TrainState, parts: list[dict[str, SavedFile]]) -> None:
-        files = {INDEX: SavedFile.of(folder / INDEX)}
-        for part in parts:
-            files |= part
+        files = {INDEX: SavedFile.of(folder / INDEX)} | {name: file for part in parts for name, file in part.items()}
         write_json(folder / MARKER, Marker(FORMAT_VERSION, progress, self._world.size, files))
         publish(folder, final)  # a damaged one of the same step is replaced
         training, best = self._plan.recipe.training, progress.best.step if progress.best else None

@@ -116,9 +116,8 @@ class Evaluator:
         means = {name: sum(scores) / len(scores) for name, scores in found.items() if scores}
         first, scores = next(iter(by_metric.items()))
         best = 0.0 if first.is_lower_better else 1.0
-        sampled = zip(cases[:NUM_SAMPLES], completions, scores, strict=False)
         samples = []
-        for case, completion, score in sampled:
+        for case, completion, score in zip(cases[:NUM_SAMPLES], completions, scores, strict=False):
             question = case.columns.get("sql_prompt")
             if not isinstance(question, str):
                 prompt = str(self.tokenizer.decode(case.prompt, skip_special_tokens=True))
@@ -180,9 +179,5 @@ def mean_metrics(names: tuple[str, ...], sums: list[float], num_samples: int) ->
 
 def mean_losses(sources: tuple[str, ...], sums: list[float]) -> dict[str, SourceLoss]:
     """Return the losses of the sources that have targets, from flattened sums over all ranks of `SourceLosses.sums`."""
-    losses, counts = sums[: len(sources)], sums[len(sources) :]
-    return {
-        name: SourceLoss(loss / count, int(count))
-        for name, loss, count in zip(sources, losses, counts, strict=True)
-        if count
-    }
+    measured = zip(sources, sums[: len(sources)], sums[len(sources) :], strict=True)
+    return {name: SourceLoss(loss / count, int(count)) for name, loss, count in measured if count}

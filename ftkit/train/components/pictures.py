@@ -96,10 +96,8 @@ class PictureFeed:
 
     @cached_property
     def _sample(self) -> Arrays:
-        return {
-            name: array.copy()
-            for name, array in from_record(zlib.decompress(base64.b64decode(self.inputs.sample))).items()
-        }
+        record = from_record(zlib.decompress(base64.b64decode(self.inputs.sample)))
+        return {name: array.copy() for name, array in record.items()}
 
     @cached_property
     def _pixel_range(self) -> NDArray[np.float32]:

@@ -173,8 +173,7 @@ class MlflowTracker:
         self._client = client = mlflow.MlflowClient(tracking_uri=tracking.mlflow_uri)
         experiment = client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
-        known = client.search_runs([experiment_id], f"tags.`{self._TAG}` = '{plan.id}'")
-        if known:
+        if known := client.search_runs([experiment_id], f"tags.`{self._TAG}` = '{plan.id}'"):
             self._run_id = str(known[0].info.run_id)
             client.update_run(self._run_id, status="RUNNING")
             return

@@ -390,9 +390,7 @@ def _shard(model: CausalLM, training: TrainingPlan, world: World, *, reshard_aft
     compute = None if training.adapters is not None else DTYPES[training.compute_precision]
     reduced = DTYPES[training.reduce_precision] if collectives is None else compute
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduced)
-    offload = OffloadPolicy()
-    if training.offload == "all":
-        offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if training.offload == "all" else OffloadPolicy()
     layers = find_decoder_layers(model.hf_model)
     reshards = world.num_layer_shards > 1 and reshard_after_forward
     vision = vision_layers(model.hf_model)

@@ -58,8 +58,7 @@ _TOKENS: Placement = Shard(1)  # layout of hidden states, [B, T, H], between mat
 
 def check_context_parallel(config: PretrainedConfig, kernel: Kernel, size: int, tensor_parallel: int = 1) -> None:
     heads = config.num_attention_heads
-    others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
-    if others:
+    if others := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
         reason = f"its layers of type {', '.join(sorted(others))} carry a state from token to token"
     elif kernel not in {*VARLEN, "sdpa"}:
         reason = f"its attention needs the kernel '{kernel}', which does not take packs by 'cu_seqlens'"
@@ -125,8 +124,7 @@ def _attention(  # noqa: PLR0913 - the interface is transformers'
     del attention_mask
     batch, heads, tokens, width = query.shape
     # Each rank needs a key-value head for its query heads.
-    times = size // math.gcd(size, key.shape[1])
-    if times > 1:
+    if (times := size // math.gcd(size, key.shape[1])) > 1:
         key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
     parts = [each.transpose(1, 2).reshape(batch, tokens, size, -1) for each in (query, key, value)]
     if size > 1:  # exchange a rank's tokens of all heads for all tokens of its heads
@@ -181,8 +179,7 @@ def divide_layers(layers: nn.ModuleList, family: str, mesh: DeviceMesh, adapters
     """
     for layer in layers:
         names = [name for name, module in layer.named_children() if type(module).__name__.endswith("Norm")]
-        norms = dict.fromkeys(names, SequenceParallel(use_local_output=True))
-        styles = norms | _styles(family)
+        styles = dict.fromkeys(names, SequenceParallel(use_local_output=True)) | _styles(family)
         if adapters is not None:
             for name in [name for name in styles if name.rpartition(".")[2] in adapters.targets]:
                 del styles[name]
@@ -306,5 +303,4 @@ def _distribute(owner: nn.Module, mesh: DeviceMesh, placement_of: Callable[[nn.P
 def _local(parameter: nn.Parameter) -> torch.Tensor:
     """Return a parameter's part on this rank; the gradient of a replicated one is a partial sum."""
     divided = cast("DTensor", parameter)
-    is_whole = divided.placements[0].is_replicate()
-    return divided.to_local(grad_placements=[Partial()] if is_whole else None)
+    return divided.to_local(grad_placements=[Partial()] if divided.placements[0].is_replicate() else None)

@@ -157,8 +157,7 @@ def _states_and_gradients(
     # Reshape to one row per token, N = B * T; some models have S streams: [S, B, T, H].
     rows = batch.input_ids.shape
     axis = next((axis for axis in range(gradients.ndim - 1) if gradients.shape[axis : axis + 2] == rows), 0)
-    by_token = gradients.movedim((axis, axis + 1), (0, 1)).flatten(0, 1).flatten(1)
-    return states.detach(), by_token
+    return states.detach(), gradients.movedim((axis, axis + 1), (0, 1)).flatten(0, 1).flatten(1)
 
 
 _DOCUMENT_SHARES = (0.05, 0.62, 0.03, 0.11)  # fractions of a pack for its documents; a fifth document fills the rest

@@ -255,9 +255,8 @@ def mixed_dtypes_explained(training: TrainingPlan) -> Iterator[None]:
 def verify_logits(probe: ProbeResult) -> Checks:
     """Verify that the logits behind the loss are those of the model's own class: a loss hardly shows a wrong scale."""
     own, expected = probe.own_logits.float(), probe.expected_logits.float()
-    difference = math.inf
-    if own.shape == expected.shape:
-        difference = _largest_ratio((own - expected).norm(dim=1), own.norm(dim=1))
+    is_alike = own.shape == expected.shape
+    difference = _largest_ratio((own - expected).norm(dim=1), own.norm(dim=1)) if is_alike else math.inf
     if not difference <= LOGITS_TOLERANCE:
         raise TrainingError(
             f"the logits of ftkit's loss are not those of the model's own class: they differ by {difference:.1e} "

@@ -19,7 +19,6 @@ the device at a time. Only compiled layers offload the outputs of attention and 
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +30,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ftkit.train.memory.compile import WIDE, CompiledForward, Forward, tag_with_sources
+from ftkit.train.memory.compile import WIDE, CompiledForward, Forward, tag_with_sources, warn_once
 from ftkit.train.memory.usage import empty_pinned_like
 from ftkit.train.private_apis.torch import (
     GROUPED_MM,
@@ -51,17 +50,11 @@ if TYPE_CHECKING:
 
     Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 
-log = logging.getLogger(__name__)
-
 _CPU = torch.device("cpu")
 
 _LOOPS_OVER_TOKENS = {
-    "MiniMaxLightningAttention",
-    "Qwen4ExpTextQSAIndexer",
-    "RecurrentGemmaRglru",
-    "RwkvSelfAttention",
-    "xLSTMBackend",
-}
+    "MiniMaxLightningAttention", "Qwen4ExpTextQSAIndexer", "RecurrentGemmaRglru", "RwkvSelfAttention", "xLSTMBackend",
+}  # fmt: skip
 """Classes of transformers 5.23 that loop over tokens or chunks. A compiler would unroll such a loop into a graph that
 takes minutes to compile."""
 _INNER_FACTOR = {
@@ -97,16 +90,12 @@ def apply_activation_checkpointing(
         loops = {type(module).__name__ for module in layer.modules()} & _LOOPS_OVER_TOKENS
         is_compiled = compiled and not loops
         if compiled and loops:
-            _warn_of_loop(loops.pop(), type(layer).__name__)
+            reason = "It is slow, and takes more memory."
+            warn_once(f"{type(layer).__name__} is not compiled, because {loops.pop()} loops over tokens", reason)
         if mode == "none" and not is_compiled:
             continue
         layer_class = _recomputed_class(type(layer))  # type: ignore[arg-type] # a class can be hashed
         layers[index] = layer_class(layer, mode, compiled=is_compiled, offload=offload if offloads else None)
-
-
-@cache
-def _warn_of_loop(loop: str, layer: str) -> None:
-    log.warning("%s is not compiled, because %s loops over tokens: it is slow, and takes more memory", layer, loop)
 
 
 def activation_checkpointing_of(layer: nn.Module) -> ActivationCheckpointing:

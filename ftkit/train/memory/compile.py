@@ -70,10 +70,10 @@ class CompiledForward:
             is_limit = isinstance(error, self._failures[1])
             reason = "It was recompiled too often (torch's recompile limit)." if is_limit else one_line(error)
             if self._fallback is None:
-                _warn_once(f"{self._name} can't be compiled as one graph: it is slower and takes more memory", reason)
+                warn_once(f"{self._name} can't be compiled as one graph: it is slower and takes more memory", reason)
                 self._compiled = torch.compile(self._forward, backend=compile_with_joint_adapters)
             else:
-                _warn_once(f"{self._name} can't be compiled with its recomputation: the backward is slower", reason)
+                warn_once(f"{self._name} can't be compiled with its recomputation: the backward is slower", reason)
                 self._compiled = self._fallback
         finally:
             if pauses_collection:
@@ -98,7 +98,7 @@ def tag_with_sources() -> None:
 
 
 @cache
-def _warn_once(message: str, reason: str) -> None:
+def warn_once(message: str, reason: str) -> None:
     """Warn once instead of once per layer."""
     log.warning("%s. %s", message, reason)
 

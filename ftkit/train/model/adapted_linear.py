@@ -73,9 +73,7 @@ class AdaptedLinear(nn.Module):
         Dropout does not apply to the base layer's inputs, except for the product that DoRA scales. DoRA's norms are
         detached (Liu et al. 2024, section 4.3).
         """
-        draw = None
-        if self.training and self.dropout is not None:
-            draw = self.dropout.draw(inputs, self._input_part)
+        draw = self.dropout.draw(inputs, self._input_part) if self.training and self.dropout is not None else None
         # Scale here, not at the output's width, so that the gradient needs no scaled copy of that width.
         adapted = self._up(self._down(inputs, draw) * (self.effect * self.lora.scaling))
         if not self.lora.use_dora:

@@ -282,13 +282,9 @@ _aten = torch.ops.aten
 _OF_WEIGHTS = {_aten.alias.default, _aten.as_strided.default, _aten.detach.default}
 """Operations with which FSDP2 creates an unsharded parameter. All others take the dequantized weight."""
 _OF_SHARDS = _OF_WEIGHTS | {
-    _aten.empty_like.default,
-    _aten.new_empty.default,
-    _aten.new_zeros.default,
-    _aten.slice.Tensor,
-    _aten.split.Tensor,
-    _aten.view.default,
-}
+    _aten.empty_like.default, _aten.new_empty.default, _aten.new_zeros.default, _aten.slice.Tensor,
+    _aten.split.Tensor, _aten.view.default,
+}  # fmt: skip
 """Operations with which FSDP2 and `Module.to_empty` create a shard. All others return ordinary tensors."""
 
 

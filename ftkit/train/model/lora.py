@@ -129,13 +129,11 @@ class _Needed(torch.autograd.Function):
     """Let a tensor require a gradient, which is dropped. As a leaf, it would be in memory until the backward ends."""
 
     @staticmethod
-    def forward(ctx: Ctx, tensor: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-        del ctx, leaf
+    def forward(_: Ctx, tensor: torch.Tensor, _leaf: torch.Tensor) -> torch.Tensor:
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[None, None]:
-        del ctx, gradient
+    def backward(_: Ctx, _gradient: torch.Tensor) -> tuple[None, None]:
         return None, None
 
 

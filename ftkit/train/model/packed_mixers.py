@@ -90,10 +90,8 @@ def _states_before(transition: torch.Tensor, added: torch.Tensor) -> torch.Tenso
     """
     count = transition.shape[2]
     size = math.isqrt(count - 1) + 1
-    missing = -count % size
-    padded = (functional.pad(one, (0, 0, 0, 0, 0, missing)) for one in (transition, added))
-    of_groups = [_divided(one, size) for one in padded]
-    steps = zip(*(one.unbind(3) for one in of_groups), strict=True)
+    padded = (functional.pad(one, (0, 0, 0, 0, 0, -count % size)) for one in (transition, added))
+    steps = zip(*(_divided(one, size).unbind(3) for one in padded), strict=True)
     composed = [next(steps)]
     for step, add in steps:
         product, total = composed[-1]

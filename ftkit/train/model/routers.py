@@ -144,9 +144,7 @@ class Routers:
         self._step.add(sums, is_token.sum(), (gradient * probability).sum())
         if not self.coefficient:
             return loss
-        balanced: torch.Tensor = _AddBalance.apply(  # type: ignore[no-untyped-call]
-            loss, self.coefficient * gradient, pending
-        )
+        balanced: torch.Tensor = _AddBalance.apply(loss, self.coefficient * gradient, pending)  # type: ignore[no-untyped-call]
         return balanced
 
     def take(self) -> RouterSums:

@@ -69,10 +69,8 @@ class StepMetrics(Observer):
         self._sum_over_ranks(outcome)
         if previous is not None:
             yield previous
-        if not self.is_behind or self.progress.has_host_sync:
-            result = self._take_pending()
-            if result is not None:
-                yield result
+        if (not self.is_behind or self.progress.has_host_sync) and (result := self._take_pending()):
+            yield result
 
     def _sum_over_ranks(self, outcome: StepOutcome) -> None:
         # A stop may be requested for the run, or for this Slurm job.

@@ -181,8 +181,7 @@ class Zero3Optimizer:
 
     def gather_persistent(self) -> None:
         """All-gather the persistent parameters again, after their partitions were written."""
-        persistent = self._optimizer.persistent_parameters
-        if persistent:
+        if persistent := self._optimizer.persistent_parameters:
             persistent[0].partition(persistent)
             persistent[0].all_gather(persistent)
 

@@ -99,8 +99,7 @@ def mask_documents_always() -> None:
 
 def _find_documents(position_ids: torch.Tensor) -> torch.Tensor:
     """Return the number of each token's document in its row, int64 [B, T]; a jump of positions begins a document."""
-    begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
-    return begins.cumsum(-1)
+    return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
 
 
 @contextmanager
