@@ -301,8 +301,7 @@ def import_image(
     if found := existing():
         return found
     store.prepare()
-    waiting = partial(report, ProgressEvent("waiting for another import of this image"))
-    with store.partial(final, waiting) as temporary:
+    with store.partial(final, partial(report, ProgressEvent("waiting for another import of this image"))) as temporary:
         if found := existing():
             return found
         made = source.make_file(temporary, report)

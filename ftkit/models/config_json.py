@@ -170,6 +170,10 @@ def resolve_shape(model: ModelSpec, config: Mapping[str, Any] | None) -> Archite
     """
     given = model.architecture
     if config is None and isinstance(given, ArchitectureSpec):
+        family = family_of(given.family)
+        if model.weights == "random" and given.num_experts and family.has_formula and not family.usual_experts:
+            what, fix = f"an untrained '{given.family}' has no experts.", "Leave it out, or name another family."
+            raise ConfigError([Problem("", "model.architecture.num_experts", what, fix)])
         return _with_more_positions(given, given)
     if config is None:
         fix = f"On a machine with network access: hf download {model.weights} config.json, or"

@@ -373,7 +373,7 @@ def _notes_on_model(run: RunInputs) -> Iterator[str]:
         f"'{family}' is none of {', '.join(MEASURED)}: {_ESTIMATED[counts.source]}, and whether it can be trained is "
         "checked when the job starts"
     )
-    if counts.source == "family" and counts.experts_per_token:
+    if counts.source == "family" and counts.experts_per_token and shape.num_experts is None:
         yield (
             f"'{family}' is a mixture of experts, and their number can't be read here: the plan assumes the largest "
             "usual one (for an exact plan, download the weights' config.json)"

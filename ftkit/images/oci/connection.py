@@ -74,8 +74,7 @@ class Connection:
 
     def send(self, method: str, address: str, content: bytes, media_type: str) -> Mapping[str, str]:
         url = self._redirect_target(self._repository, address, has_digest=False)
-        headers = {"Content-Type": media_type}
-        with self._exchange(lambda: self._request(method, url, headers, data=content)) as response:
+        with self._exchange(lambda: self._request(method, url, {"Content-Type": media_type}, data=content)) as response:
             self._explain(response)
             sent: Mapping[str, str] = response.headers
             return sent

@@ -669,6 +669,15 @@ def test_a_moe_model_with_unknown_experts_is_planned_for_many_with_a_note() -> N
     assert found.num_parameters > 10 * plan().num_parameters
 
 
+def test_the_shape_of_an_untrained_mixture_says_how_many_experts_it_has() -> None:
+    mixture, experts = "model.architecture.family=qwen3_moe", "model.architecture.num_experts={}"
+    few, many = (plan(demo(mixture, experts.format(number))) for number in (4, 40))
+    assert many.num_parameters > few.num_parameters
+    assert "can't be read here" not in " ".join(few.notes)
+    with pytest.raises(ConfigError, match="has no experts"):
+        plan(demo(experts.format(4)))
+
+
 def test_paths_that_pyxis_cannot_mount_are_rejected() -> None:
     request = replace(REQUEST, image=ImageFile(Path("/x.sqsh")), workspace=Path("/shared/a,b"))
     cluster = A4.model_copy(update={"mounts": ("relative", "/ok:/ok:ro")})
