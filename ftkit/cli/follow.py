@@ -214,15 +214,10 @@ class LiveView(PlainView):
     def __init__(self, terminal: Terminal) -> None:
         super().__init__(terminal)
         self._progress = _CurveAndBar(
-            SpinnerColumn(),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[numbers]}", markup=False),
-            console=terminal.talk,
-            expand=True,
-            transient=True,
+            SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=None),
+            TextColumn("{task.fields[numbers]}", markup=False), console=terminal.talk, expand=True, transient=True,
             refresh_per_second=4,
-        )
+        )  # fmt: skip
         self._task = self._progress.add_task("submitted", total=None, numbers="")
         self._is_waiting = True
         self._stage: records.StageRecord | None = None

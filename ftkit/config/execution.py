@@ -22,7 +22,8 @@ USABLE_MEMORY: Final = 0.95
 CHUNK_LOGITS = 2**28
 """Approximate number of logits per chunk of the loss with engine fsdp2: half a GiB in bf16.
 
-With a frozen projection it is half of that. A trained one adds each chunk's gradient to fp32 sums in memory.
+With a frozen projection it is half of that, if these are at least `LEAST_CHUNK_ROWS` rows. A trained one adds each
+chunk's gradient to fp32 sums in memory, so it gets fewer chunks.
 """
 LEAST_CHUNK_ROWS = 1024
 """Rows of a chunk with which matmuls still occupy all multiprocessors of a large GPU."""
@@ -43,7 +44,9 @@ def indivisible_sizes(num_heads: int, num_key_value_heads: int, intermediate_siz
 
 def logits_rows(num_targets: int, vocabulary: int, *, is_trained: bool) -> int:
     """Return the tokens per chunk of the loss, in equal chunks; `is_trained` says whether the projection is."""
-    rows = CHUNK_LOGITS / vocabulary if is_trained else max(CHUNK_LOGITS / 2 / vocabulary, LEAST_CHUNK_ROWS)
+    rows = CHUNK_LOGITS / vocabulary
+    if not is_trained:
+        rows = min(rows, max(rows / 2, LEAST_CHUNK_ROWS))
     return -(-num_targets // max(1, round(num_targets / rows)))
 
 

@@ -358,27 +358,18 @@ class DataInspector:
         num_documents = lengths.total()
         return DataStats(
             formats=tuple(describe_format(encoder.format) for encoder in self.encoder.encoders.values()),
-            sources=tuple(totals.sources),
-            num_bad=totals.num_bad,
-            num_dropped=totals.num_dropped,
-            num_renderings=totals.num_documents,
-            num_documents=num_documents,
-            num_validation=num_validation,
-            num_in_both=self.digests.num_in_both,
-            num_tokens=num_tokens,
-            num_trained=sum(source.num_targets for source in totals.sources),
-            num_too_long=totals.too_long.total(),
+            sources=tuple(totals.sources), num_bad=totals.num_bad, num_dropped=totals.num_dropped,
+            num_renderings=totals.num_documents, num_documents=num_documents, num_validation=num_validation,
+            num_in_both=self.digests.num_in_both, num_tokens=num_tokens,
+            num_trained=sum(source.num_targets for source in totals.sources), num_too_long=totals.too_long.total(),
             too_long=", ".join(dict.fromkeys(each.too_long for each in self.encoder.encoders.values())),
-            num_duplicates=self.digests.num_duplicates,
-            longest=max(lengths, default=0),
+            num_duplicates=self.digests.num_duplicates, longest=max(lengths, default=0),
             longest_rendering=totals.longest,
             mean=sum(length * count for length, count in lengths.items()) / max(1, num_documents),
-            median=median_of(lengths),
-            num_packs=num_packs,
-            fill_ratio=num_tokens / max(1, num_packs * length),
+            median=median_of(lengths), num_packs=num_packs, fill_ratio=num_tokens / max(1, num_packs * length),
             histogram=tuple(_histogram(lengths)),
             sides=tuple((trained * 2 / max(1, num_documents)).tolist()) if per_sample > 1 else (),
-        )
+        )  # fmt: skip
 
 
 def median_of(lengths: Counter[int]) -> float:

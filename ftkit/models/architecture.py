@@ -78,8 +78,8 @@ class ArchitectureFields(Spec):
     """Width of the feed-forward layer."""
     num_hidden_layers: PositiveInt | None = None
     """Number of decoder layers."""
-    num_experts: PositiveInt | None = None
-    """Routed experts of a layer. The family's usual number if null."""
+    num_experts: Annotated[PositiveInt, Field(ge=2)] | None = None
+    """Routed experts of a layer. If null, those of the family's class in transformers."""
     num_attention_heads: PositiveInt | None = None
     """Query heads."""
     num_key_value_heads: PositiveInt | None = None

@@ -170,9 +170,10 @@ def resolve_shape(model: ModelSpec, config: Mapping[str, Any] | None) -> Archite
     """
     given = model.architecture
     if config is None and isinstance(given, ArchitectureSpec):
-        family = family_of(given.family)
-        if model.weights == "random" and given.num_experts and family.has_formula and not family.usual_experts:
-            what, fix = f"an untrained '{given.family}' has no experts.", "Leave it out, or name another family."
+        least, has_formula = experts_per_token(given.family), family_of(given.family).has_formula
+        if model.weights == "random" and has_formula and given.num_experts and not 0 < least <= given.num_experts:
+            what = f"a token of an untrained '{given.family}' passes through {least or 'no'} experts."
+            fix = "Raise it." if least else "Leave it out, or name another family."
             raise ConfigError([Problem("", "model.architecture.num_experts", what, fix)])
         return _with_more_positions(given, given)
     if config is None:
@@ -207,12 +208,18 @@ def read_shape(config: Mapping[str, Any], weights: str) -> ArchitectureSpec:
         raise ConfigError([Problem(f"config.json of {weights}", "model.weights", what, fix)]) from error
 
 
+def experts_per_token(family: str) -> int:
+    """Return the experts that a token is routed to in a family's class by default; 0 if it has none or is unknown."""
+    number = family_of(family).defaults.get("num_experts_per_tok")
+    return number if isinstance(number, int) else 0
+
+
 def num_experts(config: Mapping[str, object]) -> int:
     """Return the number of routed experts of a layer, under any known key; 0 without any."""
     values = (config.get(key) for key in NUM_EXPERTS)
-    found = next((value for value in values if isinstance(value, int) and _is_count(value)), 0)
-    has_none = found == 1 or config.get("is_moe") is False or config.get("enable_moe_block") is False
-    return 0 if has_none else found
+    found = next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), 0)
+    is_dense = found <= 1 or config.get("is_moe") is False or config.get("enable_moe_block") is False
+    return 0 if is_dense else found
 
 
 def _window_and_interval(filled: Mapping[str, Any]) -> tuple[int | None, int]:

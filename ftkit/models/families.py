@@ -58,6 +58,7 @@ class UsualExperts(NamedTuple):
     num: int
     per_token: int
     narrower: int  # `intermediate_size` divided by the width of an expert
+    shared: int = 0  # those of `num` and `per_token` that every token passes through
 
 
 class Family(NamedTuple):
@@ -194,9 +195,9 @@ FAMILIES: Mapping[str, Family] = {
     ),
     # Without a formula: assumed experts if config.json can't be read
     **{name: Family(has_formula=False, usual_experts=UsualExperts(*numbers)) for name, numbers in {
-        "deepseek_v2": (162, 8, 7), "deepseek_v3": (257, 9, 9), "glm4_moe": (161, 9, 7), "granitemoe": (62, 8, 1),
-        "jamba": (16, 2, 1), "llama4_text": (129, 2, 1), "minimax": (32, 2, 1), "minimax_m2": (256, 8, 1),
-        "phimoe": (16, 2, 1), "qwen2_moe": (68, 12, 4), "qwen3_next": (513, 11, 10),
+        "deepseek_v2": (162, 8, 7, 2), "deepseek_v3": (257, 9, 9, 1), "glm4_moe": (161, 9, 7, 1),
+        "granitemoe": (62, 8, 1), "jamba": (16, 2, 1), "llama4_text": (129, 2, 1, 1), "minimax": (32, 2, 1),
+        "minimax_m2": (256, 8, 1), "phimoe": (16, 2, 1), "qwen2_moe": (68, 12, 4, 8), "qwen3_next": (513, 11, 10, 1),
     }.items()},
 }  # fmt: skip
 

@@ -54,7 +54,8 @@ def _count_shape(shape: ArchitectureSpec) -> ModelCounts:
     if usual is not None:
         width = -(-shape.intermediate_size // usual.narrower)
         filled |= {"num_experts_per_tok": usual.per_token, "moe_intermediate_size": width}
-    if number := shape.num_experts or (usual and usual.num):
+    given = shape.num_experts and shape.num_experts + (usual.shared if usual else 0)
+    if number := given or (usual and usual.num):
         filled |= dict.fromkeys(NUM_EXPERTS, number)
     return _count(fill_config(filled), "formula" if family.has_formula and usual is None else "family")
 
@@ -156,17 +157,12 @@ def _count(config: Mapping[str, Any], source: CountSource) -> ModelCounts:
         width = config["num_hidden_layers"] * per_layer
         around += config["vocab_size_per_layer_input"] * width + hidden * width + per_layer
     return ModelCounts(
-        source,
-        layers=sum(layer.total for layer in layers),
-        largest_layer=max(layer.total for layer in layers),
-        around=around,
-        active=sum(layer.active for layer in layers),
-        feed_forward=max(layer.feed_forward for layer in layers),
-        experts_per_token=experts.per_token if experts else 0,
-        linears=tuple(Linear(*kind, count) for kind, count in linears.items()),
-        attention=count_attention(config),
+        source, layers=sum(layer.total for layer in layers), largest_layer=max(layer.total for layer in layers),
+        around=around, active=sum(layer.active for layer in layers),
+        feed_forward=max(layer.feed_forward for layer in layers), experts_per_token=experts.per_token if experts else 0,
+        linears=tuple(Linear(*kind, count) for kind, count in linears.items()), attention=count_attention(config),
         expert_matrices=tuple(replace(matrix, count=count) for matrix, count in matrices.items()),
-    )
+    )  # fmt: skip
 
 
 def _layer(config: Mapping[str, Any], family: Family, experts: Experts | None, index: int) -> _Layer:

@@ -24,6 +24,7 @@ from ftkit.data.packing import Document, build_pack
 from ftkit.data.tokenizers import learn_tokenizer, load_tokenizer
 from ftkit.errors import DataError, TrainingError
 from ftkit.models.architecture import ArchitectureSpec, ModelSpec
+from ftkit.models.config_json import read_shape
 from ftkit.models.families import MEASURED
 from ftkit.models.parameters import count_model
 from ftkit.train.causal_lm import CausalLM
@@ -399,6 +400,21 @@ def test_the_embeddings_of_a_frozen_model_require_a_gradient_but_the_graph_does_
     held = [getattr(node, "variable", None) for node, _ in embedded.grad_fn.next_functions if node is not None]
     assert [each.numel() for each in held] == [1]
     squares.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("gpt_oss", {"num_local_experts": 32}), ("mixtral", {"num_local_experts": 4}), ("deepseek_v3", {}),
+        ("glm4_moe", {"n_routed_experts": 16}), ("qwen3_moe", {"num_experts": 160}), ("qwen3_moe", {"num_experts": 0}),
+    ],
+)  # fmt: skip
+def test_a_mixture_is_read_with_the_experts_of_its_configuration(
+    family: str, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    AutoConfig.for_model(family, **sizes).save_pretrained(tmp_path)
+    shape = read_shape(json.loads((tmp_path / "config.json").read_text()), "model")
+    assert read_config(tmp_path, shape).text.model_type == family
 
 
 @pytest.mark.parametrize(("family", "key"), [("gpt_oss", "num_local_experts"), ("qwen3_moe", "num_experts")])

@@ -117,13 +117,14 @@ def compile_with_joint_adapters(graph: fx.GraphModule, inputs: Sequence[object])
     (norms, activations). Only the adapters' gradients read them, so saving them would cost a third of all activations
     to avoid little arithmetic.
     """
-    for module in graph.modules():  # selective checkpointing puts a layer into a nested graph
-        if isinstance(module, fx.GraphModule):
-            _join(module.graph)
-            module.recompile()
+    parts = [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
+    for module in parts:  # selective checkpointing puts a layer into a nested graph
+        _join(module.graph)
+        module.recompile()
+    dequantizes = any("nf4_matrix" in str(node.target) for module in parts for node in module.graph.nodes)
     has_adapters = any("lora_b" in node.name.lower() for node in graph.graph.find_nodes(op="placeholder"))
     with cache_autograd_functions(), recompute_matmul_inputs() if has_adapters else nullcontext():
-        return inductor(_add_in_place)(graph, inputs)
+        return inductor(_add_in_place, makes_matrices=dequantizes)(graph, inputs)
 
 
 def _join(graph: fx.Graph) -> None:

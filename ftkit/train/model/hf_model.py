@@ -161,7 +161,8 @@ def read_config(
 def shape_fields(config: PretrainedConfig) -> dict[str, object]:
     """Return a configuration's fields of the shape, by their public names."""
     saved = config.to_dict()  # if layers differ, the configuration lacks these attributes
-    return {key: saved[key] if key in saved else getattr(config, key, None) for key in CONFIG_KEYS}
+    keys = (*CONFIG_KEYS, *NUM_EXPERTS)
+    return {key: saved[key] if key in saved else getattr(config, key, None) for key in keys}
 
 
 def _scale_positions(config: PretrainedConfig, shape: ArchitectureSpec) -> None:

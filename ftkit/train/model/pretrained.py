@@ -340,9 +340,10 @@ class _RandomTensor:
         dtype = torch.float32 if self.target.layout is None else self.target.layout.storage
         values = torch.empty((end - begin, *shape[1:]), dtype=dtype, device=device)
         for number, chunk in enumerate(torch.split(values, height), begin // height):
+            generator = torch.Generator(device).manual_seed(self.seed + number)
             drawn = chunk if dtype == torch.float32 else torch.empty_like(chunk, dtype=torch.float32)
-            drawn.normal_(std=self.deviation, generator=torch.Generator(device).manual_seed(self.seed + number))
-            chunk.copy_(drawn)
+            chunk.copy_(drawn.normal_(std=self.deviation, generator=generator))
+            del drawn  # freed before the next is drawn
         return values[first - begin : last - begin]
 
 

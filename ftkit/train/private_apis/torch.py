@@ -144,13 +144,20 @@ def compile_failures() -> tuple[type[Exception], type[Exception]]:
     return torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit  # noqa: SLF001
 
 
-_LEAST_SHARED_BYTES = 8192
-"""What independent operations must share to be fused. By default, tables of 4-bit weights are enough: then, several
-dequantized matrices exist at a time."""
+_ONE_MATRIX_AT_A_TIME = {
+    # What independent operations must share to be fused: more than the tables of 4-bit weights, which Inductor counts
+    # once per number of a word (4,353 bytes). Otherwise, one kernel dequantizes several matrices.
+    "score_fusion_memory_threshold": 8192,
+    # Otherwise, a freed buffer stays allocated for the next one of its size: a matrix, while others are computed.
+    "allow_buffer_reuse": False,
+}
 
 
-def inductor(change: Callable[[fx.Graph], None]) -> Callable[..., Callable[..., Any]]:
-    """Return Inductor's compiler of a graph; `change` changes the differentiated graphs before they are lowered."""
+def inductor(change: Callable[[fx.Graph], None], *, makes_matrices: bool) -> Callable[..., Callable[..., Any]]:
+    """Return Inductor's compiler of a graph; `change` changes the differentiated graphs before they are lowered.
+
+    `makes_matrices` says whether the graph computes matrices of weights, of which few should exist at a time.
+    """
     from torch._inductor.custom_graph_pass import CustomGraphPass  # noqa: PLC0415 - imports the compiler
 
     class Change(CustomGraphPass):
@@ -161,12 +168,7 @@ def inductor(change: Callable[[fx.Graph], None]) -> Callable[..., Callable[..., 
             return change.__qualname__
 
     compile_graph: Callable[..., Any] = torch._dynamo.lookup_backend("inductor")  # noqa: SLF001
-    patches = {
-        "post_grad_custom_post_pass": Change(),
-        "score_fusion_memory_threshold": _LEAST_SHARED_BYTES,
-        # Otherwise, a freed buffer stays allocated for the next one of its size: a matrix, while others are computed.
-        "allow_buffer_reuse": False,
-    }
+    patches = {"post_grad_custom_post_pass": Change()} | (_ONE_MATRIX_AT_A_TIME if makes_matrices else {})
     return partial(compile_graph, config_patches=patches)
 
 

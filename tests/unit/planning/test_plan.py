@@ -671,11 +671,13 @@ def test_a_moe_model_with_unknown_experts_is_planned_for_many_with_a_note() -> N
 
 def test_the_shape_of_an_untrained_mixture_says_how_many_experts_it_has() -> None:
     mixture, experts = "model.architecture.family=qwen3_moe", "model.architecture.num_experts={}"
-    few, many = (plan(demo(mixture, experts.format(number))) for number in (4, 40))
+    few, many = (plan(demo(mixture, experts.format(number))) for number in (8, 80))
     assert many.num_parameters > few.num_parameters
     assert "can't be read here" not in " ".join(few.notes)
-    with pytest.raises(ConfigError, match="has no experts"):
+    with pytest.raises(ConfigError, match="passes through no experts"):
         plan(demo(experts.format(4)))
+    with pytest.raises(ConfigError, match="passes through 8 experts"):
+        plan(demo(mixture, experts.format(4)))
 
 
 def test_paths_that_pyxis_cannot_mount_are_rejected() -> None:
