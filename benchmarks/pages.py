@@ -175,20 +175,24 @@ def planned_table(planned: list[Planned]) -> str:
 
 
 def peers_table() -> str:
-    """Return ftkit beside other trainers."""
+    """Return ftkit beside other trainers, whose attention is named unless it is SDPA."""
+
+    def name_of(peer: Row) -> str:
+        kernel = peer.labels.get("attention", "SDPA")
+        return peer.labels["trainer"] + (f", {kernel}" if kernel != "SDPA" else "")
+
     rows = [
         [
             describe(with_kernel(own.training, own.labels), own.labels),
             gpus(own.training),
-            peer.labels["trainer"],
-            peer.labels.get("attention", ""),
+            name_of(peer),
             *(show(row.medians["tokens_per_second"], ",.0f") for row in (own, peer)), f"{ratio:.2f}",
             *(show(row.medians["peak_gib"], ".1f") for row in (own, peer)),
         ]
         for _, own, peer, ratio in pairs()
         if own.training
     ]  # fmt: skip
-    titles = "run|GPUs|peer|its attention|tokens/s/GPU, ftkit|peer|ftkit ×|peak GiB, ftkit|peer"
+    titles = "run|GPUs|peer|tokens/s/GPU, ftkit|peer|ftkit ×|peak GiB, ftkit|peer"
     return markdown(titles.split("|"), sorted(rows))
 
 
