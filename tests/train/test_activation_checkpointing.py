@@ -115,7 +115,7 @@ def every_product_is_wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def compiles(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
     """Compile without code generation, fail on graph breaks, and count graphs."""
     counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda _: counter)
+    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda _, **__: counter)
     return counter
 
 
@@ -345,7 +345,7 @@ def test_compiled_full_checkpointing_saves_inputs_and_recomputes_what_the_backwa
         bw_compiler=keep("backward"),
         partition_fn=min_cut_rematerialization_partition,
     )
-    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda _: backend)
+    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda _, **__: backend)
     gradients(family, training(activation_checkpointing="full", compile="layers", **changes), world)
     found = [node for node in graphs["backward"].nodes if node.target is torch.ops.aten.mm.default]
     assert len(found) == products
@@ -479,7 +479,7 @@ def test_compiled_layers_with_adapters_do_not_save_what_element_wise_operations_
     method: Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = CompileCounterWithBackend("aot_eager_decomp_partition")  # Inductor's partition, without its code
-    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda _: backend)
+    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda _, **__: backend)
     model = build("llama", training(method=method, lora={"rank": 2}, precision="bf16"))
     init_adapters(model, 5)
     layers = find_decoder_layers(model)
@@ -594,7 +594,7 @@ def test_compiled_layers_keep_and_offload_the_output_of_attention_and_recompute_
         bw_compiler=lambda module, _: backward.append(module.graph) or make_boxed_func(module.forward),
         partition_fn=min_cut_rematerialization_partition,
     )
-    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda _: backend)
+    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda _, **__: backend)
     spec = training(activation_checkpointing="except_attention", activation_offload=True, compile="layers", **changes)
     model = build("llama", spec)
     model.set_attn_implementation(register_kernel("flash4"))

@@ -13,7 +13,7 @@ from ftkit.train.memory.compile import CompiledForward
 
 @pytest.fixture(autouse=True)
 def _without_code_generation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda _: lookup_backend("eager"))
+    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda _, **__: lookup_backend("eager"))
 
 
 def test_a_graph_break_is_reported_once_and_computes_the_same(

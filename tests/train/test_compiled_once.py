@@ -114,7 +114,7 @@ def test_checks_and_steps_with_any_number_of_documents_share_a_graph_for_each_ki
     method: str, kernel: Kernel, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiles = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda _: compiles)
+    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda _, **__: compiles)
     check_and_train(make_engine(world, kernel, method=method), world)
     # flash-attn-4: with a window and without. SDPA: with a mask, and without for packs of a single document.
     assert compiles.frame_count == 2
@@ -148,7 +148,7 @@ def test_graphs_of_layers_can_be_in_the_compilers_caches(
             bypasses.append(str(error))
         return graph.forward
 
-    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda _: compile_graph)
+    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda _, **__: compile_graph)
     engine = make_engine(world, "flash4", **changes)
     engine.forward(pack(PACKS[0]))
     assert bypasses == []
