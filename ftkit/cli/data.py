@@ -308,14 +308,15 @@ def check_command(
             meaning=dropped,
             fix=_fix(num_rows, num_bad, num_refused, {fix for _, fix in kinds}),
         )
-    long = f"{plural(too_long.total(), 'document')} longer than a pack: {describe_too_long(too_long)}"
+    sample = inspector.recipe.training.sample_name
+    long = f"{plural(too_long.total(), sample)} longer than a pack: {describe_too_long(too_long)}"
     if too_long.total() and not num_fit:
-        raise DataError(f"no document can be trained on: {long}", fix="raise training.sequence_length")
+        raise DataError(f"no {sample} can be trained on: {long}", fix="raise training.sequence_length")
     whole = "" if num_dropped or too_long["drop"] else ": all can be used"
     used = f"{num_bad:,} of {num_rows:,} are skipped" if num_bad else f"{plural(num_rows, 'row')}{whole}"
     warning = inspector.recipe.training.warn_of_balance(num_train - num_rejected, num_rejected)
     held_out = f"{num_fit - num_train:,} are for validation" if warning and num_fit > num_train else ""
-    in_both = describe_in_both(inspector.digests.num_in_both, inspector.recipe.data)
+    in_both = describe_in_both(inspector.digests.num_in_both, inspector.recipe.data, sample)
     terminal.say("; ".join(filter(None, [used, dropped, long if too_long.total() else "", held_out, warning, in_both])))
 
 

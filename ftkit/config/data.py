@@ -387,11 +387,11 @@ def describe_too_long(outcomes: Mapping[str, int]) -> str:
     return f"longer ones are {' or '.join(words[outcome] for outcome in outcomes)}"
 
 
-def describe_in_both(number: int, data: DataSpec) -> str:
-    """Describe validation documents that are also trained on, by their number; empty if there are none."""
+def describe_in_both(number: int, data: DataSpec, sample: str) -> str:
+    """Describe validation samples that are also trained on, by their number; empty if there are none."""
     drawn = data.validation and data.validation.fraction and data.validation.by == "draw"
     fix = "; data.validation.by=hash keeps equal rows in one split" if drawn else ""
-    return f"{plural(number, 'validation document')} also trained on, which lowers the loss{fix}" if number else ""
+    return f"{plural(number, f'validation {sample}')} also trained on, which lowers the loss{fix}" if number else ""
 
 
 _DESCRIPTIONS = {

@@ -173,6 +173,10 @@ class ObjectiveSpec(Spec):
         """Documents of a sample, which are in the same pack."""
         return max(1, self.completions_per_sample)
 
+    @property
+    def sample_name(self) -> str:
+        return "document" if self.documents_per_sample == 1 else "pair"
+
     def conflicts_of_objective(self) -> Iterator[str]:
         if self.objective == "distill" and (self.distill is None or self.distill.teacher == "random"):
             yield "objective 'distill' needs a trained teacher: set distill.teacher"

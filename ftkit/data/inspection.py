@@ -306,7 +306,8 @@ class DataInspector:
         sides = conversations_of(read_example(row.columns, self.recipe.data, encoder.format))
         if not sides or encoder.renderer is None:
             return [(len(text), "text")]
-        example = sides[place % len(sides)]  # the side of a pair; otherwise all documents render one conversation
+        own = sides[place::2] or sides  # of a pair; earlier ones may be dropped. Otherwise, of one conversation
+        example = next((side for side in own if side.messages[-1].content.strip() in text), own[0])
         turns: list[tuple[int, str]] = []
         position = 0
         messages = example.messages

@@ -39,14 +39,14 @@ def prepare(plan: RunPlan, report: Callable[[str], None], num_workers: int | Non
         manifest = replace(manifest, digests=manifest.digests | folder.compute_digests())
         folder.write_manifest(manifest)
     if manifest.num_too_long:
-        found = plural(manifest.num_too_long, "document")
+        found = plural(manifest.num_too_long, plan.recipe.training.sample_name)
         report(f"{found} longer than a pack: {describe_too_long(manifest.too_long)}")
     report(
         f"data {plan.fingerprint}: {plural(manifest.num_train_documents, 'document')} in "
         f"{plural(manifest.num_train_packs, 'pack')} of {manifest.sequence_length} tokens, {manifest.fill_ratio:.1%} "
         f"full, {plural(manifest.num_train_targets, 'target')}"
     )
-    if in_both := describe_in_both(manifest.num_in_both, plan.recipe.data):
+    if in_both := describe_in_both(manifest.num_in_both, plan.recipe.data, plan.recipe.training.sample_name):
         report(in_both)
     if saved := manifest.num_shared_tokens:
         report(f"prompts of pairs are computed once: {saved / (manifest.num_train_tokens + saved):.0%} fewer tokens")
@@ -132,18 +132,19 @@ class _SplitWriter:
 
 def _check_totals(totals: Totals, recipe: RecipePlan, num_packs: int, report: Callable[[str], None]) -> None:
     """Refuse documents longer than a pack if `data.too_long` is `error`, and data without a document that fits."""
-    length, num_too_long = recipe.training.sequence_length, totals.too_long.total()
+    length, name, num_too_long = recipe.training.sequence_length, recipe.training.sample_name, totals.too_long.total()
     if num_refused := totals.too_long["error"]:
         longest = "" if num_refused < num_too_long else f" (the longest has {totals.longest:,})"
+        others = ", truncate cuts them after the last turn that fits, split is for plain text"
         raise DataError(
-            f"{plural(num_refused, 'document')} longer than a pack of {length} tokens{longest}",
+            f"{plural(num_refused, name)} longer than a pack of {length} tokens{longest}",
             meaning="truncating them would train the model on completions without an end",
-            fix="raise training.sequence_length, or set data.too_long: drop skips them, truncate cuts them "
-            "after the last turn that fits, split is for plain text",
+            fix="raise training.sequence_length, or set data.too_long: drop skips them"
+            + others * (recipe.training.preferences is None),
         )
     if not num_packs:
         raise DataError(
-            f"no document fits a pack of {length} tokens (the longest has {totals.longest:,})"
+            f"no {name} fits a pack of {length} tokens (the longest has {totals.longest:,})"
             if num_too_long
             else "there are no examples to train on",
             fix="raise training.sequence_length" if num_too_long else "check data.source and data.validation",

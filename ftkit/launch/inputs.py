@@ -32,12 +32,12 @@ from ftkit.planning.plan import DocumentFit, RunPlan
 if TYPE_CHECKING:
     import os
 
-    from ftkit.config.recipe import RecipePlan, RecipeSpec
+    from ftkit.config.recipe import RecipeSpec
     from ftkit.data.encoding import RowEncoder
     from ftkit.data.packing import Document
     from ftkit.data.rows import Row
 
-    _Documents = list[tuple[RowEncoder, Document]]
+    _Samples = list[tuple[RowEncoder, Sequence[Document]]]
 
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merges*", "chat_template*", "config.json",
@@ -167,22 +167,23 @@ MAX_CHARACTERS = 4 << 20  # maximum characters that are tokenized for a plan, in
 
 
 def count_documents(plans: Sequence[RunPlan], environment: Mapping[str, str]) -> list[RunPlan]:
-    """Return plans with the number of documents that fit in their packs, if known; shared rows are read once."""
-    read: list[tuple[RecipePlan, tuple[_Documents, float | None]]] = []
+    """Return plans with the number of samples that fit in their packs, if known; shared rows are read once."""
+    read: list[tuple[tuple[object, ...], tuple[_Samples, float | None]]] = []
     counted = []
     for plan in plans:
         if plan.data.is_prepared:
             counted.append(_count_prepared(plan))
             continue
-        data, model, most = plan.recipe.data, plan.recipe.model, plan.recipe.training.sequence_length
-        known = next((documents for other, documents in read if (other.data, other.model) == (data, model)), None)
+        recipe, length = plan.recipe, plan.recipe.training.sequence_length
+        key = recipe.data, recipe.model, recipe.training.documents_per_sample
+        known = next((samples for other, samples in read if other == key), None)
         if known is None:
-            known = _read_documents(plan, environment)
-            read.append((plan.recipe, known))
+            known = _read_samples(plan, environment)
+            read.append((key, known))
         found, saved = known
         too_long = Counter[str]({encoder.too_long: 0 for encoder, _ in found})
-        too_long.update(outcome for encoder, document in found if (outcome := encoder.fit([document], most)[0]))
-        longest = max((len(document.tokens) for _, document in found), default=0)
+        too_long.update(outcome for encoder, sample in found if (outcome := encoder.fit(sample, length)[0]))
+        longest = max((sum(len(each.tokens) for each in sample) for _, sample in found), default=0)
         num_fitting = len(found) - too_long.total()
         fit = DocumentFit(len(found), num_fitting, longest, is_complete=False, too_long=dict(too_long), saved=saved)
         counted.append(replace(plan, documents=fit if found else None))
@@ -196,16 +197,17 @@ def _count_prepared(plan: RunPlan) -> RunPlan:
         return replace(plan, documents=None)
     outcomes = mapping(prepared.get("too_long"))
     too_long = {outcome: number for outcome, number in outcomes.items() if isinstance(number, int)}
+    total //= plan.recipe.training.documents_per_sample
     stored, shared = (prepared.get(name) for name in ("num_train_tokens", "num_shared_tokens"))
     saved = shared / (shared + stored) if isinstance(stored, int) and isinstance(shared, int) and shared else None
     fit = DocumentFit(total, total - num_too_long, longest, is_complete=True, too_long=too_long, saved=saved)
-    in_both = prepared.get("num_in_both")
-    note = describe_in_both(in_both, plan.recipe.data) if isinstance(in_both, int) else ""
+    in_both, name = prepared.get("num_in_both"), plan.recipe.training.sample_name
+    note = describe_in_both(in_both, plan.recipe.data, name) if isinstance(in_both, int) else ""
     return replace(plan, documents=fit, notes=(*plan.notes, *filter(None, [note])))
 
 
-def _read_documents(plan: RunPlan, environment: Mapping[str, str]) -> tuple[_Documents, float | None]:
-    """Return the documents of the first rows and the result of `share_saved`; none and None if they can't be read."""
+def _read_samples(plan: RunPlan, environment: Mapping[str, str]) -> tuple[_Samples, float | None]:
+    """Return the samples of the first rows and the result of `share_saved`; none and None if they can't be read."""
     recipe = plan.recipe
     environment = {**environment, **plan.cluster.environment}
     home = Workspace(plan.workspace).hub_home
@@ -215,11 +217,11 @@ def _read_documents(plan: RunPlan, environment: Mapping[str, str]) -> tuple[_Doc
     from ftkit.data.encoding import RowEncoder  # noqa: PLC0415 - seconds of imports
     from ftkit.data.pictures import PictureProcessor  # noqa: PLC0415
     from ftkit.data.tokenizers import load_listed_tokenizer  # noqa: PLC0415
-    from ftkit.data.workers import share_saved  # noqa: PLC0415
+    from ftkit.data.workers import BatchEncoder, share_saved  # noqa: PLC0415
 
     weights = find_folder(recipe.model, environment, home) or folder
     model = recipe.model.model_copy(update={"weights": str(weights), "revision": None})  # without the hub
-    found: _Documents = []
+    found: list[tuple[RowEncoder, list[Document]]] = []
     rows: list[tuple[Row, Format]] = []
     left = MAX_CHARACTERS
     try:
@@ -235,7 +237,10 @@ def _read_documents(plan: RunPlan, environment: Mapping[str, str]) -> tuple[_Doc
             pictures = PictureProcessor.of(model, tokenizer) if recipe.data.pictures else None
             encoder = RowEncoder.of(tokenizer, recipe.data, form, recipe.model.architecture.vocab_size, ends, pictures)
             encoded = encoder.encode([row for row, _ in pairs])
-            found += [(encoder, each) for row in encoded if not isinstance(row, DataError) for each in row]
+            found += [(encoder, documents) for documents in encoded if not isinstance(documents, DataError)]
     except Exception:  # noqa: BLE001 - damaged files raise anything; the checks report them
         return [], None
-    return found, share_saved(recipe, [[document for _, document in found]])
+    saved, num = share_saved(recipe, [documents for _, documents in found]), recipe.training.documents_per_sample
+    shared = BatchEncoder(recipe, {}, shares_prompts=saved is not None).shared
+    packed = ((encoder, shared(documents)) for encoder, documents in found)
+    return [(encoder, row[first : first + num]) for encoder, row in packed for first in range(0, len(row), num)], saved

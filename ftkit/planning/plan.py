@@ -125,7 +125,7 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class DocumentFit:
-    """How many of the tokenized documents fit a pack, and the tokens of the longest of all."""
+    """How many of the tokenized documents or pairs fit a pack, and the tokens of the longest of all."""
 
     num_read: int
     num_fitting: int

@@ -357,6 +357,11 @@ def test_a_sample_of_a_tokenizer_with_a_prefix_space_is_shown_as_it_is_rendered(
         "user       <s> [INST] ask [/INST]",
         "assistant  ⟦ it is</s>⟧",
     ]
+    pairs = write(tmp_path / "pairs.jsonl", {"prompt": "ask", "chosen": "it!", "rejected": ["it?", "is"]})
+    settings = ("data.chat_template=model", "training.objective=dpo", "data.contradictions=drop")
+    code, out, err = call(capsys, "show", pairs, source, *settings)
+    assert code == 0, err
+    assert "assistant  ⟦ is</s>⟧" in out  # the pair before it has the same tokens, both with <unk>
 
 
 def test_samples_are_the_first_rows_that_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,6 +131,29 @@ def test_a_plan_counts_documents_that_lose_all_their_turns_as_dropped_and_not_as
     assert prepared.documents.too_long == plan.documents.too_long
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_plan_of_pairs_counts_those_whose_sides_fit_a_pack_together(
+    ctx: Context, tokenizer: Path, shares: bool
+) -> None:
+    rows = [{"prompt": "q\n" * num, "chosen": "b", "rejected": "c"} for num in (5, 300, 2000)]
+    (ctx.project / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (
+        f"data.source={ctx.project}/pairs.jsonl", "data.format=auto", "data.too_long=drop", "training.objective=dpo",
+        "training.method=lora", f"data.share_prompts={json.dumps(shares)}", "training.sequence_length=1024",
+        "model.architecture.sliding_window=null", "model.architecture.family=llama",
+    )  # fmt: skip
+    (plan,) = count_documents(rungs(ctx, tokenizer, *words), {})
+    assert plan.documents is not None
+    num_fitting = 2 if shares else 1  # only a shared prompt of about 600 tokens fits with both sides
+    assert (plan.documents.num_read, plan.documents.num_fitting) == (3, num_fitting)
+    assert f"{num_fitting} of the first 3 pairs fit" in str(dict(plan_facts(plan))["documents"])
+    prepare(plan, lambda _: None, 1)
+    (prepared,) = count_documents([plan], {})
+    assert prepared.documents is not None
+    assert (prepared.documents.num_read, prepared.documents.num_fitting) == (3, num_fitting)
+    assert prepared.documents.longest == plan.documents.longest
+
+
 @pytest.mark.parametrize("by", ["draw", "hash"])
 def test_preparation_and_the_plan_after_it_say_which_validation_documents_are_also_trained_on(
     ctx: Context, tokenizer: Path, by: str

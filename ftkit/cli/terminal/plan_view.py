@@ -279,7 +279,7 @@ def _documents(plan: RunPlan) -> Cell:
         outcomes: dict[str, int] = {data.resolve_too_long(form): 0 for form in available_formats(data)}
         longer = f"; {describe_too_long(outcomes)}" if outcomes else ""
         return f"how many fit {length} is known once the data is prepared{longer}"
-    total = f"{'' if found.is_complete else 'the first '}{plural(found.num_read, 'document')}"
+    total = f"{'' if found.is_complete else 'the first '}{plural(found.num_read, plan.recipe.training.sample_name)}"
     if found.num_fitting == found.num_read:
         longer = "" if found.is_complete else f"; {describe_too_long(found.too_long)}"
         return f"all of {total} fit {length} (the longest has {found.longest:,}){longer}"
