@@ -315,14 +315,12 @@ def get_runs(references: Sequence[str]) -> list[RunFolder]:
 
 def get_submission(folder: RunFolder) -> SubmittedRun:
     """Return a run with its job; NoAnswerError if Slurm can't tell whether it accepted one."""
-    from ftkit.launch.submission import adopt_job
-    from ftkit.runs.job import SubmittedRun, read_submitted
+    from ftkit.launch.submission import find_submission
+    from ftkit.runs.job import SubmittedRun
 
-    if run := read_submitted(folder.layout):
-        return run
     submission, unasked = None, ""
     try:
-        submission = adopt_job(folder.layout)
+        submission = find_submission(folder.layout)
     except PrerequisiteError as error:
         unasked = f"; Slurm can't be asked if it has a job of it: {error.what}"
     if submission is None:

@@ -81,10 +81,12 @@ def find_login_node(params: Mapping[str, object]) -> tuple[Login, Context] | Non
     references = params.get("references")
     reference = references[0] if isinstance(references, tuple) and references else params.get("reference")
     if isinstance(reference, str):
-        from ftkit.remote.remote_runs import Records
+        from ftkit.remote.remote_runs import Records, rank_match
 
         found = Records.of(os.environ).find(reference)
-        if found and not _has_newer_run(reference, found.id):
+        here = _find_here(reference) if found else None
+        # A run here that matches in no way of these was found by its job's id.
+        if found and (not here or (rank_match(reference, found.id) or ()) >= (rank_match(reference, here) or (True,))):
             return found.login, replace(ctx, project=found.project)
     cluster = params.get("cluster")
     with suppress(FtkitError):  # the command itself reports it
@@ -114,9 +116,9 @@ def _login_of(name: str, ctx: Context) -> Login | None:
     return login
 
 
-def _has_newer_run(reference: str, run_id: str) -> bool:
-    """Return whether the run is in this machine's workspace and newer than a remote one."""
+def _find_here(reference: str) -> str | None:
+    """Return the id of a run in this machine's workspace."""
     try:
-        return get_run(reference).created.strftime("%Y%m%dT%H%M%SZ") > run_id.rsplit("-", 2)[1]
+        return get_run(reference).id
     except FtkitError:
-        return False
+        return None

@@ -12,7 +12,7 @@ import click
 from ftkit.cli import arguments
 from ftkit.cli.commands import command, current_context
 from ftkit.cli.forwarded import forwarded_command
-from ftkit.errors import ConfigError, FtkitError, Problem, SubmitError, plural
+from ftkit.errors import ConfigError, FtkitError, Problem, RunFailedError, SubmitError, plural
 
 if TYPE_CHECKING:
     from ftkit.cli.arguments import RunOptions
@@ -278,6 +278,7 @@ def _run_sweep(
 
     ready = [make_ready(plan, request, terminal) for plan in plans]
     submitted: list[SubmittedRun] = []
+    failures: dict[str, RunFailedError] = {}
     for jobs, tasks in make_arrays(ready, max_parallel, project):
         try:
             runs = submit_all(jobs, tasks, after=submitted[-1] if max_parallel and submitted else None)
@@ -295,10 +296,18 @@ def _run_sweep(
         for run in runs:
             terminal.say(Styled(f"submitted {run.id} as {run.job_id}", "bold"))
             if run.submission.scheduler == "local":
-                follow(run, terminal)
+                try:
+                    follow(run, terminal)
+                except RunFailedError as error:  # the others run, as on Slurm
+                    terminal.warn(str(error))
+                    failures[run.id] = error
     show_curves([read_run(run.layout) for run in submitted], terminal, is_data=False)
     name = ready[0].plan.sweep.id if ready[0].plan.sweep else ""
     terminal.say(
         f"\n{plural(len(ready), 'run')}. To see and compare them:\n  ftkit runs {name}\n  ftkit compare {name}"
     )
     terminal.data("".join(f"{run.id}\n" for run in submitted))
+    if failures:
+        name, first = next(iter(failures.items()))
+        what = f"{len(failures)} of {plural(len(submitted), 'run')} did not complete"
+        raise RunFailedError(what, exit_code=first.exit_code, fix=f"see why: ftkit status {name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -213,7 +214,7 @@ class ClusterProfile(Spec):
     def limit_time(self, wanted: str | None) -> str | None:
         """Return a job's time limit: `wanted` or the default, capped by the maximum; None for the partition's."""
         limits = [limit for limit in (wanted or self.time_limit, self.max_time_limit) if limit]
-        return min(limits, key=lambda limit: parse_time_limit(limit) or 0, default=None)
+        return min(limits, key=lambda limit: parse_time_limit(limit) or math.inf, default=None)  # 0: no limit
 
     def find_conflicts(self, options: Iterable[str]) -> Iterator[str]:
         """Yield the options of sbatch that this profile's job scripts set, with the reason."""

@@ -17,8 +17,9 @@ from ftkit.errors import EXIT_CODES, DiskFullError, FtkitError
 from ftkit.files import read_json_if_valid, read_small, write_json
 from ftkit.launch.scheduler import scheduler_for
 from ftkit.runs.ends import find_slurms_words, find_wait
-from ftkit.runs.job import STATES, Cause, Job, RunState, SubmittedRun
+from ftkit.runs.job import FAILURES, STATES, Cause, Job, RunState, SubmittedRun
 from ftkit.runs.lease import current_holder, last_touch
+from ftkit.runs.manifest import mappings
 from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.records import EndRecord, Seconds
 
@@ -54,14 +55,19 @@ class Overview:
 
 
 def observe(run: SubmittedRun) -> Job:
-    return observe_all([run]).states[run.id]
+    return observe_all([run], asks_again=True).states[run.id]
 
 
-def observe_all(runs: Sequence[SubmittedRun]) -> Overview:
-    """Return the states of many runs. Each scheduler is queried once, for the runs that may still change."""
+def observe_all(runs: Sequence[SubmittedRun], *, asks_again: bool = False) -> Overview:
+    """Return the states of many runs. Each scheduler is queried once, for the runs that may still change.
+
+    With `asks_again`, Slurm is also queried for runs with a final state: an ended job can be requeued by hand.
+    """
     states: dict[str, Job] = {}
     warnings = []
     for run in runs:
+        if asks_again and run.submission.scheduler == "slurm":
+            continue
         if known := _read_final(run) or _completed_from_files(run):
             states[run.id] = known
     for name in ("local", "slurm"):
@@ -77,8 +83,9 @@ def observe_all(runs: Sequence[SubmittedRun]) -> Overview:
             continue
         for run in open_runs:
             reported = seen.get(run.id)
-            states[run.id] = _conclude(run, reported)
-            if states[run.id].is_final and (reported is None or reported.is_final):
+            known = None if reported else _read_final(run) or _completed_from_files(run)
+            states[run.id] = known or _conclude(run, reported)
+            if not known and states[run.id].is_final and (reported is None or reported.is_final):
                 _write_final(run, states[run.id])
     return Overview(states, tuple(warnings))
 
@@ -96,7 +103,7 @@ def _judge_alone(run: SubmittedRun, error: FtkitError) -> Job:
 
 def _conclude(run: SubmittedRun, seen: Job | None) -> Job:
     """Derive the state from all sources; `seen` is the scheduler's answer, None if it does not know the job."""
-    end = _end(run.layout)
+    end = _end(run)
     stopped_at = ""
     if end and end.outcome == "stopped":
         stopped_at = "checkpoint of step {} written" if end.has_checkpoint else "asked to stop at step {}"
@@ -113,7 +120,7 @@ def _conclude(run: SubmittedRun, seen: Job | None) -> Job:
         reason = f"its job has ended, but a process still trains in its folder: {holder}"
         return Job(run.job_id, RunState.RUNNING, nodes=holder.host, started=holder.since, reason=reason)
     was_canceled = run.layout.canceled.exists()
-    has_completed = end is not None and end.outcome == "completed" and end.time > run.submission.submitted
+    has_completed = end is not None and end.outcome == "completed"
     if last.is_final and (was_canceled or last.state is RunState.CANCELED) and has_completed:
         last = replace(last, state=RunState.COMPLETED, reason="", exit_code=0)  # just before it was canceled
     elif last.is_final and was_canceled:
@@ -153,6 +160,12 @@ def _failed_preparation(run: SubmittedRun, last: Job) -> Job | None:
     code = _exit_code(run, job_id)
     if code == 0 or (code is None and last.state is RunState.UNKNOWN):
         return None
+    if code is None:  # it was killed, or the user canceled the training job with scancel
+        preparation = SubmittedRun(run.layout, replace(run.submission, job_id=job_id))
+        with suppress(FtkitError):
+            seen = scheduler_for("slurm").observe([preparation]).get(run.id)
+            if seen and seen.state not in FAILURES:
+                return None
     reason = f"its data and weights could not be prepared (job {job_id})"
     if run.layout.disk_full.exists():
         code = DiskFullError.exit_code
@@ -160,9 +173,9 @@ def _failed_preparation(run: SubmittedRun, last: Job) -> Job | None:
 
 
 def _state_from_files(run: SubmittedRun, stopped_at: str) -> Job:
-    exit_code = _exit_code(run)
-    if by_slurm := _read_slurms_words(run):  # a stop request may also have left an exit code
-        return replace(by_slurm, exit_code=exit_code)
+    exit_code, by_slurm = _exit_code(run), _read_slurms_words(run)
+    if by_slurm and not (exit_code == 0 and by_slurm.state is RunState.OUT_OF_MEMORY):
+        return replace(by_slurm, exit_code=exit_code)  # a stop request may also have left an exit code
     if exit_code is not None or stopped_at:
         state = RunState.FAILED if exit_code else RunState.COMPLETED
         return Job(run.job_id, state, is_final=True, exit_code=exit_code)
@@ -184,19 +197,21 @@ def _read_slurms_words(run: SubmittedRun) -> Job | None:
 
 def _completed_from_files(run: SubmittedRun) -> Job | None:
     """Detect a completed run from its files, without querying the scheduler, and record its state."""
-    end = _end(run.layout) if _exit_code(run) == 0 else None
+    end = _end(run) if _exit_code(run) == 0 else None
     if end is None or end.outcome != "completed":
         return None
-    began = run.submission.submitted
+    starts = mappings((read_json_if_valid(run.layout.manifest, dict[str, object]) or {}).get("starts"))
+    times = [time for start in starts if isinstance(time := start.get("time"), float)]
+    began = min((time for time in times if time > run.submission.submitted), default=None)
     seen = Job(run.job_id, RunState.COMPLETED, is_final=True, exit_code=0, started=began, ended=end.time)
     _write_final(run, seen)
     return seen
 
 
-def _end(layout: RunLayout) -> EndRecord | None:
-    """Return the trainer's last record if it is an end; None if training continues or died."""
-    last = read_last_record(layout.metrics)
-    return last if isinstance(last, EndRecord) else None
+def _end(run: SubmittedRun) -> EndRecord | None:
+    """Return the trainer's last record if it is an end of this job's training; None if that continues or died."""
+    last = read_last_record(run.layout.metrics)
+    return last if isinstance(last, EndRecord) and last.time > run.submission.submitted else None
 
 
 def _exit_code(run: SubmittedRun, job_id: str | None = None) -> int | None:

@@ -50,22 +50,32 @@ class LocalScheduler:
         here = socket.gethostname()
         states = {}
         for run in runs:
-            if run.submission.host != here:
+            has_ended = run.layout.job_exit_code(run.job_id).exists()
+            if run.submission.host != here and not has_ended:
                 elsewhere = f"it was started on {run.submission.host}: check its state there"
                 states[run.id] = Job(run.job_id, RunState.UNKNOWN, reason=elsewhere)
-            elif _is_alive(run.submission):
+            elif run.submission.host == here and _is_alive(run.submission):
                 states[run.id] = Job(run.job_id, RunState.RUNNING, nodes=here, started=run.submission.submitted)
         return states
 
     def cancel(self, runs: Sequence[SubmittedRun]) -> None:
-        """Send SIGTERM to each script, then to its process group, then SIGKILL."""
+        """Send SIGTERM to each script, then to its process group, then SIGKILL.
+
+        Raises `SubmitError` for a run of another machine, before any signal.
+        """
+        for run in runs:
+            if (host := run.submission.host) != socket.gethostname():
+                raise SubmitError(
+                    f"{run.id} was started on {host}, and its processes can't be signaled from here",
+                    fix=f"there: ftkit cancel {run.id}; if it no longer runs there: ftkit resume {run.id}",
+                )
         for run in runs:
             pid = int(run.job_id)
             # Signal only the script first: its other processes would die before it could request a checkpoint.
-            if process.start_time(pid) is None:
-                process.signal_group(pid, signal.SIGTERM)
-            else:
+            if process.start_time(pid) == run.submission.process_start:
                 os.kill(pid, signal.SIGTERM)
+            elif _is_alive(run.submission):
+                process.signal_group(pid, signal.SIGTERM)
             for following in (signal.SIGTERM, signal.SIGKILL, None):
                 if _wait_until_gone(run.submission, self.grace_seconds) or following is None:
                     break

@@ -6,7 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +17,7 @@ from ftkit.config.image_reference import AnyImage, ImageFile, NamedImage
 from ftkit.config.load import load_image
 from ftkit.errors import (
     ConfigError,
+    NoAnswerError,
     NotFoundError,
     PrerequisiteError,
     Problem,
@@ -160,7 +161,9 @@ def wait_for_server(job: SideJob, job_id: str, report: Callable[[str], None]) ->
             return read_small(prefix.with_name(f"{prefix.name}-{job_id}")).decode().strip()
         except OSError:
             pass
-        seen = observe_jobs([run]).get(run.id)
+        seen = None
+        with suppress(NoAnswerError, process.ProgramTimeoutError):  # the job runs on while Slurm's controller restarts
+            seen = observe_jobs([run]).get(run.id)
         if seen is not None and seen.is_final:
             log = job.log.read_text(encoding="utf-8", errors="replace") if job.log.is_file() else ""
             last_line = log.strip().rpartition("\n")[2]

@@ -62,9 +62,8 @@ def observe(runs: Sequence[SubmittedRun]) -> dict[str, Job]:
                 answer = ask(["sacct", "-P", "-X", "-n", f"--format={_SACCT_FIELDS}", f"--jobs={jobs}"], os.environ)
                 states |= read_sacct(answer.stdout, rest) if answer.returncode == 0 else {}
         # Slurm purges a task that is canceled before it starts, while it still lists other tasks of the array.
-        arrays = set(re.findall(r"^(\d+)_", squeue, re.MULTILINE))
-        for run in rest:
-            if run.id not in states and run.job_number in arrays and not run.layout.job_log.exists():
+        for run in (run for run in rest if run.id not in states and not run.layout.job_log.exists()):
+            if re.search(rf"^{run.job_number}_.*{_folder_of(run.job_id, run.id)}/?$", squeue, re.MULTILINE):
                 states[run.id] = Job(run.job_id, RunState.CANCELED, is_final=True)
     return states
 
@@ -80,9 +79,14 @@ def find_job(layout: RunLayout, environment: Mapping[str, str]) -> JobId | None:
 
 
 def _folder_of(job_id: str, run: str) -> str:
-    """Return a pattern of the folder where a run's job was submitted: the run's, or for an array any of the sweep's."""
+    """Return a pattern of the folder where a run's job was submitted: the run's, or for an array any of the sweep's.
+
+    Nothing matches the pattern if the job is the task of another run.
+    """
     name, created, suffix = run.rsplit("-", 2)
     number = job_id.partition("_")[2]
+    if number and not name.endswith(f"-{number}"):
+        return "(?!)"
     any_number = r"\d+" if number else ""
     return f"/{name.removesuffix(number)}{any_number}-{created}-{suffix.removesuffix(number)}{any_number}"
 
@@ -193,12 +197,15 @@ def read_sacct(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Job]:
 
 
 def _rows(text: str, runs: Sequence[SubmittedRun]) -> Iterator[tuple[SubmittedRun, list[str]]]:
-    by_job = {run.job_id: run for run in runs}
+    by_job: dict[str, list[SubmittedRun]] = {}
+    for run in runs:
+        by_job.setdefault(run.job_id, []).append(run)
     for line in text.splitlines():
         job_id, *values = line.split("|", _NUM_FIELDS - 1)
-        run = by_job.get(job_id)
-        if run and len(values) == _NUM_FIELDS - 1 and re.search(f"{_folder_of(job_id, run.id)}/?$", values.pop()):
-            yield run, values
+        folder = values.pop() if len(values) == _NUM_FIELDS - 1 else ""
+        for run in by_job.get(job_id, ()):
+            if re.search(f"{_folder_of(job_id, run.id)}/?$", folder):
+                yield run, values
 
 
 def _read_job(run: SubmittedRun, state: str, start: str, end: str, nodes: str) -> Job | None:
@@ -225,7 +232,7 @@ def _explain(state: str, reason: str, submission: Submission) -> str:
     word = _word(state)
     if word in _STATES_IN_WORDS:
         return _STATES_IN_WORDS[word]
-    printed = reason.strip("()")
+    printed = reason[1:-1] if reason.startswith("(") else reason
     code, details = (printed, "") if printed.replace(" ", "_") in _REASONS else printed.partition(",")[::2]
     code = code.replace(" ", "_")
     if code in ("", "None", "null", "NonZeroExitCode") or word == "CANCELLED":  # then it is why the job was pending

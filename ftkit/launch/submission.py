@@ -7,14 +7,14 @@ import shlex
 import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ftkit.data.staging import needs_preparation
-from ftkit.errors import FtkitError, PrerequisiteError, SubmitError, one_line
-from ftkit.files import atomic_folder, write_file, write_json
+from ftkit.errors import FtkitError, NoAnswerError, PrerequisiteError, SubmitError, one_line
+from ftkit.files import DamagedFileError, atomic_folder, file_lock_if_supported, write_file, write_json
 from ftkit.launch.code import files_of
 from ftkit.launch.job_states import LOST, observe, observe_all
 from ftkit.launch.render import render_job, render_preparation
@@ -27,7 +27,6 @@ from ftkit.process import ProgramTimeoutError
 from ftkit.runs.ends import End, note_end
 from ftkit.runs.job import Cause, Job, RunState, Submission, SubmittedRun, read_submission
 from ftkit.runs.lease import current_holder, revoke
-from ftkit.runs.listing import read_entry
 from ftkit.runs.manifest import add_submission
 from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.records import EndRecord
@@ -135,6 +134,14 @@ def resume(
     submitted unchanged. A project's `sbatch/` overrides parts of new scripts. Raises `SubmitError` if the run has not
     ended or has no steps left; also raises as `submit` does. On an error, the run keeps its plan and script.
     """
+    with file_lock_if_supported(plan.layout.root / ".resume.lock"):  # the later of two commands sees the job
+        return _resume(plan, environment, command, changed, image_facts or {}, project)
+
+
+def _resume(
+    plan: RunPlan | ScriptPlan, environment: Mapping[str, str], command: Sequence[str],
+    changed: ResumedPlan[Any] | None, image_facts: Mapping[str, str], project: Path | None,
+) -> SubmittedRun:  # fmt: skip
     layout, new = plan.layout, changed.plan if changed else plan
     submission, end = read_submission(layout), None
     if submission is None and (holder := current_holder(layout)):
@@ -142,7 +149,7 @@ def resume(
             f"{plan.id} is already being trained by {holder}: two jobs must not train in one folder",
             fix="cancel that job first (squeue --me lists your jobs), or wait until it ends",
         )
-    submission = submission or adopt_job(layout)
+    submission = find_submission(layout)
     if submission:
         end = End.of_run(_check_it_ended(SubmittedRun(layout, submission), new))
         end = End(Cause.DISK_FULL) if layout.disk_full.exists() else end
@@ -157,13 +164,16 @@ def resume(
     has_preparation = isinstance(new, RunPlan) and needs_preparation(new, environment)
     if isinstance(new, RunPlan) and has_preparation and (changed or not layout.preparation_script.is_file()):
         files[layout.preparation_script] = render_preparation(new, project)
-    facts: dict[str, Any] = dict(image_facts or {})
+    facts: dict[str, Any] = dict(image_facts)
     if project is not None and files:
         facts[OVERRIDDEN_PARTS] = find_overrides(project)
-    _forget_job(layout, submission)
-    if end:
-        note_end(layout, end)
-    with _restored_if_refused(layout.manifest, *former, *files):
+    revoke(layout)  # no process trains anymore, so the next job need not wait for the lease to expire
+    ended = _files_of_end(layout, submission)
+    with _restored_if_refused(layout.manifest, layout.end_reason, *ended, *former, *files):
+        for path in ended:
+            path.unlink(missing_ok=True)
+        if end:
+            note_end(layout, end)
         for path in set(former) - set(files):
             path.unlink()
         for path, content in files.items():
@@ -173,28 +183,34 @@ def resume(
         return _submit([new], environment, has_preparation=has_preparation, earlier=submission)[0]
 
 
-def _forget_job(layout: RunLayout, submission: Submission | None) -> None:
-    """Remove files of a run's former job about its end: state, exit code, requests."""
-    revoke(layout)  # no process trains anymore, so the next job need not wait for the lease to expire
+def _files_of_end(layout: RunLayout, submission: Submission | None) -> list[Path]:
+    """Return the files of a run's former job about its end: state, exit code, requests."""
     ended = [layout.canceled, layout.disk_full, layout.stop_request, layout.state]
     if submission:
         job_id = submission.job_id
         ended += [layout.job_exit_code(job_id), layout.job_stop_request(job_id), layout.job_no_restart(job_id)]
-    for path in ended:
-        path.unlink(missing_ok=True)
+    return ended
 
 
-def adopt_job(layout: RunLayout) -> Submission | None:
-    """Record a job that Slurm accepted although its answer was lost; FtkitError if Slurm does not respond."""
+def find_submission(layout: RunLayout) -> Submission | None:
+    """Return a run's newest submission; a job that Slurm accepted although its answer was lost is found and recorded.
+
+    Raises FtkitError: Slurm does not respond. Other errors are those of `read_submission`.
+    """
+    submission = read_submission(layout)
+    if submission and not submission.is_superseded:
+        return submission
     try:
         if read_job_plan(layout).cluster.scheduler != "slurm":
-            return None
+            return submission
     except PlanError:
-        return None
+        return submission
     job_id = find_job(layout, os.environ)
     if job_id is None:
-        return None
-    submission = Submission("slurm", job_id, submitted=layout.plan.stat().st_mtime, host=socket.gethostname())
+        return submission
+    earlier = (*submission.earlier_job_ids, submission.job_id) if submission else ()
+    submitted = layout.plan.stat().st_mtime
+    submission = Submission("slurm", job_id, submitted, socket.gethostname(), earlier_job_ids=earlier)
     write_json(layout.submission, submission)
     return submission
 
@@ -232,12 +248,14 @@ def _submit(
         submission = scheduler.submit(
             plan.layout, environment, has_preparation=has_preparation, tasks=tasks, after=after
         )
-    except (UncertainSubmitError, ProgramTimeoutError) as error:
+    except (UncertainSubmitError, ProgramTimeoutError, KeyboardInterrupt) as error:
+        if earlier:
+            write_json(plan.layout.submission, replace(earlier, is_superseded=True))
+        if isinstance(error, KeyboardInterrupt):
+            what = f"interrupted while {plan.id} was submitted"
+            raise InterruptedSubmitError(what, meaning="a job may exist", fix=check_first) from error
         meaning = f"{error.meaning}; a job may exist anyway"
         raise UncertainSubmitError(error.what, meaning=meaning, fix=check_first) from error
-    except KeyboardInterrupt as error:
-        what = f"interrupted while {plan.id} was submitted"
-        raise InterruptedSubmitError(what, meaning="a job may exist", fix=check_first) from error
     if earlier:
         submission = replace(submission, earlier_job_ids=(*earlier.earlier_job_ids, earlier.job_id))
     runs = []
@@ -258,7 +276,11 @@ def _check_it_ended(run: SubmittedRun, plan: RunPlan | ScriptPlan) -> Job:
         raise SubmitError(
             f"{run.id} has completed: there is nothing left to do", fix=f"start a new run{longer}", name="run-completed"
         )
-    is_lost = seen.state is RunState.UNKNOWN and run.submission.scheduler == "slurm"
+    is_unknown, is_slurm = seen.state is RunState.UNKNOWN, run.submission.scheduler == "slurm"
+    if is_unknown and is_slurm and seen.reason != LOST:
+        what = f"whether the job of {run.id} has ended is unknown: {seen.reason}"
+        raise NoAnswerError(what, fix="try again in a minute: two jobs must not train in one folder")
+    is_lost = is_unknown and (is_slurm or not current_holder(run.layout))
     if not seen.is_final and not is_lost:
         raise SubmitError(
             f"{run.id} is {seen}, and two jobs must not train in one folder",
@@ -291,10 +313,11 @@ def cancel(runs: Sequence[SubmittedRun]) -> dict[str, Job]:
     Files that mark runs as canceled are written first, so that no job script requeues itself. Raises `FtkitError` if
     the scheduler could not end all of them.
     """
-    states = observe_all(runs).states
+    states = observe_all(runs, asks_again=True).states
     to_cancel = [run for run in runs if not states[run.id].is_final]
     for run in to_cancel:
-        run.layout.canceled.touch()
+        with suppress(OSError):  # a full disk must not keep the job running
+            run.layout.canceled.touch()
     for name in dict.fromkeys(run.submission.scheduler for run in to_cancel):
         own = [run for run in to_cancel if run.submission.scheduler == name]
         try:
@@ -308,8 +331,10 @@ def cancel(runs: Sequence[SubmittedRun]) -> dict[str, Job]:
 
 def check_removable(folder: RunFolder) -> None:
     """Raise SubmitError if a process trains in a run's folder, its job is pending or running, or Slurm can't tell."""
-    run = read_entry(folder).run
-    seen = observe(run) if run else None
+    submission = None
+    with suppress(DamagedFileError, PrerequisiteError):  # such as a machine without Slurm's programs
+        submission = find_submission(folder.layout)
+    seen = observe(SubmittedRun(folder.layout, submission)) if submission else None
     if holder := current_holder(folder.layout):
         reason = f"is trained by {holder}"
     elif seen and not seen.is_final and not (seen.state is RunState.UNKNOWN and seen.reason == LOST):

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +24,16 @@ _SUBMISSION_ID: Final = re.compile("[0-9a-f]{16}")
 def printed_ids(output: str) -> list[str]:
     """Return the ids of runs that a submission printed, one per line."""
     return [line.strip() for line in output.splitlines() if RUN_ID.fullmatch(line.strip())]
+
+
+def rank_match(reference: str, run_id: str) -> tuple[bool, str] | None:
+    """Return a value that is larger for the better match of two runs, then for the newer; None without a match.
+
+    The whole id, a name, or a suffix matches better than the beginning of an id. Times are by the login node's clock.
+    """
+    match = RUN_ID.fullmatch(run_id)
+    is_exact = match is not None and reference in ("last", run_id, match["name"], match["suffix"])
+    return (is_exact, match["created"]) if match and (is_exact or run_id.startswith(reference)) else None
 
 
 @dataclass(frozen=True)
@@ -47,12 +58,9 @@ class Records:
         return (read_json_if_valid(self.folder / "runs.json", dict[str, tuple[RemoteRun, ...]]) or {}).get("runs", ())
 
     def find(self, reference: str) -> RemoteRun | None:
-        """Return the newest run, by the login node's clock, whose id, its beginning, suffix, or name is `reference`."""
-        known = [(run, match) for run in self.runs() if (match := RUN_ID.fullmatch(run.id))]
-        for run, match in sorted(known, key=lambda each: each[1]["created"], reverse=True):
-            if reference in ("last", match["name"], match["suffix"]) or run.id.startswith(reference):
-                return run
-        return None
+        """Return the run that `reference` matches best, by `rank_match`."""
+        ranked = [(rank, run) for run in self.runs() if (rank := rank_match(reference, run.id))]
+        return max(ranked, key=itemgetter(0))[1] if ranked else None
 
     def add(self, ids: Sequence[str], login: Login, project: Path) -> None:
         """Record submitted runs; an OSError if that fails."""

@@ -13,6 +13,7 @@ import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from ftkit.errors import MemoryExhaustedError, one_line
@@ -110,12 +111,15 @@ def _end_by_exit_code(layout: RunLayout, since: float) -> End:
 _LOG_BYTES = 2**20
 _TRAINING = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ) ftkit: training\b")
 """The line that the job script logs before each start of training."""
+_JOB = re.compile(r"\S+Z ftkit: job \d\S* on ")
+"""The line that it logs first, also after a requeue."""
 _EXIT_CODE = re.compile(r"Z ftkit: (?:error: )?training ended with exit code (\d+)")
 """The line that it logs when training has ended with an error."""
 _WORDS: Final = re.compile(
     r"error: \*\*\* (?P<unit>JOB|STEP) (?P<job>\d+)\S* ON (?P<node>\S+) CANCELLED AT \S+"
     r"(?: DUE TO (?P<why>PREEMPTION|TIME LIMIT|NODE FAILURE|JOB REQUEUE))?"
-    r"|Detected \d+ oom[_-]kill event|: (?:task|tasks) \S+: Out Of Memory|exceeded memory limit"
+    r"|Detected \d+ oom[_-]kill events?(?:\(s\))?(?: in (?:StepId=|step )(?P<killed>\d+))?"
+    r"|: (?:task|tasks) \S+: Out Of Memory|exceeded memory limit"
 )
 """Messages of slurmstepd (req.c, task/cgroup) and srun when a job or a step is ended before its programs exit.
 
@@ -141,7 +145,8 @@ def find_slurms_words(layout: RunLayout, *, since: float | None = None, job_id: 
     lines = _lines_of_start(layout, since)
     for line in lines:
         found = _WORDS.search(line)
-        if found is None or (found["job"] and "_" not in (job_id or "_") and job_id != found["job"]):
+        own = job_id if job_id and "_" not in job_id else None
+        if found is None or (own and (found["job"] or found["killed"] or own) != own):
             continue
         if found["job"] is None:
             return End(Cause.OUT_OF_MEMORY)
@@ -159,7 +164,8 @@ def _lines_of_start(layout: RunLayout, since: float | None) -> list[str]:
     lines = log_tail(layout, num_lines=None, num_bytes=_LOG_BYTES)
     starts = {index: match[1] for index, line in enumerate(lines) if (match := _TRAINING.match(line))}
     if since is None:
-        return lines[max(starts, default=0) :]
+        jobs = (index for index, line in enumerate(lines) if _JOB.match(line))
+        return lines[max(chain(starts, jobs), default=0) :]
     begun = [index for index, time in starts.items() if datetime.fromisoformat(time).timestamp() <= since]
     return lines[max(begun, default=0) : max(starts, default=None)]
 

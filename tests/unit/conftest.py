@@ -122,7 +122,8 @@ def step(number: int, loss: float = 1.5, num_steps: int = 400, **values: Any) ->
 
 
 def end(outcome: Any = "completed", number: int = 400, export: str | None = "/w/export") -> EndRecord:
-    return EndRecord(time=1e9, outcome=outcome, step=number, training_seconds=75.0, export=export)
+    time = LONG_AGO.timestamp() + 86_400
+    return EndRecord(time=time, outcome=outcome, step=number, training_seconds=75.0, export=export)
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,8 @@ from ftkit.cli.main import _SECTIONS, RENAMED, cli
 from ftkit.cli.output import OUTPUT_OPTIONS
 from ftkit.config.request import Settings
 from ftkit.errors import EXIT_CODES, FtkitError, NotFoundError, PrerequisiteError
+from ftkit.remote.remote_runs import Records
+from ftkit.remote.ssh import Login
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -139,6 +141,19 @@ def test_an_option_decides_about_color_then_the_environment(
         monkeypatch.setenv(name, value)
     assert ("\x1b[" in ftkit("config", "recipes", *words).out) is expected
     assert ("\x1b[" in ftkit(*words, "plan", "nowhere").err) is expected
+
+
+def test_a_run_here_whose_name_is_given_is_chosen_before_a_run_elsewhere_whose_id_begins_so(
+    ftkit: Callable[..., Result], make_run: RunMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+    monkeypatch.setattr("ftkit.cli.forward.forward", lambda *_: called.append("there") or 0)
+    run, project = make_run("demo", scheduler="local"), Path.cwd()
+    Records.of(os.environ).add(["demo-big-20270101T000000Z-beef"], Login("mine", "login", (), "/work"), project)
+    for reference, place in (("demo", []), (run.id, []), (run.job_id, []), ("demo-b", ["there"]), ("last", ["there"])):
+        called.clear()
+        ftkit("logs", reference)
+        assert called == place, reference
 
 
 def test_a_forwarded_command_takes_the_options_about_output_along(

@@ -15,7 +15,7 @@ import ftkit.launch.submission  # keeps the real `render_job`, in place of the o
 from ftkit import assets, process
 from ftkit.config.image_reference import NamedImage
 from ftkit.data.tokenizers import learn_tokenizer
-from ftkit.errors import ConfigError
+from ftkit.errors import ConfigError, RunFailedError
 from ftkit.launch.render import render_job
 from ftkit.runs.failure import RankError, write_rank_error
 from ftkit.runs.records import EvaluationRecord, Sample, StageRecord, StartRecord, to_line
@@ -113,6 +113,16 @@ def test_a_dry_run_of_a_sweep_prints_its_scripts_and_shows_its_plans(ftkit: Call
     result = ftkit("run", "demo", "training.seed=1,2", "--dry-run", "--no-follow")
     assert result.out.count("#!/") == 2
     assert [line.split()[:2] for line in result.err.splitlines()] == [["RUN", "SEED"], ["demo-1", "1"], ["demo-2", "2"]]
+
+
+def test_a_sweep_on_this_machine_goes_on_after_a_run_that_fails(
+    ftkit: Callable[..., Result], learning: str, job: Callable[[str], None]
+) -> None:
+    job(f"case $PWD in */demo-1-*) echo 9 >exit-code-$$; exit;; esac\n{learning}")
+    result = ftkit("run", "demo", "training.seed=1,2", "--cluster", "local")
+    assert result.code == RunFailedError.exit_code
+    assert [run.rsplit("-", 2)[0] for run in result.out.split()] == ["demo-1", "demo-2"]
+    assert "1 of 2 runs" in result.err
 
 
 def test_a_sweep_on_slurm_is_submitted_as_the_job_array_that_its_dry_run_prints(

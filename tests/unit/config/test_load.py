@@ -553,3 +553,9 @@ def test_a_recipe_may_be_json(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(ctx.project)
     (ctx.project / "mine.json").write_text('{"model": "org/model", "data": "org/chats"}')
     assert load_recipe("./mine.json", ctx).name == "mine"
+
+
+@pytest.mark.parametrize(("wanted", "limit"), [("0", "1-00:00:00"), ("3-0", "1-00:00:00"), ("1:00:00", "1:00:00")])
+def test_no_time_limit_exceeds_that_of_the_profile(wanted: str, limit: str, ctx: Context) -> None:
+    cluster = load_cluster("slurm", ctx).model_copy(update={"max_time_limit": "1-00:00:00"})
+    assert cluster.limit_time(wanted) == limit

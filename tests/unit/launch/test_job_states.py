@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit.errors import SubmitError
+from ftkit.files import write_json
 from ftkit.launch.job_states import observe, observe_all
-from ftkit.launch.submission import resume
+from ftkit.launch.submission import cancel, check_removable, resume
+from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import read_plan
+from ftkit.runs.find import find_run
 from ftkit.runs.job import RunState, SubmittedRun
 from ftkit.runs.lease import Holder
 
@@ -34,7 +37,7 @@ def slurm_says(
     return says
 
 
-def test_a_final_state_is_saved_and_never_queried_again(
+def test_a_listed_run_with_a_saved_final_state_is_not_queried_again(
     make_run: RunMaker, programs: FakePrograms, slurm_says: Callable[..., None]
 ) -> None:
     run = make_run()
@@ -42,8 +45,52 @@ def test_a_final_state_is_saved_and_never_queried_again(
     first = observe(run)
     num_calls = len(programs.calls())
     assert (first.state, first.is_final) == (RunState.TIMED_OUT, True)
-    assert observe(run) == first
+    assert observe_all([run]).states == {run.id: first}
     assert len(programs.calls()) == num_calls
+    slurm_says(run)  # forgotten
+    assert observe(run) == first
+    programs.answer("squeue", stderr="slurm_load_jobs error: Unable to contact slurm controller\n", code=1)
+    assert observe(run) == first
+
+
+def test_an_ended_job_that_was_requeued_by_hand_is_neither_removed_nor_submitted_again(
+    make_run: RunMaker, programs: FakePrograms, slurm_says: Callable[..., None]
+) -> None:
+    run = make_run()
+    slurm_says(run, accounting="TIMEOUT")
+    assert observe(run).is_final
+    slurm_says(run, queue="PENDING", reason="BeginTime")
+    folder = find_run(run.id, Workspace(run.layout.root.parent.parent))
+    with pytest.raises(SubmitError, match="pending"):
+        check_removable(folder)
+    with pytest.raises(SubmitError, match="pending"):
+        resume(read_plan(run.layout), os.environ)
+    programs.answer("scancel")
+    assert cancel([run]) == {}
+    assert len(programs.calls("scancel")) == 1
+
+
+def test_a_completed_run_took_the_time_since_its_first_start_and_not_since_its_submission(
+    make_run: RunMaker, records: Any
+) -> None:
+    run = make_run()
+    began = run.submission.submitted + 3600
+    starts = [{"time": each} for each in (began + 60, began, run.submission.submitted - 60)]
+    write_json(run.layout.manifest, {"starts": starts})
+    records.write(run, records.end())
+    run.layout.job_exit_code(run.job_id).write_text("0\n")
+    seen = observe_all([run]).states[run.id]
+    assert (seen.started, seen.ended) == (began, records.end().time)
+
+
+def test_the_end_of_an_earlier_job_is_not_that_of_the_resumed_run(
+    make_run: RunMaker, records: Any, slurm_says: Callable[..., None]
+) -> None:
+    run = make_run()
+    records.write(run, replace(records.end("stopped", 120), time=run.submission.submitted - 60))
+    run.layout.job_exit_code(run.job_id).write_text("4")
+    slurm_says(run, accounting="FAILED")
+    assert observe(run).reason == ""
 
 
 def test_a_run_that_completed_by_its_own_files_needs_no_scheduler(
@@ -52,8 +99,8 @@ def test_a_run_that_completed_by_its_own_files_needs_no_scheduler(
     run = make_run()
     records.write(run, records.step(400), records.end())
     run.layout.job_exit_code(run.job_id).write_text("0\n")
-    assert observe(run).state is RunState.COMPLETED
-    assert observe(run).ended == records.end().time
+    seen = observe_all([run]).states[run.id]
+    assert (seen.state, seen.ended) == (RunState.COMPLETED, records.end().time)
     assert programs.calls() == []
 
 

@@ -2,18 +2,20 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 
-from ftkit.errors import PrerequisiteError, SubmitError
+from ftkit.errors import NoAnswerError, PrerequisiteError, SubmitError
 from ftkit.files import write_json
 from ftkit.launch.job_states import observe, observe_all
 from ftkit.launch.render import render_job
 from ftkit.launch.scheduler import InterruptedSubmitError, UncertainSubmitError
-from ftkit.launch.submission import NewJob, adopt_job, cancel, resume, submit, submit_all
+from ftkit.launch.submission import NewJob, cancel, find_submission, resume, submit, submit_all
 from ftkit.launch.sweep import make_arrays
 from ftkit.planning.plan import SweepPlan, read_plan
 from ftkit.runs.history import read_history
@@ -252,11 +254,115 @@ def test_a_completed_run_has_nothing_to_resume(make_run: RunMaker, records: Any)
     assert "training.num_epochs=N" in caught.value.fix
 
 
-def test_a_run_on_another_machine_is_not_resumed_here(make_run: RunMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_another_machine_is_resumed_here_only_if_nothing_trains_it_there(
+    make_run: RunMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make_run(scheduler="local")
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    monkeypatch.setattr("ftkit.launch.submission.current_holder", lambda _: "a process")
     with pytest.raises(SubmitError, match=run.submission.host):
         resume(read_plan(run.layout), os.environ)
+    monkeypatch.setattr("ftkit.launch.submission.current_holder", lambda _: None)
+    assert resume(read_plan(run.layout), os.environ).submission.host == "elsewhere"
+
+
+def test_a_run_of_another_machine_is_not_canceled_by_ending_the_process_with_its_id_here(
+    make_run: RunMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(scheduler="local", job_id=str(os.getpid()))
+    monkeypatch.setattr("os.kill", Mock())
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    with pytest.raises(SubmitError, match=run.submission.host):
+        cancel([run])
+    os.kill.assert_not_called()  # type: ignore[attr-defined]
+    assert not run.layout.canceled.exists()
+
+
+def test_a_run_is_not_submitted_again_while_slurm_does_not_answer(make_run: RunMaker, programs: FakePrograms) -> None:
+    run = make_run()
+    programs.answer("squeue", stderr="slurm_load_jobs error: Socket timed out on send/recv operation\n", code=1)
+    with pytest.raises(NoAnswerError):
+        resume(read_plan(run.layout), os.environ)
+    assert programs.calls("sbatch") == []
+
+
+def test_a_resumed_job_that_slurm_accepted_without_an_answer_is_found_later(
+    make_run: RunMaker, programs: FakePrograms, sacct_line: Callable[..., str]
+) -> None:
+    run = make_run(job_id="101")
+    programs.answer("sacct", sacct_line(run, "FAILED"))
+    programs.answer("sbatch", stderr="sbatch: error: Batch job submission failed: Socket timed out\n", code=1)
+    programs.answer("squeue")
+    with pytest.raises(UncertainSubmitError):
+        resume(read_plan(run.layout), os.environ)
+    programs.answer("squeue", f"202|{run.layout.script}\n")
+    found = find_submission(run.layout)
+    assert found
+    assert (found.job_id, found.earlier_job_ids) == ("202", ("101",))
+    assert read_submission(run.layout) == found
+
+
+def test_two_commands_that_resume_a_run_submit_one_job(
+    make_run: RunMaker, programs: FakePrograms, squeue_line: Callable[..., str], sacct_line: Callable[..., str]
+) -> None:
+    run = make_run(job_id="101")
+    programs.answer("sacct", sacct_line(run, "FAILED"))
+    programs.add("sbatch", f"sleep 0.2; echo 5 >{run.layout.root}/submitted; echo 555")
+    pending = squeue_line(run, "PENDING").replace("101|", "555|")
+    programs.add("squeue", f"test -e {run.layout.root}/submitted && echo '{pending.strip()}'; exit 0")
+    errors = []
+
+    def submit_again() -> None:
+        try:
+            resume(read_plan(run.layout), os.environ)
+        except SubmitError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=submit_again) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len([call for call in programs.calls("sbatch") if run.layout.script.name in call]) == 1
+    assert [error.name for error in errors] == ["run-not-ended"]
+
+
+def test_a_refused_resume_keeps_how_the_run_ended(
+    make_run: RunMaker, programs: FakePrograms, sacct_line: Callable[..., str]
+) -> None:
+    run = make_run()
+    run.layout.canceled.touch()
+    programs.answer("squeue")
+    programs.answer("sacct", sacct_line(run, "CANCELLED by 0"))
+    assert observe(run).state is RunState.CANCELED
+    programs.answer("sbatch", stderr="sbatch: error: Job violates accounting/QOS policy\n", code=1)
+    with pytest.raises(SubmitError, match="QOS"):
+        resume(read_plan(run.layout), os.environ)
+    programs.answer("sacct")
+    assert observe(run).state is RunState.CANCELED
+    assert run.layout.state.is_file()
+
+
+@pytest.mark.parametrize(("preparation", "state"), [("RUNNING", RunState.CANCELED), ("NODE_FAIL", RunState.FAILED)])
+def test_a_job_canceled_by_hand_while_it_waited_has_no_failed_preparation(
+    make_run: RunMaker, programs: FakePrograms, squeue_line: Callable[..., str], preparation: str, state: RunState
+) -> None:
+    run = make_run(job_id="201")
+    run = replace(run, submission=replace(run.submission, preparation_job_id="200"))
+    lines = squeue_line(run, "CANCELLED") + squeue_line(run, preparation).replace("201|", "200|")
+    programs.answer("squeue", lines)
+    assert observe(run).state is state
+
+
+def test_a_full_disk_does_not_keep_a_job_from_being_canceled(
+    make_run: RunMaker, programs: FakePrograms, squeue_line: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run()
+    programs.answer("squeue", squeue_line(run, "RUNNING"))
+    programs.answer("scancel")
+    monkeypatch.setattr(Path, "touch", Mock(side_effect=OSError(28, "No space left on device")))
+    assert cancel([run]) == {}
+    assert programs.calls("scancel") == [f"scancel {run.job_id}"]
 
 
 def test_cancellation_is_recorded_before_slurm_ends_the_job(
@@ -317,7 +423,8 @@ def test_the_job_log_tells_the_state_of_a_job_that_slurm_has_forgotten(
     run = make_run(job_id="1")
     run.layout.logs.mkdir(exist_ok=True)
     run.layout.job_log.write_text(f"2026-01-02T03:04:00Z ftkit: training\nslurmstepd-n1: error: {words}\n")
-    run.layout.job_exit_code(run.job_id).write_text("0")  # the trainer stopped in time
+    is_killed = state is RunState.OUT_OF_MEMORY
+    run.layout.job_exit_code(run.job_id).write_text("137" if is_killed else "0")  # the trainer stopped in time
     programs.answer("squeue")
     programs.answer("sacct", sacct_line(run, accounting, "137:0") if accounting else "")
     assert observe(run).state is state
@@ -442,5 +549,5 @@ def test_each_run_of_an_array_that_slurm_accepted_without_an_answer_is_found(
     assert [run.job_id for run in submit_all(jobs, tasks)] == ["8_1", "8_2", "8_3"]
     for number, job in enumerate(sweep, start=1):
         job.plan.layout.submission.unlink()
-        found = adopt_job(job.plan.layout)
+        found = find_submission(job.plan.layout)
         assert (found.job_id if found else None) == f"8_{number}"

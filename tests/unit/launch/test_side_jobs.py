@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,9 +15,11 @@ from ftkit.config.context import Context
 from ftkit.config.image_reference import NamedImage
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError
 from ftkit.launch.resolve import RunArgs, resolve
-from ftkit.launch.side_jobs import plan_serving, serve_command, tunnel
+from ftkit.launch.side_jobs import plan_serving, serve_command, tunnel, wait_for_server
 
 if TYPE_CHECKING:
+    from conftest import FakePrograms, RunMaker
+
     from ftkit.planning.plan import RunPlan
 
 
@@ -96,6 +99,17 @@ def test_serving_requires_a_serving_image_and_training_a_training_image(slurm_pl
     local = replace(slurm_plan, cluster=slurm_plan.cluster.model_copy(update={"scheduler": "local"}))
     with pytest.raises(PrerequisiteError, match="cluster 'local'"):
         served(local)
+
+
+def test_an_unanswered_query_does_not_end_the_wait_for_a_server(
+    make_run: RunMaker, programs: FakePrograms, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run, job = make_run(), Mock(address_file=tmp_path / "address")
+    job.plan.layout = run.layout
+    programs.answer("squeue", stderr="slurm_load_jobs error: Unable to contact slurm controller\n", code=1)
+    monkeypatch.setattr("time.sleep", lambda _: (tmp_path / "address-9").write_text("http://n1:8000\n"))
+    assert wait_for_server(job, "9", lambda _: None) == "http://n1:8000"
+    assert len(programs.calls("squeue")) == 1
 
 
 def test_the_ssh_tunnel_leads_to_the_server() -> None:

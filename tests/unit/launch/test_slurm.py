@@ -277,12 +277,33 @@ def test_a_task_that_was_canceled_before_it_started_is_missing_among_the_tasks_o
 ) -> None:
     runs = [make_run("demo-1", job_id="7_1"), make_run("demo-2", job_id="7_2"), make_run("demo-3", job_id="7_3")]
     runs[2].layout.job_log.touch()  # it has started: its files tell how it ended
-    programs.answer("squeue", squeue_line(runs[0], "RUNNING"))
+    sibling = runs[1].id.replace("demo-2", "demo-4").removesuffix("2") + "4"
+    lines = [squeue_line(runs[0], "RUNNING").replace(runs[0].id, folder) for folder in (runs[0].id, sibling)]
+    other = make_run("odd-3", job_id="8_3")  # of a cluster that was reinstalled: array 8 is another's now
+    programs.answer("squeue", "".join([*lines, lines[0].replace("7_1|", "8_1|")]))
     programs.answer("sacct")
-    states = slurm.observe([*runs, make_run(job_id="8_1"), make_run(job_id="9")])
+    states = slurm.observe([*runs, other, make_run(job_id="9")])
     assert {run_id: seen.state for run_id, seen in states.items()} == {
         runs[0].id: RunState.RUNNING, runs[1].id: RunState.CANCELED
     }  # fmt: skip
+
+
+def test_the_task_of_another_run_of_a_sweep_is_not_this_runs_job(programs: FakePrograms, make_run: RunMaker) -> None:
+    run = make_run("lr-3", suffix="abc3")
+    other = str(run.layout.array_script).replace("lr-3-", "lr-30-").replace("abc3", "abc30")
+    programs.answer("squeue", f"77_35|{other}\n77_0|{other}\n")
+    assert find_job(run.layout, os.environ) is None
+    programs.answer("squeue", f"77_35|{other}\n77_3|{other}\n")
+    assert find_job(run.layout, os.environ) == "77_3"
+
+
+def test_a_newer_run_with_the_job_id_of_an_older_one_has_its_own_state(
+    slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker, squeue_line: Callable[..., str]
+) -> None:
+    runs = [make_run("new", job_id="7"), make_run("old", job_id="7")]
+    programs.answer("squeue", squeue_line(runs[0], "RUNNING"))
+    programs.answer("sacct")
+    assert slurm.observe(runs)[runs[0].id].state is RunState.RUNNING
 
 
 def test_all_tasks_of_a_job_array_are_queried_by_one_id(
@@ -390,6 +411,8 @@ def test_what_sbatch_printed_is_reported_if_it_does_not_end(
         ("QOSMaxGRESPerUser", "QOSMaxGRESPerUser: a limit of your account or its quality of service"),
         ("Dependency", "Dependency: it waits for another job"),
         ("NewInTheNextRelease, with details", "NewInTheNextRelease, with details"),
+        ("RaisedSignal:53(Real-time_signal_19)", "RaisedSignal:53(Real-time_signal_19)"),
+        ("(Resources)", "Resources: it waits for free nodes"),
         ("None", ""),
     ],
 )

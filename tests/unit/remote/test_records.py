@@ -40,6 +40,16 @@ def test_runs_are_recorded_by_one_process_at_a_time(tmp_path: Path, monkeypatch:
     assert [run.id for run in records.runs()] == ["a-20261123T100000Z-1111", "b-20261123T100000Z-2222"]
 
 
+def test_a_whole_name_finds_a_run_before_the_beginning_of_a_newer_one(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    records.add(["exp-20260101T000000Z-aaaa", "exp-lora-20260602T000000Z-bbbb"], LOGIN, tmp_path)
+    for reference, found in (("exp", "exp-2"), ("exp-", "exp-lora"), ("last", "exp-lora"), ("aaaa", "exp-2")):
+        run = records.find(reference)
+        assert run
+        assert run.id.startswith(found)
+    assert records.find("other") is None
+
+
 def test_a_submission_that_a_full_disk_left_empty_is_submitted_under_a_new_id(tmp_path: Path) -> None:
     records, ids = Records(tmp_path), []
     for _ in range(2):

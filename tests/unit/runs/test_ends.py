@@ -79,6 +79,15 @@ def test_words_about_another_start_than_the_recorded_one_do_not_count(layout: Ru
     assert find_end(layout, BEGAN + 600)[0].cause is Cause.UNKNOWN
 
 
+def test_words_about_an_earlier_job_do_not_count_for_one_that_ended_before_training(layout: RunLayout) -> None:
+    killed = "slurmstepd: error: Detected 1 oom_kill event in StepId=2.0.\n"
+    for words in (JOB.format(" DUE TO PREEMPTION"), killed):
+        layout.job_log.write_text(START.format(0) + words + START.format(1).partition("\n")[0] + "\n")
+        assert find_slurms_words(layout, job_id="2") is None
+        layout.job_log.write_text(START.format(0) + words)  # the next job did not even log that it began
+        assert find_slurms_words(layout, job_id="3") is None
+
+
 @pytest.mark.parametrize(
     ("line", "cause"),
     [

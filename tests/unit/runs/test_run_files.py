@@ -9,9 +9,10 @@ import pytest
 from ftkit.planning.layout import RunLayout
 from ftkit.runs.checkpoints import FORMAT_VERSION, Marker, SavedFile, TrainState, find_damage, list_checkpoints
 from ftkit.runs.ends import excluded_nodes, find_end, log_tail
-from ftkit.runs.failure import RankError, first_error, write_rank_error
+from ftkit.runs.failure import Failure, RankError, explain_failure, first_error, write_rank_error
 from ftkit.runs.gpu_samples import read_samples
 from ftkit.runs.history import History, read_history
+from ftkit.runs.job import Job, RunState
 from ftkit.runs.records import CheckpointRecord, EvaluationRecord, Sample, StartRecord
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from conftest import RunMaker
 
 
-def leave_error(layout: RunLayout, rank: int, time: float) -> None:
-    write_rank_error(layout.rank_error(rank), RankError(time, rank, f"n{rank}", "ValueError", "no", "Traceback", 1))
+def leave_error(layout: RunLayout, rank: int, time: float, code: int = 1) -> None:
+    write_rank_error(layout.rank_error(rank), RankError(time, rank, f"n{rank}", "ValueError", "no", "Traceback", code))
 
 
 def test_a_run_that_has_not_started_has_an_empty_summary(make_run: RunMaker) -> None:
@@ -91,6 +92,13 @@ def test_errors_of_an_earlier_start_are_not_the_cause(make_run: RunMaker) -> Non
     assert error is not None
     assert error.rank == 1
     assert first_error(layout, since=20_000) is None
+
+
+def test_an_error_just_before_the_run_was_resumed_does_not_explain_how_the_next_job_ended(make_run: RunMaker) -> None:
+    run = make_run()
+    leave_error(run.layout, 1, run.submission.submitted - 40, code=8)
+    seen = Job(run.job_id, RunState.FAILED, is_final=True, exit_code=4)  # of the job script: its image is missing
+    assert explain_failure(run, seen) == Failure(4, None)
 
 
 def test_a_damaged_rank_error_is_ignored(make_run: RunMaker) -> None:
