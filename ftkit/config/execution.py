@@ -27,6 +27,9 @@ chunk's gradient to fp32 sums in memory, so it gets fewer chunks.
 """
 LEAST_CHUNK_ROWS = 1024
 """Rows of a chunk with which matmuls still occupy all multiprocessors of a large GPU."""
+FLEX_MINIMUM: Final = 128
+"""Minimum number of tokens for flex attention's training kernel. For fewer queries, torch uses a decoding kernel, which
+has no gradients, and ignores documents or fails to compile (seen with torch 2.11)."""
 LOGITS_ALIGNMENT: Final = 64
 """The loss pads a vocabulary to a multiple of this: on Hopper, OLMo-3's 100,278 rows then take a third of the time."""
 ZERO3_LIVE_WEIGHTS: Final = 10**9

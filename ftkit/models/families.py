@@ -223,6 +223,8 @@ UNPACKED = frozenset([
 kernels of other packages: `data.packing: auto` then trains padded rows."""
 
 
+WITHOUT_BALANCING_LOSS = frozenset(["deepseek_v2", "deepseek_v3", "gemma4_text", "glm4_moe"])
+"""Mixtures of experts whose configuration has no `router_aux_loss_coef`."""
 WITHOUT_OUT_PROJ_ADAPTERS = frozenset(["falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"])
 """Families whose Mamba layers give the weight of `out_proj` to kernels, which ignore adapters: peft makes none."""
 

@@ -56,7 +56,17 @@ class Activations:
             size += width * shape.num_attention_heads * shape.head_dim
         # Tokens of the other GPUs: all-gathered inputs of attention and feed-forward, and an output before its sum.
         size += 3 * (training.tensor_parallel - 1) * width * shape.hidden_size
-        return setup.tokens * size
+        return setup.tokens * size + self._scores
+
+    @cached_property
+    def _scores(self) -> float:
+        """The scores of each pair of tokens and their softmax, which only attention `eager` saves: that in fp32, too.
+
+        Compiled, both are in the compute dtype. Counted on a layer's saved tensors.
+        """
+        training, width = self._training, self._training.compute_bytes
+        pairs = self._setup.tokens * training.sequence_length * self._shape.num_attention_heads
+        return (training.attention == "eager") * pairs * (2 * width if self._compiled else FP32 + width)
 
     def in_backward(self, mode: ActivationCheckpointing) -> float:
         """Return a layer's activations and their gradients at the peak of its backward pass.
@@ -67,7 +77,7 @@ class Activations:
         code), or seven with adapters, whose part of the product's gradient is a separate tensor. `except_attention`
         recomputes the tensors of attention only after the peak.
         """
-        size = self.layer + self.hidden
+        size = self.layer + self.hidden + self._scores  # and their gradients
         if not self._has_fused_feed_forward:
             return size + self.hidden
         saved, recomputed = self._savings.compiled, self._savings.recomputed_inputs

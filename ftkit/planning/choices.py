@@ -220,11 +220,14 @@ def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingP
 def predict_option(setup: Setup, gpu: Gpu) -> Option:
     """Return a setup's settings with their predictions, after choosing its sharding.
 
-    Settings are compared without CUDA graphs: evaluation has none, and not every decoder can be captured.
+    Settings are compared without CUDA graphs: evaluation has none, and not every decoder can be captured. The memory
+    is that of the steps, and includes a teacher, which computes before them, only if that does not fit.
     """
     setup = with_sharding(setup)
     launched = predict_step_time(setup.with_training(cuda_graphs=False), gpu)
-    return Option(setup.training, launched.step_seconds, Fit(setup).memory.total)
+    fit = Fit(setup)
+    fit = Fit(replace(setup, teacher=None)) if fit.on_gpu(gpu.usable_gib) else fit
+    return Option(setup.training, launched.step_seconds, fit.memory.total)
 
 
 def possible_options(
@@ -248,7 +251,7 @@ def possible_options(
             most = whole.with_training(offloaded_layers=numbers[-1]) if mode == "selective" else whole
             option = predict_option(most, gpu)
             yield option
-            on_gpu = whole.with_training(offloaded_layers=numbers[0])
+            on_gpu = replace(whole.with_training(offloaded_layers=numbers[0]), teacher=None)
             fits_on_gpu[mode] = Fit(with_sharding(on_gpu)).memory.total <= room_gib
             lighter = sized.training.lighter_checkpointing(setup.engine)
             if option.total_gib <= room_gib and mode != "none" and not fits_on_gpu[lighter]:
@@ -291,7 +294,8 @@ def _is_possible(setup: Setup, mode: ActivationCheckpointing) -> bool:
 
 def _with_fewest_layers(setup: Setup, room_gib: float) -> Setup:
     """Return the setup with its checkpointing mode in the fewest layers that fit; in all layers if fewer don't."""
-    resharded = replace(setup, gpu=None if setup.num_processes > 1 else setup.gpu)  # without spare memory
+    gpu = None if setup.num_processes > 1 else setup.gpu  # without spare memory
+    resharded = replace(setup, gpu=gpu, teacher=None)
 
     def fits(num: int) -> bool:
         return Fit(with_sharding(resharded.with_training(checkpointed_layers=num))).on_gpu(room_gib)

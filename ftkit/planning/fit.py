@@ -27,7 +27,7 @@ from ftkit.models.parameters import count_model, vision_of
 from ftkit.planning.activations import Activations
 from ftkit.planning.flops import delta_rule_bytes
 from ftkit.planning.step_time import replays_graphs
-from ftkit.planning.training_setup import Setup
+from ftkit.planning.training_setup import Setup, teacher_setup
 
 CPU_LIBRARIES_GIB = 0.45
 """Resident set size of a CPU process beyond the predicted tensors. Measured with the recipe `demo` and torch's CPU
@@ -363,13 +363,19 @@ class Fit:
 
     @cached_property
     def memory(self) -> MemoryPlan:
-        """Peak memory of a process: the maximum over loading and four points of a step."""
-        highest = max(_tensors_of(self.setup).moments(), key=lambda moment: moment.total)
+        """Peak memory of a process: the maximum over a teacher's computation, loading, and four points of a step."""
+        moments = _tensors_of(self.setup).moments()
+        moments += [teacher_memory(self._teacher)] if self._teacher else []
+        highest = max(moments, key=lambda moment: moment.total)
         return replace(highest, libraries=CPU_LIBRARIES_GIB) if self.setup.device == "cpu" else highest
 
     @cached_property
+    def _teacher(self) -> Setup | None:
+        return teacher_setup(self.setup)
+
+    @cached_property
     def host_memory(self) -> HostMemoryPlan | None:
-        """Host memory of a node; None if nothing is offloaded.
+        """Host memory of a node, or what a teacher needs there if that is more; None if nothing is offloaded.
 
         The state that `offload` removes from GPU memory is in host memory instead.
         """
@@ -379,13 +385,18 @@ class Fit:
         local, whole = _tensors_of(setup), _tensors_of(setup.with_training(offload="none"))
         per_node = setup.num_processes // setup.num_nodes
         rounding = _pinned_rounding(setup) if training.offload == "all" and setup.engine == "fsdp2" else 1.0
-        return HostMemoryPlan(
+        own = HostMemoryPlan(
             parameters=per_node * rounding * (whole.weights - local.weights) / GIB,
             gradients=per_node * rounding * FP32 * local.stored * (not local.has_masters) / setup.num_shards / GIB,
             optimizer=per_node * (whole.states - local.states) / GIB,
             activations=per_node * local.activations.offloaded / GIB,
             processes=per_node * PROCESS_GIB,
         )
+        if self._teacher is None or training.offload != "all":
+            return own
+        tensors, rounding = Tensors(self._teacher), _pinned_rounding(self._teacher)
+        weights = per_node * rounding * tensors.width * tensors.total / setup.num_shards / GIB
+        return max(own, HostMemoryPlan(weights, 0, 0, 0, own.processes), key=lambda each: each.total)
 
     def on_gpu(self, room_gib: float) -> bool:
         return self.memory.total <= room_gib

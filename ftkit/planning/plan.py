@@ -190,7 +190,8 @@ class RunPlan(JobPlan):
             return None
         engine, batch = replace(engine, num_replicas=replicas), replace(batch, accumulation_steps=steps)
         new = replace(self, placement=placement, engine=engine, batch=batch)
-        return new if new.setup.gpu is None or Fit(new.setup).on_gpu(new.setup.gpu.usable_gib) else None
+        setup = replace(new.setup, teacher=None)  # it has computed
+        return new if setup.gpu is None or Fit(setup).on_gpu(setup.gpu.usable_gib) else None
 
     @property
     def setup(self) -> Setup:
@@ -206,6 +207,7 @@ class RunPlan(JobPlan):
             num_replicas=engine.num_replicas,
             defers_sync=engine.defers_sync,
             has_linear_kernel=engine.has_linear_kernel,
+            teacher=recipe.teacher.architecture if recipe.teacher else None,
         )
 
     @property

@@ -23,7 +23,7 @@ from ftkit.models.families import MEASURED, UNPACKED, family_of
 from ftkit.models.parameters import count_by_config, count_model
 from ftkit.planning.choices import choose_engine, choose_execution, least_memory, with_sharding
 from ftkit.planning.compatibility import check_job, check_mounts, find_problems
-from ftkit.planning.fit import Fit, teacher_memory
+from ftkit.planning.fit import Fit
 from ftkit.planning.flops import has_linear_attention
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import (
@@ -45,7 +45,7 @@ from ftkit.planning.suggestions import (
     suggest_faster,
 )
 from ftkit.planning.training_checks import RunInputs, why_undivided
-from ftkit.planning.training_setup import GPUS, Setup, teacher_setup
+from ftkit.planning.training_setup import GPUS, Setup
 
 if TYPE_CHECKING:
     from ftkit.config.image import ImageSpec
@@ -71,6 +71,7 @@ def plan_run(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | Non
     lightest = replace(
         setup_of(shape, least_memory(training), engine.name, cluster, placement, recipe.data),
         has_linear_kernel=trained_in is None or LINEAR_KERNELS in trained_in.listed_packages,
+        teacher=request.teacher.architecture if request.teacher else None,
     )
     chosen, execution = choose_execution(training, lightest)
     setup = with_sharding(replace(lightest, training=chosen))
@@ -85,8 +86,6 @@ def plan_run(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | Non
                 trained_packs = packs_of_epochs(chosen.num_epochs, num_packs)
             num_tokens = round(trained_packs * request.num_tokens / num_packs)
     predicted = Fit(setup)
-    teacher = teacher_setup(setup, request.teacher.architecture) if request.teacher else None
-    needed = [predicted.memory, *([teacher_memory(teacher)] if teacher else [])]
     return RunPlan(
         **job,
         fingerprint=fingerprint(recipe, model, request.data_stamp),
@@ -97,7 +96,7 @@ def plan_run(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | Non
             chosen.global_batch_size // (chosen.micro_batch_size * setup.num_data_ranks),
             chosen.global_batch_size,
         ),
-        memory=max(needed, key=lambda each: each.total),
+        memory=predicted.memory,
         speed=None if setup.gpu is None else predict_step_time(setup, setup.gpu, padding, fill or 1.0),
         num_parameters=count_model(shape).total + (shape.vision.total if shape.vision else 0),
         num_trained=method_counts(shape, chosen).trained,
@@ -107,7 +106,7 @@ def plan_run(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | Non
         notes=(
             *_notes_on_fit(run, predicted),
             *_notes_on_kernels(setup, trained_in, padding),
-            *notes_on_forwards(run, setup, teacher),
+            *notes_on_forwards(run, setup),
             *_notes_on_data(run),
             *notes_on_pictures(run, setup),
             *notes_on_settings(run),
@@ -270,9 +269,10 @@ def _notes_on_fit(run: RunInputs, predicted: Fit) -> Iterator[str]:
         if faster := suggest_faster(setup, gpu):
             yield f"predicted to be faster with the same global batch: {faster}"
     else:
+        when = ", while the teacher computes," if predicted.memory.moment == "teacher" else ""
         yield (
-            f"predicted peak of {predicted.memory.total:.0f} GiB is more than this GPU's {gpu.memory_gib:g} GiB can "
-            "hold: expect an out-of-memory error"
+            f"predicted peak of {predicted.memory.total:.0f} GiB{when} is more than this GPU's {gpu.memory_gib:g} GiB "
+            "can hold: expect an out-of-memory error"
         )
         data = run.recipe.data
         can_divide = data.packing != "off" and not data.pictures and not why_undivided(run)

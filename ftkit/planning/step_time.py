@@ -279,7 +279,8 @@ def _attention_flops(setup: Setup, gpu: Gpu) -> tuple[float, float]:
     if training.attention in {"sdpa", "eager"}:
         attention = token_flops(shape, training, length, length).attention
         return attention / SDPA_EFFICIENCY, recurrent / SDPA_EFFICIENCY
-    efficiency = gpu.attention_efficiency(training) or gpu.flex_efficiency
+    has_sinks = family_of(shape.family).has_sinks  # which only flex attention computes
+    efficiency = (None if has_sinks else gpu.attention_efficiency(training)) or gpu.flex_efficiency
     return document_flops(shape, training, length).attention / efficiency, recurrent / efficiency
 
 

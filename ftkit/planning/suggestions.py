@@ -13,6 +13,7 @@ from ftkit.errors import MemoryExhaustedError
 from ftkit.planning import choices
 from ftkit.planning.fit import Fit
 from ftkit.planning.step_time import predict_forward_hours, predict_step_time, vision_seconds
+from ftkit.planning.training_setup import teacher_setup
 
 if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile
@@ -296,11 +297,12 @@ def _notes_on_keys_without_effect(run: RunInputs) -> Iterator[str]:
         yield f"evaluation.early_stopping_patience={patience:,} can't end training early: that takes {needed}"
 
 
-def notes_on_forwards(run: RunInputs, setup: Setup, teacher: Setup | None) -> Iterator[str]:
+def notes_on_forwards(run: RunInputs, setup: Setup) -> Iterator[str]:
     """Yield the cost of computing a teacher's distributions or the reference's log-probabilities before step 1."""
     options, request, gpu = run.training.distillation, run.request, setup.gpu
     tokens = (1_000_000, 1_000_000) if request.num_targets is None else (request.num_tokens or 0, request.num_targets)
     per = "per million trained tokens" if request.num_targets is None else "once for all runs with this data"
+    teacher = teacher_setup(setup)
     if teacher is not None and options is not None:
         parts = [f"{tokens[1] * (options.top_k + 1) * ENTRY_BYTES / 2**30:.2g} GiB next to the data"]
         if gpu is not None:

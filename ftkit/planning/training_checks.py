@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -9,14 +10,22 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.data import label_of
-from ftkit.config.execution import FP8_MULTIPLE, ROUTERS, indivisible_sizes, only_with_fsdp2
+from ftkit.config.execution import (
+    FLEX_MINIMUM,
+    FP8_MULTIPLE,
+    ROUTERS,
+    indivisible_sizes,
+    only_with_fsdp2,
+    quantized_experts,
+)
 from ftkit.config.image import ImageSpec
 from ftkit.config.recipe import RecipeSpec, why_not_shared
 from ftkit.config.request import RunRequest
 from ftkit.errors import Problem, plural
 from ftkit.models.architecture import ArchitecturePlan, ModelPlan
-from ftkit.models.families import MEASURED, WITHOUT_OUT_PROJ_ADAPTERS
+from ftkit.models.families import MEASURED, WITHOUT_BALANCING_LOSS, WITHOUT_OUT_PROJ_ADAPTERS, family_of
 from ftkit.models.parameters import count_model
+from ftkit.planning.flops import has_linear_attention
 from ftkit.planning.plan import PlacementPlan
 from ftkit.planning.training_setup import GPUS
 
@@ -47,8 +56,8 @@ class RunInputs:
 def check_training(run: RunInputs) -> Iterator[Problem]:
     """Yield the reasons why the model can't be trained with these settings on these GPUs."""
     checks = (
-        _adapters, _batch, _context_parallel, _tensor_parallel, _layers, _hardware, _fp8, _engine, _targets,
-        _packs, _pictures, _preferences, _shared_prompts, _teacher,
+        _adapters, _batch, _context_parallel, _tensor_parallel, _layers, _hardware, _torch, _fp8, _engine,
+        _targets, _packs, _pictures, _preferences, _shared_prompts, _teacher,
     )  # fmt: skip
     for check in checks:
         yield from check(run)
@@ -104,14 +113,50 @@ def _hardware(run: RunInputs) -> Iterator[Problem]:
             yield problem("training.activation_offload", reason, "Leave it out, or use a cluster with GPUs.")
         if training.attention in {"flash4", "cudnn", "flex"}:
             yield problem("training.attention", f"'{training.attention}' is a kernel for GPUs.", "Use 'auto'.")
-    if training.attention in {"flash4", "cudnn"} and training.compute_precision == "fp32":
-        what = f"'{training.attention}' computes only in bf16."
-        yield problem("training.attention", what, "Use 'auto', or precision bf16.")
+    gpu, attention = GPUS[run.cluster.gpu] if run.cluster.gpu else None, training.attention
+    has_sinks, is_listed = family_of(run.shape.family).has_sinks, _lists(run, _KERNELS_OF_PACKS.get(attention, ""))
+    failures = {
+        "computes only in bf16": attention in _KERNELS_OF_PACKS and training.compute_precision == "fp32",
+        f"needs Hopper or newer, and the cluster has {gpu.device_name if gpu else ''}": (
+            attention in _KERNELS_OF_PACKS and gpu is not None and not gpu.has_fast_attention
+        ),
+        f"needs {_KERNELS_OF_PACKS.get(attention)}, which {run.image and run.image.reference} does not list": (
+            attention in _KERNELS_OF_PACKS and not is_listed
+        ),
+        f"can't compute the attention sinks of '{run.shape.family}'": (
+            has_sinks and attention in {*_KERNELS_OF_PACKS, "sdpa"}
+        ),
+        f"needs packs of {FLEX_MINIMUM} tokens": attention == "flex" and training.sequence_length < FLEX_MINIMUM,
+    }
+    for reason in (reason for reason, applies in failures.items() if applies):
+        yield problem("training.attention", f"'{attention}' {reason}.", "Use 'auto'.")
     is_one_node = place.num_nodes == 1 < place.processes_per_node
     if training.collectives == "copy_engine" and (device == "cpu" or not is_one_node):
         size = f"{place.num_nodes} x {place.processes_per_node}"
         what = f"copy engines copy between the GPUs of one node: this run has {size} processes with device '{device}'."
         yield problem("training.collectives", what, "Use 'auto'.")
+    if training.collectives == "copy_engine" and training.shard_degree not in {"auto", place.world_size}:
+        what = f"copy engines serve one replica of the model, and shard_degree {training.shard_degree} makes several."
+        yield problem("training.collectives", what, "Use 'auto', or shard_degree 'auto'.")
+
+
+def _torch(run: RunInputs) -> Iterator[Problem]:
+    """Check the version of torch that the image lists."""
+    training, image = run.training, run.image
+    if image is None or run.cluster.runtime == "none":
+        return
+    found = re.match(r"(\d+)\.(\d+)", image.provided.get("torch", ""))
+    is_sharded = run.placement.world_size > 1 and training.engine != "zero3" and training.compute_precision == "bf16"
+    needed = (
+        ("training.method", (2, 8), is_sharded and training.adapters is not None, ", or training.engine=zero3"),
+        ("training.tensor_parallel", (2, 9), training.tensor_parallel > 1, ", or leave it out"),
+        ("training.collectives", (2, 11), training.collectives == "copy_engine", ", or 'auto'"),
+    )
+    for key, least, is_used, other in needed:
+        if is_used and found and (int(found[1]), int(found[2])) < least:
+            version = ".".join(map(str, least))
+            what = f"needs torch {version} on several GPUs, and {image.reference} has {image.provided['torch']}."
+            yield problem(key, what, f"Use an image with torch {version} or newer{other}.")
 
 
 def _engine(run: RunInputs) -> Iterator[Problem]:
@@ -131,6 +176,9 @@ def _targets(run: RunInputs) -> Iterator[Problem]:
     if coefficient and not counts.experts_per_token:
         what = f"{coefficient:g} weights the load-balancing loss of a mixture of experts: {shape.family} is dense."
         yield problem("training.router_aux_loss_coef", what, "Leave it out, or choose a mixture of experts.")
+    elif coefficient and shape.family in WITHOUT_BALANCING_LOSS:
+        what = f"a '{shape.family}' has no load-balancing loss: it balances its experts in another way."
+        yield problem("training.router_aux_loss_coef", what, "Leave it out.")
     if adapters and "out_proj" in adapters.targets and shape.family in WITHOUT_OUT_PROJ_ADAPTERS:
         yield problem(key, f"out_proj of a {shape.family} can't have adapters: kernels ignore them.", "Leave it out.")
     # Experts may be linear layers in the container's transformers but not in this one, or vice versa.
@@ -258,10 +306,14 @@ def why_undivided(run: RunInputs) -> str:
         return ""
     if gpu is not None and gpu.attention_efficiency(training) is None:
         return f"which this recipe can't use on {gpu.device_name}"
-    usable = _kernels_of_packs(training)
-    if image is not None and cluster.runtime != "none" and not any(name in image.listed_packages for name in usable):
+    if image is not None and not any(_lists(run, name) for name in _kernels_of_packs(training)):
         return f"which {image.reference} does not list"
     return ""
+
+
+def _lists(run: RunInputs, package: str) -> bool:
+    """Return whether the image lists a package; also if none is used, whose packages are not known here."""
+    return run.image is None or run.cluster.runtime == "none" or package in run.image.listed_packages
 
 
 def _context_parallel(run: RunInputs) -> Iterator[Problem]:
@@ -269,9 +321,8 @@ def _context_parallel(run: RunInputs) -> Iterator[Problem]:
     if run.training.context_parallel == 1:
         return
     yield from _groups(run, key, size)
-    if reason := why_undivided(run):
-        fix = "Use an image with it ('ftkit images') on Hopper or newer, in bf16; or training.attention=sdpa."
-        yield problem(key, f"needs {' or '.join(_kernels_of_packs(run.training))}, {reason}.", fix)
+    if has_linear_attention(run.shape):
+        yield problem(key, f"layers of a '{run.shape.family}' carry a state from token to token.", "Leave it out.")
     if heads % size:
         product = " for the product with tensor_parallel" if run.training.tensor_parallel > 1 else ""
         what = f"{heads} attention heads of the model can't be divided among {size} GPUs."
@@ -301,10 +352,18 @@ def _shared_prompts(run: RunInputs) -> Iterator[Problem]:
 
 
 def _groups(run: RunInputs, key: str, size: int) -> Iterator[Problem]:
-    per_node = run.placement.processes_per_node
+    per_node, training = run.placement.processes_per_node, run.training
+    if family_of(run.shape.family).has_sinks:
+        what = f"no attention kernel that divides packs can compute the attention sinks of '{run.shape.family}'."
+        yield problem(key, what, "Leave it out.")
+    elif reason := why_undivided(run):
+        fix = "Use an image with it ('ftkit images') on Hopper or newer, in bf16; or training.attention=sdpa."
+        yield problem(key, f"needs {' or '.join(_kernels_of_packs(training))}, {reason}.", fix)
     if per_node % size:
         what = f"{per_node} GPUs of a node can't be divided into groups of {size}."
-        yield problem(key, what, f"Use a divisor of {per_node}, or another --gpus-per-node.")
+        is_product = key == "training.context_parallel" and training.tensor_parallel > 1
+        product = " for the product with tensor_parallel" * is_product
+        yield problem(key, what, f"Use a divisor of {per_node}{product}, or another --gpus-per-node.")
     if run.recipe.data.packing == "off":
         yield problem(key, "divides the tokens of packs, and data.packing is 'off'.", "Use data.packing 'auto'.")
 
@@ -321,6 +380,8 @@ def _fp8(run: RunInputs) -> Iterator[Problem]:
     if gpu is not None and not GPUS[gpu].has_fp8:
         what = f"{GPUS[gpu].device_name} does not multiply in FP8; Ada, Hopper and newer GPUs do."
         yield problem(key, what, fix)
+    if gpu is not None and not GPUS[gpu].has_fast_attention and quantized_experts(run.shape, training):
+        yield problem(key, f"FP8 experts need Hopper or newer, and the cluster has {GPUS[gpu].device_name}.", fix)
     counts = count_model(run.shape)
     sizes = [(each.inputs, each.outputs) for each in counts.linears if each.name not in ROUTERS]
     if not training.trains_in_fp8:  # trained experts are in bf16

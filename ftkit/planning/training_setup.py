@@ -107,6 +107,7 @@ class Setup:
     has_linear_kernel: bool = True
     """Whether a kernel computes the model's linear attention, if any; otherwise, PyTorch does."""
     has_packs: bool = True  # whether micro-batches are packs of text: without pictures and padded rows
+    teacher: ArchitectureSpec | None = None  # of a model that computes before step 1 on the same processes
 
     @property
     def num_processes(self) -> int:
@@ -164,7 +165,10 @@ class Setup:
         return replace(self, training=self.training.model_copy(update=changes))
 
 
-def teacher_setup(setup: Setup, shape: ArchitectureSpec) -> Setup:
-    """Return the setup of a teacher of this shape, which computes before step 1 on the processes of the run."""
+def teacher_setup(setup: Setup) -> Setup | None:
+    """Return the setup of a run's teacher; None if it has none."""
+    if setup.teacher is None:
+        return None
     training = teacher_settings(setup.training)
-    return replace(setup, shape=shape, training=training, engine="fsdp2", keeps_weights=False, defers_sync=False)
+    alone = replace(setup, shape=setup.teacher, training=training, teacher=None)
+    return replace(alone, engine="fsdp2", keeps_weights=False, defers_sync=False)

@@ -58,7 +58,7 @@ def test_replayed_micro_batches_give_the_same_losses_and_gradients(
     assert engine._graphs is not None
     assert engine._graphs._captured is not None
     # Both gradients of a tied embedding are summed in bf16 by autograd, in fp32 over micro-batches here.
-    assert np.array(captured) == pytest.approx(np.array(launched), rel=1e-2 if family == "gemma3_text" else 1e-5)
+    assert np.array(captured) == pytest.approx(np.array(launched), rel=3e-2 if family == "gemma3_text" else 1e-5)
 
 
 def test_graphs_that_leave_no_memory_for_the_loss_are_not_used(

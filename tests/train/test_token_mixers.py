@@ -66,7 +66,7 @@ def graph_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         compiled: Callable[..., Any] = lookup_backend("aot_eager")(graph, inputs)
         return compiled
 
-    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda _: compile_graph)
+    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda _, **__: compile_graph)
     torch._dynamo.reset()
     yield sizes
     torch._dynamo.reset()

@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from ftkit.config.execution import FLEX_MINIMUM
 from ftkit.config.recipe import SHARING_KERNELS
 from ftkit.errors import PrerequisiteError, TrainingError, one_line
 from ftkit.train.model.hf_model import text_part_of
@@ -48,9 +49,6 @@ to each other."""
 KERNEL_TOLERANCE = 0.05
 """Largest difference of outputs and gradients, relative to their norm, that bf16 rounding explains. flash-attn-4
 4.0.0b36 on an H200 computed gradients that were off by 70 to 90% for head dimensions 16 and 48."""
-FLEX_MINIMUM = 128
-"""Minimum number of tokens for flex attention's training kernel. For fewer queries, torch uses a decoding kernel, which
-has no gradients, and ignores documents or fails to compile (seen with torch 2.11)."""
 
 
 def choose_kernel(

@@ -52,7 +52,7 @@ def test_a_script_is_proved_only_on_request(ctx: Context) -> None:
 
 
 def test_a_recipe_sets_cluster_resources_and_accelerates_configuration(ctx: Context) -> None:
-    words = RunArgs("gemma3-12b-sql-qlora", cluster="a4-highgpu-8g", image="gemma3:25.02", num_nodes=2)
+    words = RunArgs("gemma3-12b-sql-qlora", cluster="a4-highgpu-8g", image="gemma3:26.05", num_nodes=2)
     plan = plan_of(ctx, words)
     assert (plan.script.recipe, plan.placement.world_size, plan.cluster.name) == (words.recipe, 16, "a4-highgpu-8g")
     config = json.loads(accelerate_json(plan))

@@ -258,10 +258,9 @@ def test_dividing_packs_is_suggested_and_the_plan_with_it_fits() -> None:
     [
         {"overrides": ("data.packing=off",)}, {"overrides": ("training.attention=flex",)},
         {"overrides": ("training.engine=zero3",)},
-        {"overrides": ("training.attention=flash4",), "image": "olmo3:25.02"},
         {"cluster": "a4-highgpu-8g"},
     ],
-    ids=["padded rows", "a kernel that can't", "an engine that can't", "no flash-attn-4", "it fits already"],
+    ids=["padded rows", "a kernel that can't", "an engine that can't", "it fits already"],
 )  # fmt: skip
 def test_dividing_packs_is_suggested_only_where_the_trainer_can(changes: dict[str, Any]) -> None:
     assert not any("context_parallel" in note for note in notes_on(*changes.pop("overrides", ()), **changes))

@@ -964,10 +964,10 @@ def test_context_parallel_degree_must_divide_the_heads_within_a_node() -> None:
 
 def test_layers_are_divided_among_gpus_of_a_node_that_divide_heads_and_feed_forward_layers() -> None:
     one, alone = "training.micro_batch_size=1", "evaluation.generation=null"
-    divided = plan(demo("training.tensor_parallel=2", one, alone), on_gpus(4))
+    divided = plan(demo("training.tensor_parallel=2", SDPA, one, alone), on_gpus(4))
     assert divided.batch.accumulation_steps * 2 == divided.batch.global_batch_size
     assert (divided.engine.name, "among 2 GPUs" in divided.engine.reason) == ("fsdp2", True)
-    whole = plan(demo(one, alone), on_gpus(4))
+    whole = plan(demo(SDPA, one, alone), on_gpus(4))
     assert divided.memory.activations < whole.memory.activations
     assert divided.memory.parameters == whole.memory.parameters
     in_parts = ("training.tensor_parallel=2", "training.context_parallel=2", SDPA, one, alone)
@@ -1002,7 +1002,7 @@ def test_layers_are_divided_among_gpus_of_a_node_that_divide_heads_and_feed_forw
 
 
 def test_divided_layers_take_less_memory_and_exchange_tokens_in_proportion_to_their_gpus() -> None:
-    words = ("model.architecture=llama3-8b", "training.sequence_length=8192", "evaluation.generation=null")
+    words = ("model.architecture=llama3-8b", "training.sequence_length=8192", "evaluation.generation=null", SDPA)
     setups = [
         plan(
             demo(
