@@ -184,9 +184,9 @@ def _plan_all(args: RunArgs, environment: Mapping[str, str]) -> list[RunPlan]:
 def plan_command(words: tuple[str, ...], *, gpu: str | None, as_json: bool, **options: Unpack[RunOptions]) -> None:
     """Preview a run and check that it fits. Nothing is written or submitted.
 
-    Takes the arguments of 'ftkit run', and fails for the same reasons: missing files, weights, data or packages, or
-    less than half of the predicted memory. Otherwise, too little memory is only a warning, as an image that is not
-    imported yet and a tracker's missing key are.
+    Takes the arguments of 'ftkit run', and fails for the same reasons: missing files, weights, data or packages, or,
+    for measured families, less than half of the predicted memory. Otherwise, too little memory is only a warning, as
+    an image that is not imported yet and a tracker's missing key are.
     """
     from ftkit.cli.image_check import missing_image
     from ftkit.cli.terminal.console import Terminal

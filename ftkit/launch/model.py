@@ -138,9 +138,10 @@ def _pin_revision(model: ModelPlan, environment: Mapping[str, str], home: Path) 
 
 def _plan(model: ModelSpec, config: dict[str, Any] | None, environment: Mapping[str, str]) -> ModelPlan:
     shape, query = model.architecture, None
+    family = family_of(str(shape.family))
     if config is not None:
         query = None if family_of(str(text_part(config).get("model_type"))).has_formula else {"config": config}
-    elif model.weights == "random" and not family_of(str(shape.family)).has_formula:
+    elif model.weights == "random" and (family.usual_experts or not family.has_formula):
         query = {"architecture": shape.model_dump(mode="json")}
     counted = None if query is None else _count(query, environment)
     if isinstance(counted, CountedModel):

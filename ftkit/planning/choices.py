@@ -209,11 +209,17 @@ def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingP
     best = fastest_option(possible_options(lightest, gpu, sizes, modes, room_gib if is_mode_open else None), room_gib)
     if best is None:
         return resolved, ExecutionPlan(chosen, f"the least memory: no choice leaves {1 - room:.0%} of the GPU free")
-    speedup = predict_option(lightest, gpu).step_seconds / best.step_seconds
-    gain = f", {speedup:.1f} times as fast as with the least memory" if speedup >= WORTHWHILE else ""
+    gained = speedup(lightest, replace(lightest, training=best.training), gpu)
+    gain = f", {gained:.1f} times as fast as with the least memory" if gained >= WORTHWHILE else ""
     return best.training, ExecutionPlan(
         chosen, f"predicted to be the fastest that leaves {1 - room:.0%} of the GPU's memory free{gain}"
     )
+
+
+def speedup(setup: Setup, other: Setup, gpu: Gpu) -> float:
+    """Return how many times as fast the other settings are, predicted as by a plan: with CUDA graphs if possible."""
+    now, then = (predict_step_time(with_sharding(each), gpu).step_seconds for each in (setup, other))
+    return now / then
 
 
 @lru_cache(maxsize=64)

@@ -266,7 +266,7 @@ def _notes_on_fit(run: RunInputs, predicted: Fit) -> Iterator[str]:
                 f"speed is predicted: set it to one of {', '.join(GPUS)}, if it is one of these"
             )
     elif predicted.on_gpu(gpu.usable_gib):
-        if faster := suggest_faster(setup, gpu):
+        if faster := suggest_faster(run.training, setup, gpu):
             yield f"predicted to be faster with the same global batch: {faster}"
     else:
         when = ", while the teacher computes," if predicted.memory.moment == "teacher" else ""
@@ -275,9 +275,17 @@ def _notes_on_fit(run: RunInputs, predicted: Fit) -> Iterator[str]:
             "can hold: expect an out-of-memory error"
         )
         data = run.recipe.data
-        can_divide = data.packing != "off" and not data.pictures and not why_undivided(run)
-        for suggestion in suggest_changes(setup, cluster, gpu.usable_gib, can_divide_packs=can_divide):
+        is_packed = data.packing != "off" and not data.pictures and run.training.objective == "next_token"
+        can_divide, trains_tokens = is_packed and not why_undivided(run), bool(run.recipe.model.added_tokens)
+        for suggestion in suggest_changes(
+            setup, cluster, gpu.usable_gib, can_divide_packs=can_divide, trains_tokens=trains_tokens
+        ):
             yield f"predicted to fit: {suggestion}"
+    if gpu is not None and setup.num_nodes > 1 and setup.node_bandwidth is None:
+        yield (
+            "the predicted speed leaves out the network between nodes: the cluster's profile sets no network_gbps, "
+            "the gigabits per second of a node"
+        )
 
 
 def _notes_on_kernels(setup: Setup, image: ImageSpec | None, padding: float) -> Iterator[str]:
@@ -336,10 +344,12 @@ def _notes_on_data(run: RunInputs) -> Iterator[str]:
             f"tokens of packs ({known}); the predicted speed includes it"
         )
     elif run.shape.family in UNPACKED:
+        has_text = run.training.objective == "next_token" and not run.recipe.data.pictures
+        pads = has_text and run.training.gpus_per_pack == 1
+        outcome = "each document becomes a padded row, which is slower; plan with data.packing=off to see by how much"
         yield (
             f"'{run.shape.family}' keeps packed documents apart only with kernels of other packages, if at all: if the "
-            "check before step 1 finds that it does not, each document becomes a padded row, which is slower; plan "
-            "with data.packing=off to see by how much"
+            f"check before step 1 finds that it does not, {outcome if pads else 'the run ends'}"
         )
 
 

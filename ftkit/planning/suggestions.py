@@ -8,7 +8,10 @@ from dataclasses import replace
 from itertools import combinations, product
 from typing import TYPE_CHECKING, NamedTuple
 
+from pydantic import ValidationError
+
 from ftkit.config.objectives import ENTRY_BYTES
+from ftkit.config.training import TrainingPlan
 from ftkit.errors import MemoryExhaustedError
 from ftkit.planning import choices
 from ftkit.planning.fit import Fit
@@ -17,6 +20,7 @@ from ftkit.planning.training_setup import teacher_setup
 
 if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile
+    from ftkit.config.training import TrainingSpec
     from ftkit.planning.plan import RunPlan
     from ftkit.planning.training_checks import RunInputs
     from ftkit.planning.training_setup import Gpu, Setup
@@ -38,20 +42,21 @@ class Suggestion(NamedTuple):
     speedup: float | None = None
 
     def __str__(self) -> str:
-        faster = "" if self.speedup is None else f"{self.speedup:.1f} times as fast, "
+        faster = "at least " if self.speedup is None else f"{self.speedup:.1f} times as fast, "
         return f"{self.override} ({faster}{self.total_gib:.1f} GiB)"
 
 
 def suggest_changes(
-    setup: Setup, cluster: ClusterProfile, room_gib: float, *, can_divide_packs: bool = False
-) -> list[Suggestion]:
+    setup: Setup, cluster: ClusterProfile, room_gib: float, *, can_divide_packs: bool = False,
+    trains_tokens: bool = False,
+) -> list[Suggestion]:  # fmt: skip
     """Return up to `NUM_SUGGESTIONS` mildest changes of a setup that are predicted to fit: single ones, then combined.
 
     `room_gib` is the memory for a process's tensors. `can_divide_packs` tells whether documents are packed and an
-    attention kernel supports context parallelism.
+    attention kernel supports context parallelism; `trains_tokens` whether the embedding of new tokens has to train.
     """
-    run = _Run(setup, cluster, can_divide_packs)
-    found = _mildest_changes(run.knobs(), lambda change: run.fit(change).on_gpu(room_gib))
+    run = _Run(setup, cluster, can_divide_packs, trains_tokens)
+    found = _mildest_changes(run.knobs(), lambda change: run.is_valid(change) and run.fit(change).on_gpu(room_gib))
     return [Suggestion(_format_override(change), run.fit(change).memory.total) for change in found]
 
 
@@ -99,11 +104,12 @@ def _merge(changes: Iterable[Change]) -> Change:
     return {field: value for each in changes for field, value in each.items()}
 
 
-def suggest_faster(setup: Setup, gpu: Gpu) -> Suggestion | None:
+def suggest_faster(wanted: TrainingSpec, setup: Setup, gpu: Gpu) -> Suggestion | None:
     """Return the micro-batch size and checkpointing with the shortest step for the same global batch.
 
     The settings must fit the GPU, but need not leave memory to spare. Returns None if the speed-up is not `WORTHWHILE`.
-    Activations are offloaded only if the speed-up over the best settings without it is.
+    Activations are offloaded only if the speed-up over the best settings without it is. The override also has the
+    values that the recipe (`wanted`) leaves to `auto`, which would otherwise be chosen again.
     """
 
     def find_fastest(setup: Setup) -> choices.Option | None:
@@ -119,15 +125,15 @@ def suggest_faster(setup: Setup, gpu: Gpu) -> Suggestion | None:
         other = find_fastest(setup.with_training(activation_offload=True))
         if other is not None and other.step_seconds * choices.WORTHWHILE < best.step_seconds:
             best = other if choices.fits_host(replace(setup, training=other.training), gpu) else best
-    now = choices.predict_option(setup, gpu).step_seconds
-    if best is None or now <= best.step_seconds * choices.WORTHWHILE:
+    speedup = 0.0 if best is None else choices.speedup(setup, replace(setup, training=best.training), gpu)
+    if best is None or speedup < choices.WORTHWHILE:
         return None
-    numbers = ("checkpointed_layers", "offloaded_layers")
-    values = {field: getattr(best.training, field) for field in (*choices.OPEN, "activation_offload", *numbers)}
-    changed = {field: value for field, value in values.items() if value != getattr(setup.training, field)}
-    if {*numbers} & changed.keys():  # a number alone needs a mode in the recipe
+    fields = (*choices.OPEN, "activation_offload", "checkpointed_layers", "offloaded_layers")
+    values = {field: getattr(best.training, field) for field in fields}
+    changed = {field: value for field, value in values.items() if value != getattr(wanted, field)}
+    if changed.keys() - {"micro_batch_size"}:  # the others need a mode in the recipe
         changed = {"activation_checkpointing": best.training.activation_checkpointing} | changed
-    return Suggestion(_format_override(changed), best.total_gib, now / best.step_seconds)
+    return Suggestion(_format_override(changed), best.total_gib, speedup)
 
 
 class _Run(NamedTuple):
@@ -136,6 +142,17 @@ class _Run(NamedTuple):
     setup: Setup
     cluster: ClusterProfile
     can_divide_packs: bool = False
+    trains_tokens: bool = False
+
+    def is_valid(self, change: Change) -> bool:
+        """Return whether a recipe may have the changed settings."""
+        training = self.setup.training
+        fields = training.model_dump() | {field: value for field, value in change.items() if field != "num_nodes"}
+        try:
+            TrainingPlan.model_validate(fields)
+        except ValidationError:
+            return False
+        return training.collectives != "copy_engine" or "num_nodes" not in change
 
     def fit(self, change: Change) -> Fit:
         """Return the predictions after a change. With `auto`, layers are resharded, as memory is short."""
@@ -171,7 +188,10 @@ class _Run(NamedTuple):
         if has_nodes and training.global_batch_size % (micro * 2 * self.setup.num_data_ranks) == 0:
             yield [{"num_nodes": twice}]
         lighter = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[training.method]
-        yield [{"method": value} for value in lighter if value == "lora" or training.tensor_parallel == 1]
+        in_bf16: Change = {"precision": "bf16"} if training.trains_in_fp8 else {}
+        in_bf16 |= {"base_precision": "auto"} if training.base_precision != "auto" else {}
+        can_change = [value for value in lighter if value == "lora" or training.tensor_parallel == 1]
+        yield [{"method": value} | in_bf16 for value in can_change if not self.trains_tokens]
 
     def _fits_host(self, change: Change) -> bool:
         node_gib = self.cluster.memory_per_node_gib

@@ -115,7 +115,7 @@ def test_the_cheapest_suggestion_comes_first() -> None:
         "training.micro_batch_size=2",
         "training.sequence_length=4096",
     ]
-    assert str(suggestions[0]) == f"training.activation_checkpointing=selective ({room:.1f} GiB)"
+    assert str(suggestions[0]) == f"training.activation_checkpointing=selective (at least {room:.1f} GiB)"
 
 
 def test_activation_offload_is_suggested_if_full_checkpointing_is_not_enough() -> None:
@@ -189,16 +189,52 @@ def test_the_largest_micro_batch_that_fits_is_suggested() -> None:
             "gemma3-1b-dolly-lora", NOWHERE, ["training.activation_checkpointing=none", "training.cuda_graphs=false"]
         )
     )
-    suggestion = suggest_faster(replace(setup(small), num_shards=1, num_nodes=1), GPUS["h100-80gb"])
+    suggestion = suggest_faster(small.training, replace(setup(small), num_shards=1, num_nodes=1), GPUS["h100-80gb"])
     assert suggestion is not None
     assert suggestion.override.startswith("training.micro_batch_size=")
     assert suggestion.speedup > 1.1
     assert suggestion.total_gib <= GPUS["h100-80gb"].usable_gib
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [("training.sequence_length=16384", "training.activation_offload=true", "training.attention=flex"),
+     ("training.micro_batch_size=1", "training.method=lora", "training.sequence_length=512"), ()],
+)  # fmt: skip
+def test_what_is_suggested_to_be_faster_is_as_fast_when_it_is_typed(overrides: tuple[str, ...]) -> None:
+    """An `auto` value that the suggestion did not name would be chosen again."""
+    here = {"scheduler": "local", "runtime": "none", "device": "cuda"}
+    cluster = CLUSTER.model_copy(update={"gpu": "b200", "gpus_per_node": 1, **here})
+    request = RunRequest(
+        None, None, None, None, False, Path("/shared/me"), "python", datetime(2026, 1, 2, tzinfo=UTC), "ab12"
+    )
+    words = ("training.global_batch_size=64", *overrides)
+    before = plan_run(load_recipe("olmo3-7b-full", NOWHERE, words), cluster, None, request)
+    for note in (note for note in before.notes if "to be faster" in note):
+        typed, _, predicted = note.partition(": ")[2].partition(" (")
+        after = plan_run(load_recipe("olmo3-7b-full", NOWHERE, (*words, *typed.split())), cluster, None, request)
+        assert before.speed
+        assert after.speed
+        speedup = before.speed.step_seconds / after.speed.step_seconds
+        assert speedup == pytest.approx(float(predicted.split()[0]), abs=0.05)
+
+
+def test_only_settings_that_a_recipe_may_have_are_suggested() -> None:
+    in_fp8 = ("training.method=lora", "training.base_precision=fp8")
+    for words in (("training.precision=fp8",), ("training.collectives=copy_engine",), in_fp8):
+        spec = recipe(*BATCHES, *words)
+        for room in range(4, 120, 8):
+            for suggestion in propose(spec, room):
+                changes = [word for word in suggestion.override.split() if "=" in word]
+                recipe(*BATCHES, *words, *changes)
+                assert ("copy_engine" in str(words)) <= ("--nodes" not in suggestion.override)
+    full = setup(recipe(*BATCHES))
+    assert not any("method" in str(each) for each in suggest_changes(full, CLUSTER, 12, trains_tokens=True))
+
+
 def test_disabling_unneeded_activation_checkpointing_is_suggested() -> None:
     checkpointed = recipe("training.global_batch_size=16")
-    suggestion = suggest_faster(setup(checkpointed), GPUS["h200"])
+    suggestion = suggest_faster(checkpointed.training, setup(checkpointed), GPUS["h200"])
     assert suggestion is not None
     assert "training.activation_checkpointing=none" in suggestion.override
 
@@ -292,7 +328,7 @@ def test_suggested_groups_divide_the_heads_and_the_gpus_of_a_node() -> None:
 
 def test_nothing_is_suggested_for_an_optimal_run() -> None:
     fast = recipe("training.activation_checkpointing=none", "training.global_batch_size=16")
-    assert suggest_faster(setup(fast), GPUS["h200"]) is None
+    assert suggest_faster(fast.training, setup(fast), GPUS["h200"]) is None
 
 
 # --- Values of `auto` ----------------------------------------------------------------------------
@@ -378,7 +414,7 @@ def test_fewer_checkpointed_layers_are_suggested_with_their_mode() -> None:
     changes = ("training.sequence_length=8192", "training.base_precision=fp8", "training.activation_checkpointing=full")
     spec = load_recipe("llama3.3-70b-lora", NOWHERE, changes)
     setup = Setup(spec.model.architecture, least_memory(spec.training), 2, gpu=H200, node_memory_gib=16)
-    faster = suggest_faster(setup, H200)
+    faster = suggest_faster(setup.training, setup, H200)
     assert faster is not None
     assert "training.activation_checkpointing=full training.checkpointed_layers=" in faster.override
     assert load_recipe("llama3.3-70b-lora", NOWHERE, faster.override.split()).training.checkpointed_layers
@@ -388,7 +424,7 @@ def test_offload_is_suggested_where_host_memory_makes_it_worthwhile() -> None:
     changes = ("training.sequence_length=8192", "training.activation_checkpointing=full")
     spec = load_recipe("llama3.3-70b-lora", NOWHERE, changes)
     setup = Setup(spec.model.architecture, least_memory(spec.training), 2, gpu=H200, node_memory_gib=256)
-    faster = suggest_faster(setup, H200)
+    faster = suggest_faster(setup.training, setup, H200)
     assert faster is not None
     suggested = load_recipe("llama3.3-70b-lora", NOWHERE, faster.override.split()).training
     assert suggested.activation_offload

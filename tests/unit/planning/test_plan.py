@@ -100,6 +100,8 @@ def print_of(recipe: RecipeSpec, stamp: str) -> str:
     return fingerprint(recipe, plan_model(recipe.model, None), stamp)
 
 
+SDPA = "training.attention=sdpa"
+"""The kernel that divides packs in fp32."""
 DPO = ("training.objective=dpo", "training.method=lora", "evaluation.generation=null")
 
 
@@ -292,6 +294,58 @@ def test_a_plan_has_disk_time_and_memory_of_a_teacher() -> None:
     (note,) = (note for note in plan(recipe, A4, IMAGE, prepared).notes if note.startswith("teacher"))
     assert note.startswith("teacher /models/large: 1.8 GiB next to the data and about ")
     assert note.endswith("once for all runs with this data")
+
+
+def test_notes_suggestions_and_host_memory_count_a_teacher_that_does_not_fit() -> None:
+    settings = ("training.method=lora", "training.micro_batch_size=1", "training.activation_checkpointing=full")
+    recipe = load_recipe("olmo3-7b-full", HERE, [*settings, *DISTILL])
+    one = A4.model_copy(update={"gpu": "h100-80gb", "gpus_per_node": 1})
+    request = replace(with_teacher(recipe), image=OLMO3)
+    found = plan(recipe, one, IMAGE, request)
+    assert (found.memory.moment, found.memory.total > 200) == ("teacher", True)
+    assert any("while the teacher computes" in note and "out-of-memory" in note for note in found.notes)
+    assert [note for note in found.notes if "to fit" in note and "offload=all" not in note] == []
+    recipe = load_recipe("olmo3-7b-full", HERE, [*settings, *DISTILL, "training.offload=all"])
+    offloaded = plan(recipe, one, IMAGE, request)
+    assert offloaded.memory.total < 80
+    assert offloaded.host_memory is not None
+    assert offloaded.host_memory.total > 2 * 32 * 7e9 / 2**30
+
+
+def test_eager_attention_saves_its_scores() -> None:
+    """Six bytes per head and pair of tokens: bf16 weights, and the softmax in fp32."""
+    words = ("training.method=lora", "training.micro_batch_size=1", "training.activation_checkpointing=none",
+             "training.compile=none", "training.sequence_length=4096", "training.global_batch_size=8")  # fmt: skip
+    request = replace(REQUEST, image=OLMO3)
+    eager, flex = (
+        plan(load_recipe("olmo3-7b-full", HERE, [*words, f"training.attention={kernel}"]), A4, IMAGE, request).memory
+        for kernel in ("eager", "flex")
+    )
+    scores = 6 * 32 * 32 * 4096**2 / GIB
+    assert eager.activations - flex.activations == pytest.approx(scores, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu", "found"),
+    [
+        (("training.attention=flash4",), "a100-80gb", "needs Hopper or newer"),
+        (("training.attention=flash4",), "b200", "flash-attn-4, which olmo3:25.02 does not list"),
+        (("training.attention=flex", "training.sequence_length=64"), "h200", "needs packs of 128 tokens"),
+        (("training.attention=sdpa", "model.architecture.family=gpt_oss"), "h200", "attention sinks of 'gpt_oss'"),
+        (("training.context_parallel=2", "model.architecture.family=gpt_oss"), "h200", "attention sinks of 'gpt_oss'"),
+        (("training.context_parallel=2", "model.architecture=qwen3.5-9b", SDPA), "h200", "carry a state"),
+        (("training.tensor_parallel=2",), "a100-80gb", "can't use on NVIDIA A100"),
+        (("training.collectives=copy_engine", "training.shard_degree=4"), "h200", "makes several"),
+        (("training.router_aux_loss_coef=0.1", "model.architecture.family=deepseek_v3"), "h200", "in another way"),
+        (("training.method=lora",), "h200", "needs torch 2.8 on several GPUs, and olmo3:25.02 has 2.7.0a0"),
+    ],
+)
+def test_settings_that_the_trainer_refuses_are_refused_by_the_plan(
+    words: tuple[str, ...], gpu: str, found: str
+) -> None:
+    recipe = load_recipe("olmo3-7b-full", HERE, ["model.weights=random", "model.tokenizer.source=org/tokens", *words])
+    cluster = A4.model_copy(update={"gpu": gpu})
+    assert found in problems(recipe, cluster, load_image("olmo3:25.02", HERE), replace(REQUEST, image=OLMO3))
 
 
 def test_a_plan_has_the_time_of_a_stored_reference() -> None:
@@ -938,10 +992,6 @@ def test_settings_unsupported_by_zero3_are_rejected_and_auto_selects_fsdp2() -> 
 
 def on_gpus(num: int) -> ClusterProfile:
     return A4.model_copy(update={"gpus_per_node": num, "scheduler": "local", "runtime": "none"})
-
-
-SDPA = "training.attention=sdpa"
-"""The kernel that divides packs in fp32."""
 
 
 def test_context_parallel_degree_must_divide_the_heads_within_a_node() -> None:
