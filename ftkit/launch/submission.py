@@ -209,7 +209,7 @@ def find_submission(layout: RunLayout) -> Submission | None:
     if job_id is None:
         return submission
     earlier = (*submission.earlier_job_ids, submission.job_id) if submission else ()
-    submitted = layout.plan.stat().st_mtime
+    submitted = (layout.submission if submission else layout.plan).stat().st_mtime  # written when it was submitted
     submission = Submission("slurm", job_id, submitted, socket.gethostname(), earlier_job_ids=earlier)
     write_json(layout.submission, submission)
     return submission
@@ -279,7 +279,8 @@ def _check_it_ended(run: SubmittedRun, plan: RunPlan | ScriptPlan) -> Job:
     is_unknown, is_slurm = seen.state is RunState.UNKNOWN, run.submission.scheduler == "slurm"
     if is_unknown and is_slurm and seen.reason != LOST:
         what = f"whether the job of {run.id} has ended is unknown: {seen.reason}"
-        raise NoAnswerError(what, fix="try again in a minute: two jobs must not train in one folder")
+        fix = "try again in a minute, on a login node: two jobs must not train in one folder"
+        raise NoAnswerError(what, fix=fix)
     is_lost = is_unknown and (is_slurm or not current_holder(run.layout))
     if not seen.is_final and not is_lost:
         raise SubmitError(

@@ -21,6 +21,7 @@ import sys
 import tarfile
 import tempfile
 import threading
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
@@ -267,7 +268,7 @@ def records(outcome: Any) -> str:
         time=1.0, step=10, num_steps=10, loss=1.0, epoch=1.0, learning_rate=1e-3, grad_norm=1.0, tokens=100, targets=50,
         tokens_per_second=10.0, step_seconds=0.1, overhead_ratio=0.0, data_wait_ratio=0.0, mfu=None, memory_gib=None,
     )  # fmt: skip
-    end = EndRecord(time=2.0, outcome=outcome, step=10, training_seconds=1.0, export=None)
+    end = EndRecord(time=time.time() + 3600, outcome=outcome, step=10, training_seconds=1.0, export=None)
     start = StartRecord(0.5, 10, 0, 2, "fsdp2", "cpu", 951680, {})
     return "".join(f"{to_line(record)}\n" for record in (start, step, end))
 
