@@ -84,9 +84,7 @@ def find_login_node(params: Mapping[str, object]) -> tuple[Login, Context] | Non
         from ftkit.remote.remote_runs import Records, rank_match
 
         found = Records.of(os.environ).find(reference)
-        here = _find_here(reference) if found else None
-        # A run here that matches in no way of these was found by its job's id.
-        if found and (not here or (rank_match(reference, found.id) or ()) >= (rank_match(reference, here) or (True,))):
+        if found and rank_match(reference, found.id) >= _rank_here(reference):
             return found.login, replace(ctx, project=found.project)
     cluster = params.get("cluster")
     with suppress(FtkitError):  # the command itself reports it
@@ -116,9 +114,12 @@ def _login_of(name: str, ctx: Context) -> Login | None:
     return login
 
 
-def _find_here(reference: str) -> str | None:
-    """Return the id of a run in this machine's workspace."""
+def _rank_here(reference: str) -> tuple[bool, str]:
+    """Return how well a run of this machine's workspace matches, as `rank_match`; best if by its job's id."""
+    from ftkit.remote.remote_runs import NO_MATCH, rank_match
+
     try:
-        return get_run(reference).id
+        rank = rank_match(reference, get_run(reference).id)
     except FtkitError:
-        return None
+        return NO_MATCH
+    return (True, "9") if rank == NO_MATCH else rank

@@ -244,6 +244,20 @@ def _show_plans(plans: Sequence[RunPlan], terminal: Terminal, *, is_data: bool) 
             terminal.say(Styled(f"{plan.name}: {note}", "yellow"))
 
 
+def _follow(run: SubmittedRun, terminal: Terminal) -> RunFailedError | None:
+    """Follow a run of a sweep; return its failure, after which the others run, as on Slurm. Raises it if canceled."""
+    from ftkit.cli.follow import follow
+
+    try:
+        follow(run, terminal)
+    except RunFailedError as error:
+        if run.layout.canceled.exists():
+            raise
+        terminal.warn(str(error))
+        return error
+    return None
+
+
 def _run_sweep(
     plans: Sequence[RunPlan], request: arguments.SubmitRequest, terminal: Terminal, max_parallel: int | None, *,
     dry_run: bool, is_followed: bool,
@@ -270,7 +284,6 @@ def _run_sweep(
         arrays = [job for jobs, _ in make_arrays(new, max_parallel, project) for job in jobs]
         terminal.data("".join(text for job in arrays for text in (*map(str, job.files.values()), job.script)))
         return
-    from ftkit.cli.follow import follow
     from ftkit.cli.submit import make_ready
     from ftkit.cli.terminal.comparison_view import show_curves
     from ftkit.cli.terminal.console import Styled
@@ -278,7 +291,7 @@ def _run_sweep(
 
     ready = [make_ready(plan, request, terminal) for plan in plans]
     submitted: list[SubmittedRun] = []
-    failures: dict[str, RunFailedError] = {}
+    failures: list[tuple[str, RunFailedError]] = []
     for jobs, tasks in make_arrays(ready, max_parallel, project):
         try:
             runs = submit_all(jobs, tasks, after=submitted[-1] if max_parallel and submitted else None)
@@ -295,12 +308,8 @@ def _run_sweep(
         submitted += runs
         for run in runs:
             terminal.say(Styled(f"submitted {run.id} as {run.job_id}", "bold"))
-            if run.submission.scheduler == "local":
-                try:
-                    follow(run, terminal)
-                except RunFailedError as error:  # the others run, as on Slurm
-                    terminal.warn(str(error))
-                    failures[run.id] = error
+            if run.submission.scheduler == "local" and (failure := _follow(run, terminal)):
+                failures.append((run.id, failure))
     show_curves([read_run(run.layout) for run in submitted], terminal, is_data=False)
     name = ready[0].plan.sweep.id if ready[0].plan.sweep else ""
     terminal.say(
@@ -308,6 +317,6 @@ def _run_sweep(
     )
     terminal.data("".join(f"{run.id}\n" for run in submitted))
     if failures:
-        name, first = next(iter(failures.items()))
+        name, first = failures[0]
         what = f"{len(failures)} of {plural(len(submitted), 'run')} did not complete"
         raise RunFailedError(what, exit_code=first.exit_code, fix=f"see why: ftkit status {name}")

@@ -7,13 +7,13 @@ or after the scheduler has purged the job.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ftkit import process
-from ftkit.errors import EXIT_CODES, DiskFullError, FtkitError
+from ftkit.errors import EXIT_CODES, DiskFullError, FtkitError, NoAnswerError
 from ftkit.files import read_json_if_valid, read_small, write_json
 from ftkit.launch.scheduler import scheduler_for
 from ftkit.runs.ends import find_slurms_words, find_wait
@@ -61,7 +61,8 @@ def observe(run: SubmittedRun) -> Job:
 def observe_all(runs: Sequence[SubmittedRun], *, asks_again: bool = False) -> Overview:
     """Return the states of many runs. Each scheduler is queried once, for the runs that may still change.
 
-    With `asks_again`, Slurm is also queried for runs with a final state: an ended job can be requeued by hand.
+    With `asks_again`, Slurm is also queried for runs with a final state: an ended job can be requeued by hand. Such a
+    run is unknown while Slurm does not answer.
     """
     states: dict[str, Job] = {}
     warnings = []
@@ -76,33 +77,48 @@ def observe_all(runs: Sequence[SubmittedRun], *, asks_again: bool = False) -> Ov
             continue
         try:
             seen = scheduler_for(name).observe(open_runs)
+            preparations = scheduler_for(name).observe([*_unclear_preparations(open_runs, seen)])
         except FtkitError as error:
             warnings.append(error.what)
+            may_be_active = asks_again and isinstance(error, NoAnswerError | process.ProgramTimeoutError)
             for run in open_runs:
-                states[run.id] = _read_final(run, even_if_old=True) or _judge_alone(run, error)
+                known = None if may_be_active else _read_final(run, even_if_old=True)
+                states[run.id] = known or _judge_alone(run, error, is_certain=not may_be_active)
             continue
         for run in open_runs:
             reported = seen.get(run.id)
-            known = None if reported else _read_final(run) or _completed_from_files(run)
-            states[run.id] = known or _conclude(run, reported)
+            is_active = reported is not None and not reported.is_final
+            known = None if is_active else _read_final(run) or _completed_from_files(run)
+            states[run.id] = known or _conclude(run, reported, preparations.get(run.id))
             if not known and states[run.id].is_final and (reported is None or reported.is_final):
                 _write_final(run, states[run.id])
     return Overview(states, tuple(warnings))
 
 
-def _judge_alone(run: SubmittedRun, error: FtkitError) -> Job:
-    """Derive the state from the run's folder, because its scheduler can't be queried."""
+def _unclear_preparations(runs: Sequence[SubmittedRun], seen: Mapping[str, Job]) -> Iterator[SubmittedRun]:
+    """Yield the preparations, as runs, that left no exit code although Slurm canceled the jobs that depend on them."""
+    for run in runs:
+        job, number = seen.get(run.id), run.submission.preparation_job_id
+        if job and job.state is RunState.CANCELED and number and _exit_code(run, number) is None:
+            yield SubmittedRun(run.layout, replace(run.submission, job_id=number))
+
+
+def _judge_alone(run: SubmittedRun, error: FtkitError, *, is_certain: bool) -> Job:
+    """Derive the state from the run's folder, because its scheduler can't be queried; final only if `is_certain`."""
     if (waits := find_wait(run.layout)) and _exit_code(run) is None:
         return Job(run.job_id, RunState.RUNNING, reason=waits)
     if holder := current_holder(run.layout):
         return Job(run.job_id, RunState.RUNNING, nodes=holder.host, started=holder.since)
-    if _exit_code(run) is not None or run.layout.canceled.exists():
+    if is_certain and (_exit_code(run) is not None or run.layout.canceled.exists()):
         return _conclude(run, None)
     return Job(run.job_id, RunState.UNKNOWN, reason=error.what)
 
 
-def _conclude(run: SubmittedRun, seen: Job | None) -> Job:
-    """Derive the state from all sources; `seen` is the scheduler's answer, None if it does not know the job."""
+def _conclude(run: SubmittedRun, seen: Job | None, preparation: Job | None = None) -> Job:
+    """Derive the state from all sources; `seen` is the scheduler's answer, None if it does not know the job.
+
+    `preparation` is its answer about the job that prepares the run, if that is needed.
+    """
     end = _end(run)
     stopped_at = ""
     if end and end.outcome == "stopped":
@@ -125,7 +141,7 @@ def _conclude(run: SubmittedRun, seen: Job | None) -> Job:
         last = replace(last, state=RunState.COMPLETED, reason="", exit_code=0)  # just before it was canceled
     elif last.is_final and was_canceled:
         return replace(last, state=RunState.CANCELED, reason="")
-    last = _failed_preparation(run, last) or last
+    last = _failed_preparation(run, last, preparation) or last
     by_slurm = _read_slurms_words(run) if last.state is RunState.FAILED else None
     if by_slurm and by_slurm.state is RunState.OUT_OF_MEMORY:  # of a step; Slurm reports the exit code of the script
         last = replace(last, state=by_slurm.state)
@@ -152,7 +168,7 @@ def _judge_active(run: SubmittedRun, seen: Job, stopped_at: str) -> Job:
     return replace(_state_from_files(run, stopped_at), nodes=seen.nodes, started=seen.started, ended=ended)
 
 
-def _failed_preparation(run: SubmittedRun, last: Job) -> Job | None:
+def _failed_preparation(run: SubmittedRun, last: Job, seen: Job | None) -> Job | None:
     """Return how a run ended if its preparation failed: Slurm then cancels the training job that depends on it."""
     job_id = run.submission.preparation_job_id
     if job_id is None or last.state not in (RunState.CANCELED, RunState.UNKNOWN) or _exit_code(run) is not None:
@@ -160,12 +176,8 @@ def _failed_preparation(run: SubmittedRun, last: Job) -> Job | None:
     code = _exit_code(run, job_id)
     if code == 0 or (code is None and last.state is RunState.UNKNOWN):
         return None
-    if code is None:  # it was killed, or the user canceled the training job with scancel
-        preparation = SubmittedRun(run.layout, replace(run.submission, job_id=job_id))
-        with suppress(FtkitError):
-            seen = scheduler_for("slurm").observe([preparation]).get(run.id)
-            if seen and seen.state not in FAILURES:
-                return None
+    if code is None and seen and seen.state not in FAILURES:  # the user canceled the training job with scancel
+        return None
     reason = f"its data and weights could not be prepared (job {job_id})"
     if run.layout.disk_full.exists():
         code = DiskFullError.exit_code

@@ -40,7 +40,7 @@ from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.paths import neighbor_of
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import RunPlan
-from ftkit.planning.suggestions import CERTAINLY_TOO_LARGE, check_host_memory, suggest_changes
+from ftkit.planning.suggestions import CERTAINLY_TOO_LARGE, check_host_memory, suggest_for
 from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
@@ -295,7 +295,7 @@ def check_memory(plan: RunPlan, main_gib: float) -> list[str]:
     needed = num_processes * plan.memory.total
     what = f"the run is predicted to need about {needed:,.0f} GiB of memory, {owner} has {have:,.0f} GiB"
     if needed > CERTAINLY_TOO_LARGE * have and plan.recipe.model.architecture.is_measured:
-        fitting = "; ".join(each.override for each in suggest_changes(plan.setup, cluster, have / num_processes))
+        fitting = "; ".join(each.override for each in suggest_for(plan, have / num_processes))
         fix = f"would fit: {fitting}" if fitting else "use more GPUs or nodes, or a smaller model"
         raise MemoryExhaustedError(what, fix=fix)
     return [f"{what}: expect it to run out of memory"] if needed > have and place.device == "cpu" else []

@@ -62,8 +62,10 @@ def observe(runs: Sequence[SubmittedRun]) -> dict[str, Job]:
                 answer = ask(["sacct", "-P", "-X", "-n", f"--format={_SACCT_FIELDS}", f"--jobs={jobs}"], os.environ)
                 states |= read_sacct(answer.stdout, rest) if answer.returncode == 0 else {}
         # Slurm purges a task that is canceled before it starts, while it still lists other tasks of the array.
-        for run in (run for run in rest if run.id not in states and not run.layout.job_log.exists()):
-            if re.search(rf"^{run.job_number}_.*{_folder_of(run.job_id, run.id)}/?$", squeue, re.MULTILINE):
+        for run in rest:
+            pattern = rf"^{run.job_number}_.*{_folder_of(run.job_id, run.id)}/?$"
+            is_listed = re.search(pattern, squeue, re.MULTILINE)
+            if run.id not in states and is_listed and not run.layout.job_log.exists():
                 states[run.id] = Job(run.job_id, RunState.CANCELED, is_final=True)
     return states
 

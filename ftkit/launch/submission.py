@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from ftkit.runs.find import RunFolder
 
 
+_SILENT_SECONDS = 600.0  # time without a line in its log after which a run of another machine counts as lost
 PlanT = TypeVar("PlanT", bound=RunPlan | ScriptPlan)
 
 
@@ -143,13 +145,12 @@ def _resume(
     changed: ResumedPlan[Any] | None, image_facts: Mapping[str, str], project: Path | None,
 ) -> SubmittedRun:  # fmt: skip
     layout, new = plan.layout, changed.plan if changed else plan
-    submission, end = read_submission(layout), None
-    if submission is None and (holder := current_holder(layout)):
+    if read_submission(layout) is None and (holder := current_holder(layout)):
         raise SubmitError(
             f"{plan.id} is already being trained by {holder}: two jobs must not train in one folder",
             fix="cancel that job first (squeue --me lists your jobs), or wait until it ends",
         )
-    submission = find_submission(layout)
+    submission, end = find_submission(layout), None
     if submission:
         end = End.of_run(_check_it_ended(SubmittedRun(layout, submission), new))
         end = End(Cause.DISK_FULL) if layout.disk_full.exists() else end
@@ -198,18 +199,23 @@ def find_submission(layout: RunLayout) -> Submission | None:
     Raises FtkitError: Slurm does not respond. Other errors are those of `read_submission`.
     """
     submission = read_submission(layout)
-    if submission and not submission.is_superseded:
+    if submission and submission.superseded is None:
         return submission
     try:
         if read_job_plan(layout).cluster.scheduler != "slurm":
             return submission
     except PlanError:
         return submission
-    job_id = find_job(layout, os.environ)
-    if job_id is None:
+    try:
+        job_id = find_job(layout, os.environ)
+    except PrerequisiteError:
+        if submission is None:
+            raise
+        return submission
+    if job_id is None or (submission and job_id == submission.job_id):
         return submission
     earlier = (*submission.earlier_job_ids, submission.job_id) if submission else ()
-    submitted = (layout.submission if submission else layout.plan).stat().st_mtime  # written when it was submitted
+    submitted = (submission and submission.superseded) or layout.plan.stat().st_mtime
     submission = Submission("slurm", job_id, submitted, socket.gethostname(), earlier_job_ids=earlier)
     write_json(layout.submission, submission)
     return submission
@@ -249,8 +255,9 @@ def _submit(
             plan.layout, environment, has_preparation=has_preparation, tasks=tasks, after=after
         )
     except (UncertainSubmitError, ProgramTimeoutError, KeyboardInterrupt) as error:
-        if earlier:
-            write_json(plan.layout.submission, replace(earlier, is_superseded=True))
+        with suppress(OSError):
+            if earlier:
+                write_json(plan.layout.submission, replace(earlier, superseded=time.time()))
         if isinstance(error, KeyboardInterrupt):
             what = f"interrupted while {plan.id} was submitted"
             raise InterruptedSubmitError(what, meaning="a job may exist", fix=check_first) from error
@@ -281,7 +288,7 @@ def _check_it_ended(run: SubmittedRun, plan: RunPlan | ScriptPlan) -> Job:
         what = f"whether the job of {run.id} has ended is unknown: {seen.reason}"
         fix = "try again in a minute, on a login node: two jobs must not train in one folder"
         raise NoAnswerError(what, fix=fix)
-    is_lost = is_unknown and (is_slurm or not current_holder(run.layout))
+    is_lost = is_unknown and (is_slurm or not _may_run_elsewhere(run.layout))
     if not seen.is_final and not is_lost:
         raise SubmitError(
             f"{run.id} is {seen}, and two jobs must not train in one folder",
@@ -289,6 +296,15 @@ def _check_it_ended(run: SubmittedRun, plan: RunPlan | ScriptPlan) -> Job:
             name="run-not-ended",
         )
     return seen
+
+
+def _may_run_elsewhere(layout: RunLayout) -> bool:
+    """Return whether a run of another machine trains, or has logged anything lately, as while it prepares its data."""
+    try:
+        is_logging = time.time() - layout.job_log.stat().st_mtime < _SILENT_SECONDS
+    except OSError:
+        is_logging = False
+    return is_logging or current_holder(layout) is not None
 
 
 def _has_steps_left(plan: RunPlan | ScriptPlan) -> bool:

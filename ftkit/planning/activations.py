@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ftkit.config.execution import FP32
 from ftkit.models.families import SavedTensors, family_of
 from ftkit.models.parameters import count_model, vision_of
+from ftkit.planning.flops import attention_layers
 
 if TYPE_CHECKING:
     from ftkit.config.training import ActivationCheckpointing
@@ -56,7 +57,9 @@ class Activations:
             size += width * shape.num_attention_heads * shape.head_dim
         # Tokens of the other GPUs: all-gathered inputs of attention and feed-forward, and an output before its sum.
         size += 3 * (training.tensor_parallel - 1) * width * shape.hidden_size
-        return setup.tokens * size + self._scores
+        layers = attention_layers(shape)
+        with_scores = sum(each.count for each in layers if not each.state) / sum(each.count for each in layers)
+        return setup.tokens * size + with_scores * self._scores
 
     @cached_property
     def _scores(self) -> float:
@@ -77,7 +80,7 @@ class Activations:
         code), or seven with adapters, whose part of the product's gradient is a separate tensor. `except_attention`
         recomputes the tensors of attention only after the peak.
         """
-        size = self.layer + self.hidden + self._scores  # and their gradients
+        size = self.layer + self.hidden + self._scores  # with their gradients
         if not self._has_fused_feed_forward:
             return size + self.hidden
         saved, recomputed = self._savings.compiled, self._savings.recomputed_inputs

@@ -108,9 +108,9 @@ def with_sharding(setup: Setup) -> Setup:
     if setup.gpu is None or len(possible) == 1:
         return possible[0]
     fits = [Fit(each) for each in possible]
-    fitting = [each.setup for each in fits if each.on_gpu(SPARE * setup.gpu.usable_gib)]
+    fitting = [each.setup for each in fits if each.steps.total <= SPARE * setup.gpu.usable_gib]
     if not fitting:
-        return min(fits, key=lambda each: each.memory.total).setup
+        return min(fits, key=lambda each: each.steps.total).setup
     best, *others = fitting
     for each in others:
         fastest, seconds = (predict_step_time(one, setup.gpu).step_seconds for one in (best, each))
@@ -232,8 +232,8 @@ def predict_option(setup: Setup, gpu: Gpu) -> Option:
     setup = with_sharding(setup)
     launched = predict_step_time(setup.with_training(cuda_graphs=False), gpu)
     fit = Fit(setup)
-    fit = Fit(replace(setup, teacher=None)) if fit.on_gpu(gpu.usable_gib) else fit
-    return Option(setup.training, launched.step_seconds, fit.memory.total)
+    needed = fit.steps if fit.on_gpu(gpu.usable_gib) else fit.memory
+    return Option(setup.training, launched.step_seconds, needed.total)
 
 
 def possible_options(
@@ -257,8 +257,8 @@ def possible_options(
             most = whole.with_training(offloaded_layers=numbers[-1]) if mode == "selective" else whole
             option = predict_option(most, gpu)
             yield option
-            on_gpu = replace(whole.with_training(offloaded_layers=numbers[0]), teacher=None)
-            fits_on_gpu[mode] = Fit(with_sharding(on_gpu)).memory.total <= room_gib
+            on_gpu = whole.with_training(offloaded_layers=numbers[0])
+            fits_on_gpu[mode] = Fit(with_sharding(on_gpu)).steps.total <= room_gib
             lighter = sized.training.lighter_checkpointing(setup.engine)
             if option.total_gib <= room_gib and mode != "none" and not fits_on_gpu[lighter]:
                 previous = math.inf
@@ -300,11 +300,10 @@ def _is_possible(setup: Setup, mode: ActivationCheckpointing) -> bool:
 
 def _with_fewest_layers(setup: Setup, room_gib: float) -> Setup:
     """Return the setup with its checkpointing mode in the fewest layers that fit; in all layers if fewer don't."""
-    gpu = None if setup.num_processes > 1 else setup.gpu  # without spare memory
-    resharded = replace(setup, gpu=gpu, teacher=None)
+    resharded = replace(setup, gpu=None if setup.num_processes > 1 else setup.gpu)  # without spare memory
 
     def fits(num: int) -> bool:
-        return Fit(with_sharding(resharded.with_training(checkpointed_layers=num))).on_gpu(room_gib)
+        return Fit(with_sharding(resharded.with_training(checkpointed_layers=num))).steps.total <= room_gib
 
     num_layers = setup.shape.num_hidden_layers
     fewest = 1 + bisect_left(range(1, num_layers), True, key=fits)  # noqa: FBT003 - what is searched for

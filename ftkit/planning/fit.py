@@ -363,10 +363,14 @@ class Fit:
 
     @cached_property
     def memory(self) -> MemoryPlan:
-        """Peak memory of a process: the maximum over a teacher's computation, loading, and four points of a step."""
-        moments = _tensors_of(self.setup).moments()
-        moments += [teacher_memory(self._teacher)] if self._teacher else []
-        highest = max(moments, key=lambda moment: moment.total)
+        """Peak memory of a process: that of the steps, or of a teacher, which computes before them."""
+        moments = [self.steps, *([teacher_memory(self._teacher)] if self._teacher else [])]
+        return max(moments, key=lambda each: each.total)
+
+    @cached_property
+    def steps(self) -> MemoryPlan:
+        """The maximum over loading and four points of a step."""
+        highest = max(_tensors_of(self.setup).moments(), key=lambda moment: moment.total)
         return replace(highest, libraries=CPU_LIBRARIES_GIB) if self.setup.device == "cpu" else highest
 
     @cached_property

@@ -190,8 +190,8 @@ class RunPlan(JobPlan):
             return None
         engine, batch = replace(engine, num_replicas=replicas), replace(batch, accumulation_steps=steps)
         new = replace(self, placement=placement, engine=engine, batch=batch)
-        setup = replace(new.setup, teacher=None)  # it has computed
-        return new if setup.gpu is None or Fit(setup).on_gpu(setup.gpu.usable_gib) else None
+        gpu = new.setup.gpu
+        return new if gpu is None or Fit(new.setup).steps.total <= gpu.usable_gib else None
 
     @property
     def setup(self) -> Setup:

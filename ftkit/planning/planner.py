@@ -44,7 +44,7 @@ from ftkit.planning.suggestions import (
     suggest_changes,
     suggest_faster,
 )
-from ftkit.planning.training_checks import RunInputs, why_undivided
+from ftkit.planning.training_checks import RunInputs
 from ftkit.planning.training_setup import GPUS, Setup
 
 if TYPE_CHECKING:
@@ -274,12 +274,7 @@ def _notes_on_fit(run: RunInputs, predicted: Fit) -> Iterator[str]:
             f"predicted peak of {predicted.memory.total:.0f} GiB{when} is more than this GPU's {gpu.memory_gib:g} GiB "
             "can hold: expect an out-of-memory error"
         )
-        data = run.recipe.data
-        is_packed = data.packing != "off" and not data.pictures and run.training.objective == "next_token"
-        can_divide, trains_tokens = is_packed and not why_undivided(run), bool(run.recipe.model.added_tokens)
-        for suggestion in suggest_changes(
-            setup, cluster, gpu.usable_gib, can_divide_packs=can_divide, trains_tokens=trains_tokens
-        ):
+        for suggestion in suggest_changes(setup, cluster, gpu.usable_gib, run.may_have):
             yield f"predicted to fit: {suggestion}"
     if gpu is not None and setup.num_nodes > 1 and setup.node_bandwidth is None:
         yield (

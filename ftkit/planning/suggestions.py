@@ -47,17 +47,23 @@ class Suggestion(NamedTuple):
 
 
 def suggest_changes(
-    setup: Setup, cluster: ClusterProfile, room_gib: float, *, can_divide_packs: bool = False,
-    trains_tokens: bool = False,
-) -> list[Suggestion]:  # fmt: skip
+    setup: Setup, cluster: ClusterProfile, room_gib: float, is_possible: Callable[[Change], bool] | None = None
+) -> list[Suggestion]:
     """Return up to `NUM_SUGGESTIONS` mildest changes of a setup that are predicted to fit: single ones, then combined.
 
-    `room_gib` is the memory for a process's tensors. `can_divide_packs` tells whether documents are packed and an
-    attention kernel supports context parallelism; `trains_tokens` whether the embedding of new tokens has to train.
+    `room_gib` is the memory for a process's tensors. `is_possible` tells whether the run may have a change; without it,
+    packs are not divided.
     """
-    run = _Run(setup, cluster, can_divide_packs, trains_tokens)
-    found = _mildest_changes(run.knobs(), lambda change: run.is_valid(change) and run.fit(change).on_gpu(room_gib))
+    run = _Run(setup, cluster, is_possible)
+    found = _mildest_changes(run.knobs(), lambda change: run.fit(change).on_gpu(room_gib) and run.is_valid(change))
     return [Suggestion(_format_override(change), run.fit(change).memory.total) for change in found]
+
+
+def suggest_for(plan: RunPlan, room_gib: float, *, has_begun: bool = False) -> list[Suggestion]:
+    """Return the changes of a plan that are predicted to fit; once it `has_begun`, a teacher needs no memory."""
+    setup = replace(plan.setup, teacher=None) if has_begun else plan.setup
+    fixed = {"context_parallel"} | ({"method"} if plan.recipe.model.added_tokens else set())
+    return suggest_changes(setup, plan.cluster, room_gib, fixed.isdisjoint)
 
 
 def check_host_memory(plan: RunPlan, node_gib: float | None, owner: str) -> list[str]:
@@ -141,18 +147,16 @@ class _Run(NamedTuple):
 
     setup: Setup
     cluster: ClusterProfile
-    can_divide_packs: bool = False
-    trains_tokens: bool = False
+    is_possible: Callable[[Change], bool] | None = None
 
     def is_valid(self, change: Change) -> bool:
-        """Return whether a recipe may have the changed settings."""
-        training = self.setup.training
-        fields = training.model_dump() | {field: value for field, value in change.items() if field != "num_nodes"}
+        """Return whether a recipe, and this run, may have the changed settings."""
+        fields = {field: value for field, value in change.items() if field != "num_nodes"}
         try:
-            TrainingPlan.model_validate(fields)
+            TrainingPlan.model_validate(self.setup.training.model_dump() | fields)
         except ValidationError:
             return False
-        return training.collectives != "copy_engine" or "num_nodes" not in change
+        return self.is_possible is None or self.is_possible(change)
 
     def fit(self, change: Change) -> Fit:
         """Return the predictions after a change. With `auto`, layers are resharded, as memory is short."""
@@ -191,7 +195,7 @@ class _Run(NamedTuple):
         in_bf16: Change = {"precision": "bf16"} if training.trains_in_fp8 else {}
         in_bf16 |= {"base_precision": "auto"} if training.base_precision != "auto" else {}
         can_change = [value for value in lighter if value == "lora" or training.tensor_parallel == 1]
-        yield [{"method": value} | in_bf16 for value in can_change if not self.trains_tokens]
+        yield [{"method": value} | in_bf16 for value in can_change]
 
     def _fits_host(self, change: Change) -> bool:
         node_gib = self.cluster.memory_per_node_gib
@@ -213,7 +217,7 @@ class _Run(NamedTuple):
 
     def _context_parallel(self) -> list[Change]:
         setup, training = self.setup, self.setup.training
-        if not (self.can_divide_packs and setup.engine == "fsdp2" and setup.shape.is_measured):
+        if not (self.is_possible and setup.engine == "fsdp2" and setup.shape.is_measured):
             return []
         per_node, heads = setup.num_processes // setup.num_nodes, setup.shape.num_attention_heads
         most = math.gcd(per_node, heads, training.sequence_length)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,14 @@ class RunInputs:
     @property
     def training(self) -> TrainingSpec:
         return self.recipe.training
+
+    def may_have(self, change: Mapping[str, object]) -> bool:
+        """Return whether the model can be trained after a change of `training`, or with twice the nodes."""
+        fields = {field: value for field, value in change.items() if field != "num_nodes"}
+        recipe = self.recipe.model_copy(update={"training": self.training.model_copy(update=fields)})
+        num_nodes = self.placement.num_nodes * (2 if "num_nodes" in change else 1)
+        run = replace(self, recipe=recipe, placement=replace(self.placement, num_nodes=num_nodes))
+        return not any(check_training(run))
 
 
 def check_training(run: RunInputs) -> Iterator[Problem]:
@@ -114,21 +122,21 @@ def _hardware(run: RunInputs) -> Iterator[Problem]:
         if training.attention in {"flash4", "cudnn", "flex"}:
             yield problem("training.attention", f"'{training.attention}' is a kernel for GPUs.", "Use 'auto'.")
     gpu, attention = GPUS[run.cluster.gpu] if run.cluster.gpu else None, training.attention
-    has_sinks, is_listed = family_of(run.shape.family).has_sinks, _lists(run, _KERNELS_OF_PACKS.get(attention, ""))
-    failures = {
-        "computes only in bf16": attention in _KERNELS_OF_PACKS and training.compute_precision == "fp32",
-        f"needs Hopper or newer, and the cluster has {gpu.device_name if gpu else ''}": (
-            attention in _KERNELS_OF_PACKS and gpu is not None and not gpu.has_fast_attention
+    package, has_sinks = _KERNELS_OF_PACKS.get(attention), family_of(run.shape.family).has_sinks
+    failures = (
+        (package and training.compute_precision == "fp32", "computes only in bf16"),
+        (
+            package and gpu and not gpu.has_fast_attention,
+            f"needs Hopper or newer: the GPU is {gpu and gpu.device_name}",
         ),
-        f"needs {_KERNELS_OF_PACKS.get(attention)}, which {run.image and run.image.reference} does not list": (
-            attention in _KERNELS_OF_PACKS and not is_listed
+        (
+            package and not _lists(run, package),
+            f"needs {package}, which {run.image and run.image.reference} does not list",
         ),
-        f"can't compute the attention sinks of '{run.shape.family}'": (
-            has_sinks and attention in {*_KERNELS_OF_PACKS, "sdpa"}
-        ),
-        f"needs packs of {FLEX_MINIMUM} tokens": attention == "flex" and training.sequence_length < FLEX_MINIMUM,
-    }
-    for reason in (reason for reason, applies in failures.items() if applies):
+        (has_sinks and (package or attention == "sdpa"), f"can't compute the attention sinks of '{run.shape.family}'"),
+        (attention == "flex" and training.sequence_length < FLEX_MINIMUM, f"needs packs of {FLEX_MINIMUM} tokens"),
+    )
+    for reason in (reason for applies, reason in failures if applies):
         yield problem("training.attention", f"'{attention}' {reason}.", "Use 'auto'.")
     is_one_node = place.num_nodes == 1 < place.processes_per_node
     if training.collectives == "copy_engine" and (device == "cpu" or not is_one_node):
@@ -148,15 +156,20 @@ def _torch(run: RunInputs) -> Iterator[Problem]:
     found = re.match(r"(\d+)\.(\d+)", image.provided.get("torch", ""))
     is_sharded = run.placement.world_size > 1 and training.engine != "zero3" and training.compute_precision == "bf16"
     needed = (
-        ("training.method", (2, 8), is_sharded and training.adapters is not None, ", or training.engine=zero3"),
-        ("training.tensor_parallel", (2, 9), training.tensor_parallel > 1, ", or leave it out"),
-        ("training.collectives", (2, 11), training.collectives == "copy_engine", ", or 'auto'"),
+        (
+            "method",
+            8,
+            is_sharded and training.adapters is not None,
+            "sharded adapters need",
+            "set training.engine=zero3",
+        ),
+        ("tensor_parallel", 9, training.tensor_parallel > 1, "with FSDP2, it needs", "leave it out"),
+        ("collectives", 11, training.collectives == "copy_engine", "'copy_engine' needs", "use 'auto'"),
     )
-    for key, least, is_used, other in needed:
-        if is_used and found and (int(found[1]), int(found[2])) < least:
-            version = ".".join(map(str, least))
-            what = f"needs torch {version} on several GPUs, and {image.reference} has {image.provided['torch']}."
-            yield problem(key, what, f"Use an image with torch {version} or newer{other}.")
+    for key, minor, is_used, what, other in needed:
+        if is_used and found and (int(found[1]), int(found[2])) < (2, minor):
+            what = f"{what} torch 2.{minor}, and {image.reference} has {image.provided['torch']}."  # noqa: PLW2901
+            yield problem(f"training.{key}", what, f"Use an image with torch 2.{minor} or newer, or {other}.")
 
 
 def _engine(run: RunInputs) -> Iterator[Problem]:
@@ -361,8 +374,7 @@ def _groups(run: RunInputs, key: str, size: int) -> Iterator[Problem]:
         yield problem(key, f"needs {' or '.join(_kernels_of_packs(training))}, {reason}.", fix)
     if per_node % size:
         what = f"{per_node} GPUs of a node can't be divided into groups of {size}."
-        is_product = key == "training.context_parallel" and training.tensor_parallel > 1
-        product = " for the product with tensor_parallel" * is_product
+        product = " for the product with tensor_parallel" * (size > getattr(training, key.removeprefix("training.")))
         yield problem(key, what, f"Use a divisor of {per_node}{product}, or another --gpus-per-node.")
     if run.recipe.data.packing == "off":
         yield problem(key, "divides the tokens of packs, and data.packing is 'off'.", "Use data.packing 'auto'.")

@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
@@ -26,14 +25,17 @@ def printed_ids(output: str) -> list[str]:
     return [line.strip() for line in output.splitlines() if RUN_ID.fullmatch(line.strip())]
 
 
-def rank_match(reference: str, run_id: str) -> tuple[bool, str] | None:
-    """Return a value that is larger for the better match of two runs, then for the newer; None without a match.
+NO_MATCH: Final = (False, "")
+
+
+def rank_match(reference: str, run_id: str) -> tuple[bool, str]:
+    """Return a value that is larger for the better match of two runs, then for the newer; or `NO_MATCH`.
 
     The whole id, a name, or a suffix matches better than the beginning of an id. Times are by the login node's clock.
     """
     match = RUN_ID.fullmatch(run_id)
     is_exact = match is not None and reference in ("last", run_id, match["name"], match["suffix"])
-    return (is_exact, match["created"]) if match and (is_exact or run_id.startswith(reference)) else None
+    return (is_exact, match["created"]) if match and (is_exact or run_id.startswith(reference)) else NO_MATCH
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,8 @@ class Records:
 
     def find(self, reference: str) -> RemoteRun | None:
         """Return the run that `reference` matches best, by `rank_match`."""
-        ranked = [(rank, run) for run in self.runs() if (rank := rank_match(reference, run.id))]
-        return max(ranked, key=itemgetter(0))[1] if ranked else None
+        best = max(self.runs(), key=lambda run: rank_match(reference, run.id), default=None)
+        return best if best and rank_match(reference, best.id) != NO_MATCH else None
 
     def add(self, ids: Sequence[str], login: Login, project: Path) -> None:
         """Record submitted runs; an OSError if that fails."""

@@ -143,9 +143,9 @@ def find_slurms_words(layout: RunLayout, *, since: float | None = None, job_id: 
     for a task of a job array, whose messages have another number than its id.
     """
     lines = _lines_of_start(layout, since)
+    own = None if "_" in (job_id or "_") else job_id
     for line in lines:
         found = _WORDS.search(line)
-        own = job_id if job_id and "_" not in job_id else None
         if found is None or (own and (found["job"] or found["killed"] or own) != own):
             continue
         if found["job"] is None:

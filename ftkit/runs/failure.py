@@ -143,15 +143,18 @@ def explain_failure(run: SubmittedRun, seen: Job) -> Failure | None:
     if seen.state not in FAILURES:
         return None
     layout = run.layout
-    error = first_error(layout, since=max(run.submission.submitted, seen.started or 0.0))
-    if seen.exit_code in _CODES_OF_SCRIPTS and not (error and error.exit_code == seen.exit_code):
-        return Failure(seen.exit_code, None)
+    since = max(run.submission.submitted, seen.started or 0.0)
+    error = first_error(layout, since=since)
+    if error and error.time < since and seen.exit_code in _CODES_OF_SCRIPTS:
+        error = None  # of an earlier job
     if error and error.is_actionable:
         return Failure(error.exit_code, error, error.can_resume)
     if layout.disk_full.exists():
         return Failure(DiskFullError.exit_code, None)
     if seen.state is RunState.OUT_OF_MEMORY:
         return Failure(MemoryExhaustedError.exit_code, error, can_resume=False)
+    if seen.exit_code in _CODES_OF_SCRIPTS:
+        return Failure(seen.exit_code, None)
     # If Slurm ended the job, or another rank or a signal ended this rank, exceptions of ranks are consequences.
     is_cause = seen.state is RunState.FAILED and error and not error.was_killed and not error.reports_lost_peer
     is_in_code = bool(is_cause and error and (layout.is_script or f'"{layout.code}/' in error.traceback))

@@ -113,7 +113,7 @@ class Submission:
     earlier_job_ids: tuple[JobId, ...] = ()
     preparation_job_id: JobId | None = None  # prepares data and weights; this job waits for it
     after_job_id: JobId | None = None  # an earlier job array of the sweep, which must end first
-    is_superseded: bool = False  # maybe: the scheduler gave no clear answer to a later submission
+    superseded: Seconds | None = None  # perhaps, since then: the scheduler gave no clear answer to a later submission
 
     def of_task(self, number: str) -> Submission:
         """Return the submission of one task of these job arrays."""

@@ -58,6 +58,7 @@ def test_replayed_micro_batches_give_the_same_losses_and_gradients(
     assert engine._graphs is not None
     assert engine._graphs._captured is not None
     # Both gradients of a tied embedding are summed in bf16 by autograd, in fp32 over micro-batches here.
+    # 1.2% apart on one CPU, less than 1% on others.
     assert np.array(captured) == pytest.approx(np.array(launched), rel=3e-2 if family == "gemma3_text" else 1e-5)
 
 

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ftkit.config.execution import GIB, USABLE_MEMORY
 from ftkit.errors import MemoryExhaustedError, one_line
-from ftkit.planning.suggestions import check_host_memory, suggest_changes
+from ftkit.planning.fit import Fit
+from ftkit.planning.suggestions import check_host_memory, suggest_for
 from ftkit.runs.records import FirstStepRecord, MemoryRecord
 
 if TYPE_CHECKING:
@@ -165,9 +166,10 @@ def _in_gib(parts: Mapping[str, float]) -> str:
 
 
 def _advice(plan: RunPlan, capacity: float) -> str:
-    predicted, usable, libraries = plan.memory.total, USABLE_MEMORY * capacity, plan.memory.libraries
+    of_steps = Fit(plan.setup).steps
+    predicted, usable, libraries = of_steps.total, USABLE_MEMORY * capacity, of_steps.libraries
     lower = libraries + _TOO_LOW * (predicted - libraries)
-    suggestions = suggest_changes(plan.setup, plan.cluster, usable if predicted > usable else lower)
+    suggestions = suggest_for(plan, usable if predicted > usable else lower, has_begun=True)
     if not suggestions:
         return "no change to the recipe is predicted to fit: use GPUs with more memory, or a smaller model"
     lines = "\n".join(f"  {suggestion}" for suggestion in suggestions)

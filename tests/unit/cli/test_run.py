@@ -123,6 +123,9 @@ def test_a_sweep_on_this_machine_goes_on_after_a_run_that_fails(
     assert result.code == RunFailedError.exit_code
     assert [run.rsplit("-", 2)[0] for run in result.out.split()] == ["demo-1", "demo-2"]
     assert "1 of 2 runs" in result.err
+    job(f"case $PWD in */demo-1-*) touch canceled; echo 143 >exit-code-$$; exit;; esac\n{learning}")
+    result = ftkit("run", "demo", "training.seed=3,4", "--cluster", "local")
+    assert "demo-2-" not in result.err.partition("submitted")[2]
 
 
 def test_a_sweep_on_slurm_is_submitted_as_the_job_array_that_its_dry_run_prints(

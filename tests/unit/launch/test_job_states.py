@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ftkit.errors import SubmitError
+from ftkit.errors import NoAnswerError, SubmitError
 from ftkit.files import write_json
 from ftkit.launch.job_states import observe, observe_all
 from ftkit.launch.submission import cancel, check_removable, resume
@@ -50,7 +50,23 @@ def test_a_listed_run_with_a_saved_final_state_is_not_queried_again(
     slurm_says(run)  # forgotten
     assert observe(run) == first
     programs.answer("squeue", stderr="slurm_load_jobs error: Unable to contact slurm controller\n", code=1)
-    assert observe(run) == first
+    assert observe_all([run]).states == {run.id: first}
+    assert not observe(run).is_final  # it may have been requeued
+    with pytest.raises(NoAnswerError):
+        resume(read_plan(run.layout), os.environ)
+
+
+@pytest.mark.parametrize("word", ["OUT_OF_MEMORY", "NODE_FAIL", "TIMEOUT", "FAILED"])
+def test_a_completed_run_stays_completed_whatever_slurm_says_of_its_job_afterwards(
+    make_run: RunMaker, records: Any, slurm_says: Callable[..., None], word: str
+) -> None:
+    run = make_run()
+    records.write(run, records.step(400), records.end())
+    run.layout.job_exit_code(run.job_id).write_text("0\n")
+    slurm_says(run, accounting=word)
+    assert observe(run).state is RunState.COMPLETED
+    with pytest.raises(SubmitError, match="has completed"):
+        resume(read_plan(run.layout), os.environ)
 
 
 def test_an_ended_job_that_was_requeued_by_hand_is_neither_removed_nor_submitted_again(

@@ -263,6 +263,10 @@ def test_a_run_on_another_machine_is_resumed_here_only_if_nothing_trains_it_ther
     with pytest.raises(SubmitError, match=run.submission.host):
         resume(read_plan(run.layout), os.environ)
     monkeypatch.setattr("ftkit.launch.submission.current_holder", lambda _: None)
+    run.layout.job_log.touch()  # it prepares its data
+    with pytest.raises(SubmitError, match=run.submission.host):
+        resume(read_plan(run.layout), os.environ)
+    os.utime(run.layout.job_log, (0, 0))
     assert resume(read_plan(run.layout), os.environ).submission.host == "elsewhere"
 
 
@@ -299,7 +303,19 @@ def test_a_resumed_job_that_slurm_accepted_without_an_answer_is_found_later(
     found = find_submission(run.layout)
     assert found
     assert (found.job_id, found.earlier_job_ids) == ("202", ("101",))
+    assert found.submitted > run.submission.submitted + 86_400  # when it was resumed: the end of job 101 is not its end
     assert read_submission(run.layout) == found
+
+
+def test_a_run_that_may_have_another_job_is_known_on_a_machine_without_slurm(
+    make_run: RunMaker, programs: FakePrograms
+) -> None:
+    run = make_run(job_id="101")
+    superseded = replace(run.submission, superseded=2e9)
+    write_json(run.layout.submission, superseded)
+    assert find_submission(run.layout) == superseded
+    programs.answer("squeue", f"101|{run.layout.script}\n")  # it was requeued: no other job
+    assert find_submission(run.layout) == superseded
 
 
 def test_two_commands_that_resume_a_run_submit_one_job(

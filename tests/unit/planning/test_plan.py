@@ -304,7 +304,9 @@ def test_notes_suggestions_and_host_memory_count_a_teacher_that_does_not_fit() -
     found = plan(recipe, one, IMAGE, request)
     assert (found.memory.moment, found.memory.total > 200) == ("teacher", True)
     assert any("while the teacher computes" in note and "out-of-memory" in note for note in found.notes)
-    assert [note for note in found.notes if "to fit" in note and "offload=all" not in note] == []
+    fitting = [note.split()[3] for note in found.notes if "to fit" in note]
+    assert fitting
+    assert {*fitting} <= {"training.offload=all"}
     recipe = load_recipe("olmo3-7b-full", HERE, [*settings, *DISTILL, "training.offload=all"])
     offloaded = plan(recipe, one, IMAGE, request)
     assert offloaded.memory.total < 80
@@ -337,7 +339,7 @@ def test_eager_attention_saves_its_scores() -> None:
         (("training.tensor_parallel=2",), "a100-80gb", "can't use on NVIDIA A100"),
         (("training.collectives=copy_engine", "training.shard_degree=4"), "h200", "makes several"),
         (("training.router_aux_loss_coef=0.1", "model.architecture.family=deepseek_v3"), "h200", "in another way"),
-        (("training.method=lora",), "h200", "needs torch 2.8 on several GPUs, and olmo3:25.02 has 2.7.0a0"),
+        (("training.method=lora",), "h200", "need torch 2.8, and olmo3:25.02 has 2.7.0a0"),
     ],
 )
 def test_settings_that_the_trainer_refuses_are_refused_by_the_plan(
