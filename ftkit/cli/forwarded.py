@@ -81,10 +81,14 @@ def find_login_node(params: Mapping[str, object]) -> tuple[Login, Context] | Non
     references = params.get("references")
     reference = references[0] if isinstance(references, tuple) and references else params.get("reference")
     if isinstance(reference, str):
-        from ftkit.remote.remote_runs import Records, rank_match
+        from ftkit.remote.remote_runs import NO_MATCH, Records, rank_match
 
         found = Records.of(os.environ).find(reference)
-        if found and rank_match(reference, found.id) >= _rank_here(reference):
+        here = _find_here(reference) if found else ""
+        rank = rank_match(reference, here)
+        if here and rank == NO_MATCH:  # found by its job's id
+            rank = (True, "9")
+        if found and rank_match(reference, found.id) >= rank:
             return found.login, replace(ctx, project=found.project)
     cluster = params.get("cluster")
     with suppress(FtkitError):  # the command itself reports it
@@ -114,12 +118,9 @@ def _login_of(name: str, ctx: Context) -> Login | None:
     return login
 
 
-def _rank_here(reference: str) -> tuple[bool, str]:
-    """Return how well a run of this machine's workspace matches, as `rank_match`; best if by its job's id."""
-    from ftkit.remote.remote_runs import NO_MATCH, rank_match
-
+def _find_here(reference: str) -> str:
+    """Return the id of a run in this machine's workspace; empty if there is none."""
     try:
-        rank = rank_match(reference, get_run(reference).id)
+        return get_run(reference).id
     except FtkitError:
-        return NO_MATCH
-    return (True, "9") if rank == NO_MATCH else rank
+        return ""

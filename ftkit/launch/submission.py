@@ -165,7 +165,7 @@ def _resume(
     has_preparation = isinstance(new, RunPlan) and needs_preparation(new, environment)
     if isinstance(new, RunPlan) and has_preparation and (changed or not layout.preparation_script.is_file()):
         files[layout.preparation_script] = render_preparation(new, project)
-    facts: dict[str, Any] = dict(image_facts)
+    facts: dict[str, object] = dict(image_facts)
     if project is not None and files:
         facts[OVERRIDDEN_PARTS] = find_overrides(project)
     revoke(layout)  # no process trains anymore, so the next job need not wait for the lease to expire
