@@ -123,16 +123,11 @@ def _hardware(run: RunInputs) -> Iterator[Problem]:
             yield problem("training.attention", f"'{training.attention}' is a kernel for GPUs.", "Use 'auto'.")
     gpu, attention = GPUS[run.cluster.gpu] if run.cluster.gpu else None, training.attention
     package, has_sinks = _KERNELS_OF_PACKS.get(attention), family_of(run.shape.family).has_sinks
+    image = run.image
     failures = (
         (package and training.compute_precision == "fp32", "computes only in bf16"),
-        (
-            package and gpu and not gpu.has_fast_attention,
-            f"needs Hopper or newer: the GPU is {gpu and gpu.device_name}",
-        ),
-        (
-            package and not _lists(run, package),
-            f"needs {package}, which {run.image and run.image.reference} does not list",
-        ),
+        (package and gpu and not gpu.has_fast_attention, f"needs Hopper or newer, not {gpu and gpu.device_name}"),
+        (package and not _lists(run, package), f"needs {package}, which {image and image.reference} does not list"),
         (has_sinks and (package or attention == "sdpa"), f"can't compute the attention sinks of '{run.shape.family}'"),
         (attention == "flex" and training.sequence_length < FLEX_MINIMUM, f"needs packs of {FLEX_MINIMUM} tokens"),
     )
@@ -155,14 +150,9 @@ def _torch(run: RunInputs) -> Iterator[Problem]:
         return
     found = re.match(r"(\d+)\.(\d+)", image.provided.get("torch", ""))
     is_sharded = run.placement.world_size > 1 and training.engine != "zero3" and training.compute_precision == "bf16"
+    has_adapters = is_sharded and training.adapters is not None
     needed = (
-        (
-            "method",
-            8,
-            is_sharded and training.adapters is not None,
-            "sharded adapters need",
-            "set training.engine=zero3",
-        ),
+        ("method", 8, has_adapters, "sharded adapters need", "set training.engine=zero3"),
         ("tensor_parallel", 9, training.tensor_parallel > 1, "with FSDP2, it needs", "leave it out"),
         ("collectives", 11, training.collectives == "copy_engine", "'copy_engine' needs", "use 'auto'"),
     )

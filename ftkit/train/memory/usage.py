@@ -157,7 +157,7 @@ def out_of_memory_explained(
             f"{memory.reserved:.1f} GiB reserved of {capacity:.1f} GiB ({one_line(error)})",
             meaning=f"held: {_in_gib(held)}\npredicted: {_in_gib(predicted.parts)}; {predicted.total:.1f} GiB in all, "
             f"at most (moment: {predicted.moment})",
-            fix=_advice(plan, capacity),
+            fix=_advice(plan, capacity, has_begun="teacher" not in trace.stage),
         ) from error
 
 
@@ -165,11 +165,12 @@ def _in_gib(parts: Mapping[str, float]) -> str:
     return ", ".join(f"{part} {gib:.1f}" for part, gib in parts.items()) + " GiB"
 
 
-def _advice(plan: RunPlan, capacity: float) -> str:
-    of_steps = Fit(plan.setup).steps
-    predicted, usable, libraries = of_steps.total, USABLE_MEMORY * capacity, of_steps.libraries
+def _advice(plan: RunPlan, capacity: float, *, has_begun: bool) -> str:
+    fit = Fit(plan.setup)
+    needed = fit.steps if has_begun else fit.memory
+    predicted, usable, libraries = needed.total, USABLE_MEMORY * capacity, needed.libraries
     lower = libraries + _TOO_LOW * (predicted - libraries)
-    suggestions = suggest_for(plan, usable if predicted > usable else lower, has_begun=True)
+    suggestions = suggest_for(plan, usable if predicted > usable else lower, has_begun=has_begun)
     if not suggestions:
         return "no change to the recipe is predicted to fit: use GPUs with more memory, or a smaller model"
     lines = "\n".join(f"  {suggestion}" for suggestion in suggestions)
