@@ -12,7 +12,7 @@ import click
 from ftkit.cli import arguments
 from ftkit.cli.commands import command, current_context
 from ftkit.cli.forwarded import forwarded_command
-from ftkit.errors import ConfigError, FtkitError, Problem, RunFailedError, SubmitError, plural
+from ftkit.errors import ConfigError, Problem, RunFailedError, plural
 
 if TYPE_CHECKING:
     from ftkit.cli.arguments import RunOptions
@@ -269,7 +269,7 @@ def _run_sweep(
     """
     from ftkit.cli.terminal.plan_view import say_overridden
     from ftkit.launch.render import render_job
-    from ftkit.launch.submission import NewJob, submit_all
+    from ftkit.launch.submission import NewJob, submit_array
     from ftkit.launch.sweep import make_arrays
 
     project = current_context().project
@@ -293,18 +293,7 @@ def _run_sweep(
     submitted: list[SubmittedRun] = []
     failures: list[tuple[str, RunFailedError]] = []
     for jobs, tasks in make_arrays(ready, max_parallel, project):
-        try:
-            runs = submit_all(jobs, tasks, after=submitted[-1] if max_parallel and submitted else None)
-        except FtkitError as error:
-            if not submitted:
-                raise
-            commands = "; ".join(f"ftkit cancel {run.id}" for run in submitted)
-            there = f"already submitted: {plural(len(submitted), 'run')} of the sweep"
-            raise SubmitError(
-                f"{jobs[0].plan.name}: {error.what}",
-                meaning=f"{error.meaning}; {there}".lstrip("; "),
-                fix=f"{error.fix}; to cancel them: {commands}".lstrip("; "),
-            ) from error
+        runs = submit_array(jobs, tasks, submitted, max_parallel)
         submitted += runs
         for run in runs:
             terminal.say(Styled(f"submitted {run.id} as {run.job_id}", "bold"))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ftkit.data.staging import needs_preparation
-from ftkit.errors import FtkitError, NoAnswerError, PrerequisiteError, SubmitError, one_line
+from ftkit.errors import FtkitError, NoAnswerError, PrerequisiteError, SubmitError, one_line, plural
 from ftkit.files import DamagedFileError, atomic_folder, file_lock_if_supported, write_file, write_json
 from ftkit.launch.code import files_of
 from ftkit.launch.job_states import LOST, observe, observe_all
@@ -80,6 +80,27 @@ def submit_all(jobs: Sequence[NewJob[Any]], tasks: str = "", after: SubmittedRun
         raise
 
 
+def submit_array(
+    jobs: Sequence[NewJob[Any]], tasks: str, submitted: Sequence[SubmittedRun], max_parallel: int | None
+) -> list[SubmittedRun]:
+    """Submit the next job array of a sweep; errors also name its runs that are `submitted` already.
+
+    With `max_parallel`, it waits for the end of the array before.
+    """
+    try:
+        return submit_all(jobs, tasks, after=submitted[-1] if max_parallel and submitted else None)
+    except FtkitError as error:
+        if not submitted:
+            raise
+        commands = "; ".join(f"ftkit cancel {run.id}" for run in submitted)
+        there = f"already submitted: {plural(len(submitted), 'run')} of the sweep"
+        raise SubmitError(
+            f"{jobs[0].plan.name}: {error.what}",
+            meaning=f"{error.meaning}; {there}".lstrip("; "),
+            fix=f"{error.fix}; to cancel them: {commands}".lstrip("; "),
+        ) from error
+
+
 def _create_folder(job: NewJob[Any]) -> None:
     """Write plan, manifest and other files into a temporary folder, then rename it."""
     layout, final = job.plan.layout, job.plan.layout.root
@@ -136,52 +157,45 @@ def resume(
     submitted unchanged. A project's `sbatch/` overrides parts of new scripts. Raises `SubmitError` if the run has not
     ended or has no steps left; also raises as `submit` does. On an error, the run keeps its plan and script.
     """
-    with file_lock_if_supported(plan.layout.root / ".resume.lock"):  # the later of two commands sees the job
-        return _resume(plan, environment, command, changed, image_facts or {}, project)
-
-
-def _resume(
-    plan: RunPlan | ScriptPlan, environment: Mapping[str, str], command: Sequence[str],
-    changed: ResumedPlan[Any] | None, image_facts: Mapping[str, str], project: Path | None,
-) -> SubmittedRun:  # fmt: skip
     layout, new = plan.layout, changed.plan if changed else plan
-    if read_submission(layout) is None and (holder := current_holder(layout)):
-        raise SubmitError(
-            f"{plan.id} is already being trained by {holder}: two jobs must not train in one folder",
-            fix="cancel that job first (squeue --me lists your jobs), or wait until it ends",
-        )
-    submission, end = find_submission(layout), None
-    if submission:
-        end = End.of_run(_check_it_ended(SubmittedRun(layout, submission), new))
-        end = End(Cause.DISK_FULL) if layout.disk_full.exists() else end
-    files: dict[Path, str | bytes] = {}
-    former = list[Path]()
-    changes = {}
-    if changed:
-        files = {layout.root / path: content for path, content in files_of(changed.copies).items()}
-        former = [path for path in layout.code.rglob("*") if path.is_file()] if files else []
-        files |= {layout.plan: plan_to_json(new), layout.script: render_job(new, project, prepares=False)}
-        changes = {each.key: (each.before, each.after) for each in changed.changes}
-    has_preparation = isinstance(new, RunPlan) and needs_preparation(new, environment)
-    if isinstance(new, RunPlan) and has_preparation and (changed or not layout.preparation_script.is_file()):
-        files[layout.preparation_script] = render_preparation(new, project)
-    facts: dict[str, object] = dict(image_facts)
-    if project is not None and files:
-        facts[OVERRIDDEN_PARTS] = find_overrides(project)
-    revoke(layout)  # no process trains anymore, so the next job need not wait for the lease to expire
-    ended = _files_of_end(layout, submission)
-    with _restored_if_refused(layout.manifest, layout.end_reason, *ended, *former, *files):
-        for path in ended:
-            path.unlink(missing_ok=True)
-        if end:
-            note_end(layout, end)
-        for path in set(former) - set(files):
-            path.unlink()
-        for path, content in files.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, content if isinstance(content, bytes) else content.encode())
-        add_submission(new, command, changes, facts)
-        return _submit([new], environment, has_preparation=has_preparation, earlier=submission)[0]
+    with file_lock_if_supported(layout.root / ".resume.lock"):  # the later of two commands sees the job
+        if read_submission(layout) is None and (holder := current_holder(layout)):
+            raise SubmitError(
+                f"{plan.id} is already being trained by {holder}: two jobs must not train in one folder",
+                fix="cancel that job first (squeue --me lists your jobs), or wait until it ends",
+            )
+        submission, end = find_submission(layout), None
+        if submission:
+            end = End.of_run(_check_it_ended(SubmittedRun(layout, submission), new))
+            end = End(Cause.DISK_FULL) if layout.disk_full.exists() else end
+        files: dict[Path, str | bytes] = {}
+        former = list[Path]()
+        changes = {}
+        if changed:
+            files = {layout.root / path: content for path, content in files_of(changed.copies).items()}
+            former = [path for path in layout.code.rglob("*") if path.is_file()] if files else []
+            files |= {layout.plan: plan_to_json(new), layout.script: render_job(new, project, prepares=False)}
+            changes = {each.key: (each.before, each.after) for each in changed.changes}
+        has_preparation = isinstance(new, RunPlan) and needs_preparation(new, environment)
+        if isinstance(new, RunPlan) and has_preparation and (changed or not layout.preparation_script.is_file()):
+            files[layout.preparation_script] = render_preparation(new, project)
+        facts: dict[str, object] = dict(image_facts or {})
+        if project is not None and files:
+            facts[OVERRIDDEN_PARTS] = find_overrides(project)
+        revoke(layout)  # no process trains anymore, so the next job need not wait for the lease to expire
+        ended = _files_of_end(layout, submission)
+        with _restored_if_refused(layout.manifest, layout.end_reason, *ended, *former, *files):
+            for path in ended:
+                path.unlink(missing_ok=True)
+            if end:
+                note_end(layout, end)
+            for path in set(former) - set(files):
+                path.unlink()
+            for path, content in files.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_file(path, content if isinstance(content, bytes) else content.encode())
+            add_submission(new, command, changes, facts)
+            return _submit([new], environment, has_preparation=has_preparation, earlier=submission)[0]
 
 
 def _files_of_end(layout: RunLayout, submission: Submission | None) -> list[Path]:
