@@ -183,7 +183,7 @@ def stats_command(words: tuple[str, ...], *, as_json: bool, **options: Unpack[Ru
     if stats.num_packs < batch:
         about = f"less than a step, which takes {plural(batch, 'pack')}"
     if plan and plan.speed:
-        seconds, longest = steps * plan.speed.step_seconds, longest_step(plan.recipe.model.architecture, plan.speed)
+        seconds, longest = steps * plan.speed.step_seconds, longest_step(plan.recipe, plan.speed)
         hours, cost = seconds * plan.placement.world_size / 3600, plan.cost_of(seconds)
         epoch = {"seconds": seconds, "gpu_hours": hours, "cost": cost}
         spent = span("{:,.1f}".format, hours, longest)

@@ -146,8 +146,8 @@ def rerun_command(  # noqa: PLR0913 - one for each option
 ) -> None:  # fmt: skip
     """Repeat a run with the same recipe, data, image and global batch, and compare the losses.
 
-    On the same cluster and GPUs all losses should be equal, bit for bit; on other devices a difference of up to 1%
-    passes. Each difference is listed; different data or a different image is refused.
+    All losses should be equal, bit for bit, on CPUs, and on the same GPUs with training.deterministic. Otherwise, a
+    difference of up to 1% passes. Each difference is listed; different data or a different image is refused.
 
     RUN selects a run as in other commands, or is the path of a manifest.json, of a bundle from 'ftkit runs bundle', or
     the address of a copy from 'ftkit runs sync' (s3://bucket/runs/RUN). For these, the profile with the cluster's name

@@ -39,7 +39,7 @@ class DistillSpec(Spec):
     temperature: Annotated[float, Field(ge=0.1, le=100), NUMBER] = 1.0
     """Temperature of both distributions over the top k tokens and the rest, which counts as one token."""
     alpha: Annotated[float, Field(gt=0, le=1), NUMBER] = 0.5
-    """Weight of the divergence from the teacher; the next-token loss has weight 1 - alpha."""
+    """Weight of the divergence from the teacher, times temperature²; 1 - alpha is that of the next-token loss."""
     direction: Literal["forward", "reverse"] = "forward"
     """Divergence: `forward`, KL(teacher || student), covers all tokens that the teacher finds likely; `reverse`,
     KL(student || teacher), avoids tokens that it finds unlikely."""

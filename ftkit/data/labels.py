@@ -36,8 +36,9 @@ _MAX_FRAMES = 32  # frames per shape: a template's text may depend on the positi
 
 REPEATED_MARKER: Final = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\1{2,}")
 """A special token at least three times in a row, which represents a picture."""
-WORD: Final = re.compile(r"Qz\d{7}|71\d{7}")
-"""Unique words: nine letters and digits, which some templates require of ids; nine digits in place of numbers."""
+WORD: Final = re.compile(r"Qz\d{7}|71\d{7}(?:\.0)?")
+"""Unique words: nine letters and digits, which some templates require of ids; nine digits in place of numbers, with a
+fraction if they had one."""
 
 
 @dataclass(slots=True)

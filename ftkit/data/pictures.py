@@ -171,6 +171,8 @@ def _bad(name: str, reason: str, fix: str = "correct or remove this example") ->
 def _to_rgb(image: Image.Image, name: str) -> Image.Image:
     if image.mode.startswith("I"):  # 16 bits per pixel, which Pillow clips to 8 or loads as 32
         values = np.asarray(image)
+        if values.min(initial=0) < 0 or values.max(initial=0) > np.iinfo(np.uint16).max:
+            raise _bad(name, "its pixels are 32-bit numbers of unknown range")
         image = Image.fromarray((values >> 8 if values.max(initial=0) > 255 else values).astype(np.uint8))  # noqa: PLR2004
     if image.mode == "F":
         raise _bad(name, "its pixels are floating-point numbers of unknown range")

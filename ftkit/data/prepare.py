@@ -138,7 +138,7 @@ def _check_totals(totals: Totals, recipe: RecipePlan, num_packs: int, report: Ca
         others = ", truncate cuts them after the last turn that fits, split is for plain text"
         raise DataError(
             f"{plural(num_refused, name)} longer than a pack of {length} tokens{longest}",
-            meaning="truncating them would train the model on completions without an end",
+            meaning="cut anywhere, they would train the model on completions without an end",
             fix="raise training.sequence_length, or set data.too_long: drop skips them"
             + others * (recipe.training.preferences is None),
         )

@@ -20,8 +20,9 @@ from ftkit.planning.activations import Activations, layer_bytes
 from ftkit.planning.flops import delta_rule_seconds, document_flops, token_flops, vision_flops
 
 if TYPE_CHECKING:
+    from ftkit.config.recipe import RecipePlan
     from ftkit.config.training import TrainingPlan
-    from ftkit.models.architecture import ArchitecturePlan, ArchitectureSpec, ModelCounts
+    from ftkit.models.architecture import ArchitectureSpec, ModelCounts
     from ftkit.planning.training_setup import Gpu, Setup
 
 
@@ -106,8 +107,9 @@ SLOW_HOST = 1.8
 """Launch time on the slowest measured host, relative to `HOST_SECONDS_PER_LAYER`: Gemma 3 1B with four packs of 2,048
 tokens took 189 ms a step beside an H100."""
 UNMEASURED = 1.35
-"""Longest step to expect of a family that nothing was fitted to, relative to the plan's: Qwen 3.5 9B took 1.17 times as
-long as planned on an H100, and layers that don't compile as one graph 1.16 times (torchtitan's Llama 3 8B)."""
+"""Longest step to expect of a family or setting that nothing was fitted to, relative to the plan's: Qwen 3.5 9B took
+1.17 times as long as planned on an H100, and layers that don't compile as one graph 1.16 times (torchtitan's Llama 3
+8B)."""
 FP8_HOST_SECONDS_PER_LAYER = 0.00096
 """Time in which the host also launches the cast and transpose kernels of FP8. Fitted to Gemma 3 12B LoRA with frozen
 weights in FP8 at 2,048 tokens on an H200, where the host limits the step."""
@@ -185,9 +187,10 @@ def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound
     return {resource: passes * seconds for resource, seconds in busy.items()}
 
 
-def longest_step(shape: ArchitecturePlan, speed: StepTimePlan) -> float:
-    """Return the longest step to expect of a family, relative to the plan's; 1 if it was fitted to the family."""
-    return 1.0 if shape.is_measured else max(UNMEASURED, speed.slow_host_seconds / speed.step_seconds)
+def longest_step(recipe: RecipePlan, speed: StepTimePlan) -> float:
+    """Return the longest step to expect of a recipe, relative to the plan's; 1 if such runs were measured."""
+    is_measured = recipe.model.architecture.is_measured and not recipe.training.deterministic
+    return 1.0 if is_measured else max(UNMEASURED, speed.slow_host_seconds / speed.step_seconds)
 
 
 def replays_graphs(setup: Setup) -> bool:

@@ -129,6 +129,7 @@ def _hardware(run: RunInputs) -> Iterator[Problem]:
         (package and gpu and not gpu.has_fast_attention, f"needs Hopper or newer, not {gpu and gpu.device_name}"),
         (package and not _lists(run, package), f"needs {package}, which {image and image.reference} does not list"),
         (has_sinks and (package or attention == "sdpa"), f"can't compute the attention sinks of '{run.shape.family}'"),
+        (attention == "cudnn" and training.deterministic, "does not repeat, as training.deterministic asks"),
         (attention == "flex" and training.sequence_length < FLEX_MINIMUM, f"needs packs of {FLEX_MINIMUM} tokens"),
     )
     for reason in (reason for applies, reason in failures if applies):

@@ -81,11 +81,12 @@ def gpu_of_device(device_name: str) -> Gpu | None:
 
 def teacher_settings(training: TrainingPlan) -> TrainingPlan:
     """Return the settings of a teacher: all weights are frozen, in the compute precision."""
-    kept = ("objective", "distill", "attention", "compile", "collectives", "shard_degree", "sequence_length",
+    kept = ("objective", "distill", "attention", "compile", "deterministic", "collectives", "sequence_length",
             "micro_batch_size", "global_batch_size", "max_steps", "num_epochs", "seed")  # fmt: skip
     offload = "all" if training.offload == "all" else "none"
     values = training.model_dump(include={*kept}) | {"offload": offload, "precision": training.compute_precision}
-    return TrainingPlan.model_validate(values)
+    resolved = {"shard_degree": training.shard_degree}  # 1 is no value of a recipe
+    return TrainingPlan.model_validate(values).model_copy(update=resolved)
 
 
 @dataclass(frozen=True)
@@ -152,14 +153,15 @@ class Setup:
         """Whether the host can launch a micro-batch's decoder as two CUDA graphs: its forward and its backward pass.
 
         A graph's memory is its own: a second forward pass beside it, as of a reference, would need all activations
-        twice. Linear attention can't be captured.
+        twice. Linear attention can't be captured. The launched steps after a resume may round as captured ones don't.
         """
         training = self.training
         is_alone = self.num_processes == 1 and self.device == "cuda" and self.engine == "fsdp2"
         is_eager = training.compile == "none" or training.offload == "all" or training.activation_offload
         calls_again = training.objective == "kto" or (training.has_reference and not training.stores_reference)
         has_state = family_of(self.shape.family).other_layers == "linear_attention"
-        return training.cuda_graphs and self.has_packs and is_alone and not (is_eager or has_state or calls_again)
+        is_wanted = training.cuda_graphs and not training.deterministic
+        return is_wanted and self.has_packs and is_alone and not (is_eager or has_state or calls_again)
 
     def with_training(self, **changes: Any) -> Setup:
         return replace(self, training=self.training.model_copy(update=changes))

@@ -1,7 +1,8 @@
 """Repetitions of runs: the data kept from the original, and whether the repetition reproduced it.
 
-On the same number of the same devices, losses are equal bit for bit if kernels are deterministic. Elsewhere the order
-of summation differs: losses within `TOLERANCE` of the original's count as repeated.
+On the same number of the same devices, losses are equal bit for bit if kernels are deterministic: on CPUs, or with
+`training.deterministic`. Elsewhere the order of summation differs: losses within `TOLERANCE` of the original's count as
+repeated.
 
 A bundle is one file with a run's inputs and results, without weights and data, to share and to repeat the run: a tar
 archive of plain files. The same run folder gives the same bytes: members are sorted, and have neither owner nor time. A

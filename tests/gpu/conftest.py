@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 
 HERE = Path(__file__).parent
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read at its first use; test_repeats.py needs it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

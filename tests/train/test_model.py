@@ -33,7 +33,7 @@ from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.probe import ProbeResult, _packed_layout, _padded_layout, run_probe
 from ftkit.train.distributed.verification import (
     choose_packing,
-    mixed_dtypes_explained,
+    operations_explained,
     verify_causality,
     verify_isolation,
     verify_logits,
@@ -320,7 +320,7 @@ def test_a_class_that_mixes_dtypes_in_bf16_is_refused_with_what_to_do(
     find_decoder_layers(model)[0].register_forward_hook(lambda _, __, output: output.float())
     engine = Fsdp2Engine(model.train(), training, world)
     expected = pytest.raises(TrainingError, match="same dtype") if precision == "bf16" else nullcontext()
-    with expected as caught, mixed_dtypes_explained(training):
+    with expected as caught, operations_explained(training):
         choose_packing(engine, world, "auto", 320, training)
     assert caught is None or "training.precision=fp32" in caught.value.fix
 
@@ -342,16 +342,26 @@ def test_torchs_errors_about_dtypes_are_recognized_with_the_operations_own_words
 ) -> None:
     training = TRAINING.model_copy(update={"precision": "bf16"})
     run = torch.compile(operation, backend="eager") if is_compiled else operation
-    with pytest.raises(TrainingError) as caught, mixed_dtypes_explained(training):
+    with pytest.raises(TrainingError) as caught, operations_explained(training):
         run(torch.zeros(2, 2, 2, dtype=torch.bfloat16))
     assert len(caught.value.what) < 250, caught.value.what
     assert "FakeTensor" not in caught.value.what
 
 
+def test_an_operation_that_cannot_repeat_is_named_if_results_must_repeat() -> None:
+    said = "put_ does not have a deterministic implementation"
+    training = TRAINING.model_copy(update={"deterministic": True})
+    with pytest.raises(TrainingError, match="put_") as caught, operations_explained(training):
+        raise RuntimeError(said)
+    assert "training.deterministic" in caught.value.fix
+    with pytest.raises(RuntimeError, match=said), operations_explained(TRAINING):
+        raise RuntimeError(said)
+
+
 @pytest.mark.parametrize(("precision", "message"), [("fp32", "expected the same dtype"), ("bf16", "shapes differ")])
 def test_other_errors_of_a_model_are_left_as_they_are(precision: str, message: str) -> None:
     training = TRAINING.model_copy(update={"precision": precision})
-    with pytest.raises(RuntimeError, match=message), mixed_dtypes_explained(training):
+    with pytest.raises(RuntimeError, match=message), operations_explained(training):
         raise RuntimeError(message)
 
 

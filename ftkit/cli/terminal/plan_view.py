@@ -244,7 +244,7 @@ def _speed(plan: RunPlan) -> str:
         is_gpu = plan.placement.device == "cuda"
         return "not predicted: the profile sets no GPU model" if is_gpu else "not predicted on CPUs"
     each, slowdown = speed.tokens_per_second / plan.placement.world_size, speed.slow_host_seconds / speed.step_seconds
-    longest = longest_step(plan.recipe.model.architecture, speed)
+    longest = longest_step(plan.recipe, speed)
     rate, mfu = span(count, each, 1 / longest), span("{:.0%}".format, speed.mfu, 1 / longest)
     text = f"{span(duration, speed.step_seconds, longest)} per step, {rate} tokens/s per GPU ({mfu} MFU)"
     if longest == 1:

@@ -234,14 +234,20 @@ _MIXED_DTYPES = re.compile(
     r"[^'\"\n]*(same dtype|scalar type|dtypes (?:match|must)|dtype to be equal|and weight type|mixed dtype)[^'\"\n]*"
 )
 """What torch's operations say of inputs with several dtypes; in an error of its compiler, the operation's own words."""
+_NOT_DETERMINISTIC = re.compile(r"(\w+) does not have a deterministic implementation")
 
 
 @contextmanager
-def mixed_dtypes_explained(training: TrainingPlan) -> Iterator[None]:
-    """Convert an error in bf16 of operations whose inputs have several dtypes to one that says what to do."""
+def operations_explained(training: TrainingPlan) -> Iterator[None]:
+    """Convert two errors of operations to ones that say what to do: several dtypes in bf16, and results that vary."""
     try:
         yield
     except RuntimeError as error:
+        if training.deterministic and (varying := _NOT_DETERMINISTIC.search(str(error))):
+            raise TrainingError(
+                f"training.deterministic: {varying[1]} has no implementation in torch {torch.__version__} that repeats",
+                fix="leave training.deterministic out; or choose another model or device",
+            ) from error
         found = _MIXED_DTYPES.search(str(error))
         if found is None or training.compute_precision == "fp32":
             raise

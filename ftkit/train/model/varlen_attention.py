@@ -64,7 +64,10 @@ def _varlen_backward(  # noqa: PLR0913, PLR0917 - operators take only tensors an
     sliding_window: int | None,
     kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value; `saved` has these three, the output, and `lse`."""
+    """Return the gradients of query, key and value; `saved` has these three, the output, and `lse`.
+
+    Both kernels sum parts of a query's gradient in the order in which they are ready, unless results must repeat.
+    """
     query, key, value, output, lse = saved
     if kernel == "cudnn":
         of_query, of_key, of_value = (
@@ -75,6 +78,7 @@ def _varlen_backward(  # noqa: PLR0913, PLR0917 - operators take only tensors an
         return of_query, of_key, of_value
     _, flash_backward = flash_attention()
     options = _options(cu_seqlens, max_seqlen, scale, sliding_window)
+    options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     of_query, of_key, of_value, *_ = flash_backward(query, key, value, output, gradient, lse, **options)
     return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
 

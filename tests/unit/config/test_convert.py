@@ -127,7 +127,8 @@ tokenizer = AutoTokenizer.from_pretrained(NAME)
 peft_config = LoraConfig(r=rank, lora_alpha=64, target_modules="all-linear", modules_to_save=["lm_head"])
 args = SFTConfig(
     max_length=LENGTH, learning_rate=LEARNING_RATE, per_device_train_batch_size=4, packing=True, num_train_epochs=1,
-    lr_scheduler_type="constant", adam_beta2=0.95, fp16=True, neftune_noise_alpha=5, **more,
+    lr_scheduler_type="constant", adam_beta2=0.95, fp16=True, neftune_noise_alpha=5, full_determinism=True,
+    **more,
 )
 SFTTrainer(model=model, args=args, train_dataset=dataset, peft_config=peft_config)
 """
@@ -427,6 +428,7 @@ def test_python_is_read_without_running_it(tmp_path: Path) -> None:
     assert (found.recipe["model"], found.recipe["data"]["source"]) == ("org/model", "chats.jsonl")
     assert (values["method"], values["lora"], values["sequence_length"]) == ("qlora", {"alpha": 64}, 2048)
     assert (values["betas"], values["attention"], values["schedule"]) == ([0.9, 0.95], "sdpa", "constant")
+    assert values["deterministic"]
     computed = {row.key for row in found.rows if "program computes" in row.note}
     assert {"LoraConfig.r", "SFTConfig.learning_rate"} <= computed
     assert "learning_rate" not in values, "TRL's default would be wrong"

@@ -115,6 +115,7 @@ BAD = {
     "bomb": (bomb(60_000, 60_000), r"exceeds limit|60,000 x 60,000"),
     "large": (bomb(10_001, 10_000), "10,001 x 10,000 pixels, more than 100,000,000"),
     "scans": (stored(halves(), "JPEG") + b"\xff\xda" * 200, "more than 100 scans"),
+    "32 bits": (stored(Image.fromarray(np.full((4, 4), 140_000, np.int32)), "TIFF"), "32-bit"),
     "floating point": (stored(Image.new("F", (8, 4), 0.5), "TIFF"), "floating-point"),
 }
 

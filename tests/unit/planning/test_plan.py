@@ -36,7 +36,7 @@ from ftkit.planning.plan import (
     read_plan,
     read_plan_to_use,
 )
-from ftkit.planning.planner import count_steps, fingerprint, plan_model, plan_run
+from ftkit.planning.planner import count_steps, fingerprint, plan_for_counts, plan_model, plan_run
 from ftkit.planning.step_time import predict_step_time, vision_seconds
 from ftkit.planning.training_setup import GPUS
 
@@ -296,6 +296,15 @@ def test_a_plan_has_disk_time_and_memory_of_a_teacher() -> None:
     assert note.endswith("once for all runs with this data")
 
 
+def test_one_process_predicts_memory_again_for_a_counted_student_with_a_teacher() -> None:
+    alone = LOCAL.model_copy(update={"processes_per_node": 1})
+    recipe = demo(*DISTILL, "model.architecture.family=qwen2")
+    planned = plan(recipe, alone, request=with_teacher(recipe))
+    counts = replace(count_model(recipe.model.architecture), source="model")
+    assert planned.placement.world_size == 1
+    assert plan_for_counts(planned, counts).memory.total == pytest.approx(planned.memory.total, rel=0.2)
+
+
 def test_notes_suggestions_and_host_memory_count_a_teacher_that_does_not_fit() -> None:
     settings = ("training.method=lora", "training.micro_batch_size=1", "training.activation_checkpointing=full")
     recipe = load_recipe("olmo3-7b-full", HERE, [*settings, *DISTILL])
@@ -331,6 +340,7 @@ def test_eager_attention_saves_its_scores() -> None:
     ("words", "gpu", "found"),
     [
         (("training.attention=flash4",), "a100-80gb", "needs Hopper or newer"),
+        (("training.attention=cudnn", "training.deterministic=true"), "h200", "does not repeat"),
         (("training.attention=flash4",), "b200", "flash-attn-4, which olmo3:25.02 does not list"),
         (("training.attention=flex", "training.sequence_length=64"), "h200", "needs packs of 128 tokens"),
         (("training.attention=sdpa", "model.architecture.family=gpt_oss"), "h200", "attention sinks of 'gpt_oss'"),

@@ -109,6 +109,7 @@ def test_graphs_are_for_micro_batches_that_the_host_may_limit(architecture: Shap
     setups = [Setup(architecture("llama3-8b"), spec, gpu=H200) for spec in specs]
     assert [(each.can_replay_graphs, replays_graphs(each)) for each in setups] == [(True, True), (True, False)]
     assert not replays_graphs(replace(setups[0], has_packs=False))
+    assert not replays_graphs(setups[0].with_training(deterministic=True))
 
 
 def test_graphs_that_do_not_fit_take_no_planned_memory_because_the_run_gives_them_up(
