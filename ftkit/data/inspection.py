@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from bisect import bisect_left
 from collections import Counter, deque
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from ftkit.data.rows import Row
 
 _REPORT_SECONDS = 10.0
+_TAG_OR_LINE = re.compile(r"</?\w+>|\n")
 _SIDES = (("", ""), ("desirable", "undesirable"), ("chosen", "rejected"))
 """Names of the two sides, indexed by the number of completions per sample."""
 
@@ -317,16 +319,19 @@ class DataInspector:
         for number, (message, rendered) in enumerate(zip(messages, renderings, strict=True), start=1):
             if rendered is None:
                 continue
-            shown = rendered.rstrip()
+            ids = encoder.tokenizer(rendered, add_special_tokens=False)["input_ids"]  # some tokenizers normalize text
+            shown = str(encoder.tokenizer.decode(ids, clean_up_tokenization_spaces=False)).rstrip()
             if pictures:
                 pieces = shown.split(renderer.picture_token)
                 expansions = [each.expansion for each in pictures][: len(pieces) - 1]
                 shown = "".join(chain.from_iterable(zip_longest(pieces, expansions, fillvalue="")))
-            if not text.startswith(shown):  # the template rewrote the turn: search for its content
-                found = text.find(message.content.strip(), position)
+            if not text.startswith(shown):  # the template rewrote the turn: search for its content, or its last part
+                written = (message.content, *reversed(_TAG_OR_LINE.split(message.content)))
+                places = ((text.find(part.strip(), position), len(part.strip())) for part in written if part.strip())
+                found, size = next((place for place in places if place[0] >= 0), (-1, 0))
                 if found < 0:
                     continue
-                stop = found + len(message.content.strip())
+                stop = found + size
                 following = text.find(messages[number].content.strip(), stop) if number < len(messages) else -1
                 end = stop + len(text[stop:].partition("\n")[0])
                 shown = text[:following].rstrip() if 0 <= following < end else text[:end]

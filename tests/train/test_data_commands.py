@@ -135,6 +135,26 @@ def test_each_rendering_of_a_template_that_rewrites_turns_is_shown_with_a_note(
     trained = ["".join(s["text"] for s in sample["segments"] if s["is_trained"]) for sample in samples]
     assert trained == ["<think>Easy.</think>A token.<|im_end|>", "4<|im_end|>"]
     assert {segment["role"] for segment in samples[1]["segments"]} == {"system", "user", "assistant"}
+    answers = "".join(segment["text"] for segment in samples[1]["segments"] if segment["role"] == "assistant")
+    assert "A token." in answers
+
+
+def test_turns_have_their_roles_if_the_tokenizer_normalizes_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tokenizers import normalizers
+
+    from ftkit.data.tokenizers import learn_tokenizer
+
+    tokenizer = learn_tokenizer(["what"], 300, "chatml")
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    turns = [{"role": "user", "content": "re\u0301sume\u0301"}, {"role": "assistant", "content": "fine"}]
+    file = write(tmp_path / "chats.jsonl", {"messages": turns})
+    own = (f"model.tokenizer={{source: {tmp_path}/tokenizer, vocab_size: null}}", "data.chat_template=model")
+    _, out, _ = call(capsys, "show", file, *own, "--json")
+    shown = [(segment["role"], segment["text"]) for segment in json.loads(out)[0]["segments"]]
+    assert [role for role, text in shown if "résumé" in text or "fine" in text] == ["user", "assistant"]
 
 
 def test_plain_text_is_shown_in_full_with_how_it_is_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
