@@ -325,14 +325,17 @@ class DataInspector:
                 pieces = shown.split(renderer.picture_token)
                 expansions = [each.expansion for each in pictures][: len(pieces) - 1]
                 shown = "".join(chain.from_iterable(zip_longest(pieces, expansions, fillvalue="")))
-            if not text.startswith(shown):  # the template rewrote the turn: search for its content, or its last part
+            if not text.startswith(shown):  # the template rewrote the turn
+                after = messages[number].content.strip() if number < len(messages) else ""
+                limit = text.find(after, position) if after else -1
+                # Its content, or else the last part of it, before the next turn's content if it is there.
                 written = (message.content, *reversed(_TAG_OR_LINE.split(message.content)))
-                places = ((text.find(part.strip(), position), len(part.strip())) for part in written if part.strip())
-                found, size = next((place for place in places if place[0] >= 0), (-1, 0))
-                if found < 0:
+                spans = ((text.find(part.strip(), position), len(part.strip())) for part in written if part.strip())
+                if not (found := [each for each in spans if each[0] >= 0]):
                     continue
-                stop = found + size
-                following = text.find(messages[number].content.strip(), stop) if number < len(messages) else -1
+                start, size = min(found, key=lambda each: each[0] > limit >= 0)
+                stop = start + size
+                following = text.find(after, stop) if after else -1
                 end = stop + len(text[stop:].partition("\n")[0])
                 shown = text[:following].rstrip() if 0 <= following < end else text[:end]
             if len(shown) > position:

@@ -135,8 +135,25 @@ def test_each_rendering_of_a_template_that_rewrites_turns_is_shown_with_a_note(
     trained = ["".join(s["text"] for s in sample["segments"] if s["is_trained"]) for sample in samples]
     assert trained == ["<think>Easy.</think>A token.<|im_end|>", "4<|im_end|>"]
     assert {segment["role"] for segment in samples[1]["segments"]} == {"system", "user", "assistant"}
-    answers = "".join(segment["text"] for segment in samples[1]["segments"] if segment["role"] == "assistant")
-    assert "A token." in answers
+
+
+def test_an_answer_without_its_former_thoughts_is_shown_as_the_assistants(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ftkit.data.tokenizers import learn_tokenizer
+
+    tokenizer = learn_tokenizer(["what"], 300, "chatml")
+    tokenizer.chat_template = REWRITING.replace(
+        "{{ turn.content }}", "{{ turn.content if loop.last else turn.content.split('</think>')[-1] | trim }}"
+    )
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    answer = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}
+    turns = [{"role": "user", "content": "One?"}, answer, {"role": "user", "content": "Two?"}, answer]
+    file = write(tmp_path / "chats.jsonl", {"messages": turns})
+    own = (f"model.tokenizer={{source: {tmp_path}/tokenizer, vocab_size: null}}", "data.chat_template=model")
+    _, out, _ = call(capsys, "show", file, *own, "--json")
+    shown = [(segment["role"], segment["text"]) for segment in json.loads(out)[1]["segments"]]
+    assert [role for role, text in shown if "yes" in text or "Two" in text] == ["assistant", "user", "assistant"]
 
 
 def test_turns_have_their_roles_if_the_tokenizer_normalizes_text(
