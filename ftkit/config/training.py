@@ -133,8 +133,8 @@ class TrainingSpec(ObjectiveSpec):
     compile: Literal["auto", "layers", "none"] = "auto"
     """`layers`: compile each decoder layer, which fuses element-wise operations; `auto`: on GPUs, with engine fsdp2."""
     deterministic: bool = False
-    """Whether the same run on the same GPUs repeats bit for bit. Then there are no CUDA graphs, no cuDNN attention, and
-    no kernels for linear attention; an operation that can't repeat ends the run before step 1. CPUs repeat without."""
+    """Whether the same run on the same GPUs repeats bit for bit. Then there are no CUDA graphs and no cuDNN attention;
+    linear attention is refused, and an operation that can't repeat ends the run. CPUs repeat without."""
     cuda_graphs: bool = True
     """On one GPU, capture the compiled decoder as CUDA graphs where possible, so that the host's speed does not limit
     short micro-batches."""

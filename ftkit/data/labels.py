@@ -36,9 +36,9 @@ _MAX_FRAMES = 32  # frames per shape: a template's text may depend on the positi
 
 REPEATED_MARKER: Final = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\1{2,}")
 """A special token at least three times in a row, which represents a picture."""
-WORD: Final = re.compile(r"Qz\d{7}|71\d{7}(?:\.0)?")
-"""Unique words: nine letters and digits, which some templates require of ids; nine digits in place of numbers, with a
-fraction if they had one."""
+WORD: Final = re.compile(r"Qz\d{7}|71\d{7}|73\d{7}\.0")
+"""Unique words: nine letters and digits, which some templates require of ids; nine digits in place of integers, and of
+other numbers."""
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class _Strings:
         self.values.append(json.dumps(value))
         if self.numbers is None:
             return value
-        word = type(value)(f"71{next(self.numbers):07d}")
+        word = type(value)(f"{71 if isinstance(value, int) else 73}{next(self.numbers):07d}")
         self.words.append(str(word))
         return word
 

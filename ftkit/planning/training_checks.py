@@ -134,6 +134,8 @@ def _hardware(run: RunInputs) -> Iterator[Problem]:
     )
     for reason in (reason for applies, reason in failures if applies):
         yield problem("training.attention", f"'{attention}' {reason}.", "Use 'auto'.")
+    if training.deterministic and device == "cuda" and has_linear_attention(run.shape):
+        yield problem("training.deterministic", f"linear attention of '{run.shape.family}' varies.", "Leave it out.")
     is_one_node = place.num_nodes == 1 < place.processes_per_node
     if training.collectives == "copy_engine" and (device == "cpu" or not is_one_node):
         size = f"{place.num_nodes} x {place.processes_per_node}"
@@ -296,10 +298,10 @@ _KERNELS_OF_PACKS = {"flash4": "flash-attn-4", "cudnn": "nvidia-cudnn-frontend"}
 
 def _kernels_of_packs(training: TrainingSpec) -> list[str]:
     """Return the packages of which the recipe's attention needs one to divide packs."""
-    chosen = training.attention
-    return [
-        package for kernel, package in _KERNELS_OF_PACKS.items() if chosen not in _KERNELS_OF_PACKS or chosen == kernel
-    ]
+    chosen, kernels = training.attention, dict(_KERNELS_OF_PACKS)
+    if training.deterministic:
+        del kernels["cudnn"]
+    return [package for kernel, package in kernels.items() if chosen not in _KERNELS_OF_PACKS or chosen == kernel]
 
 
 def why_undivided(run: RunInputs) -> str:

@@ -23,9 +23,6 @@ from ftkit.train.launcher import RunRank, faster_imports, follow_launcher, launc
 
 log = logging.getLogger(__name__)
 
-_REPEATABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCHINDUCTOR_DETERMINISTIC": "1"}
-"""Variables for results that repeat: cuBLAS reads the first at its first use, torch's compiler the other on import."""
-
 
 def main(plan_path: Path, num_restarts: int = 0) -> int:
     """Run this rank; write its error next to its log, for `ftkit status`."""
@@ -45,8 +42,6 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
         rank.take_run(num_restarts)  # the other ranks wait for this one
         with rank.at_end:
             plan = read_plan(layout)
-            if plan.recipe.training.deterministic:
-                os.environ.update(_REPEATABLE)
             num_nodes = int(os.environ["WORLD_SIZE"]) // plan.placement.processes_per_node
             plan = plan.on_nodes(num_nodes) or plan  # the job script leaves out nodes that no longer answer
             with faster_imports():

@@ -75,6 +75,7 @@ log = logging.getLogger(__name__)
 def run_training(plan: RunPlan, world: World, begun: Mapping[str, float] | None = None) -> None:
     """Execute a plan in this process; `begun` has the start times of earlier stages."""
     if plan.recipe.training.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it at its first use
         torch.use_deterministic_algorithms(True)  # noqa: FBT003
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # none is read
     if world.device.type == "cuda" and compiles(plan.recipe.training, world.device):
@@ -117,14 +118,13 @@ class Trainer:
             raise TrainingError("there are no packs to train on", fix="check 'data' in the recipe")
         check_profile(self.plan.recipe.profile, num_steps)
         check_free_host_memory(self.plan, self.world)
-        operations_explained = partial(verification.operations_explained, self.plan.recipe.training)
-        with out_of_memory_explained(self.plan, self.world, self.trace), operations_explained():
+        explained = partial(verification.operations_explained, self.plan.recipe.training)
+        with out_of_memory_explained(self.plan, self.world, self.trace), explained():
             teacher = self._compute_teacher()
             self._stage("building the model")
             engine, parts, expected, num_parameters = self._build_engine()
-        with out_of_memory_explained(self.plan, self.world, self.trace, engine.tensors):
-            with operations_explained():
-                is_packed, references = self._verify(engine, expected, store, teacher)
+        with out_of_memory_explained(self.plan, self.world, self.trace, engine.tensors), explained():
+            is_packed, references = self._verify(engine, expected, store, teacher)
             progress = self._train(engine, parts, store, num_parameters, (references, teacher), is_packed=is_packed)
         log.info("%s after %d steps, %.0f s in total", progress.outcome, progress.step, time.time() - began)
 

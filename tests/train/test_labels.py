@@ -117,16 +117,19 @@ def test_each_assistant_turn_is_trained_once_after_the_prompt_of_inference_and_n
     assert refused == set(construction.refused.split())
 
 
+@pytest.mark.parametrize("fraction", ["", ".0"])
 @pytest.mark.parametrize("value", [52.5, 13.0, -1.5, 1e30, 3, 10**25, True, None, [1, {"b": 2.5}]])
-def test_the_numbers_of_a_call_are_trained_as_the_template_writes_them(value: object) -> None:
+def test_the_numbers_of_a_call_are_trained_as_the_template_writes_them(value: object, fraction: str) -> None:
     tokenizer = learn_tokenizer(["what"], 300, "chatml")
+    one_by_one = f"""'{{"a": ' + call.function.arguments.a | tojson + '{fraction}}}'"""
+    tokenizer.chat_template = str(tokenizer.chat_template).replace("call.function.arguments | tojson", one_by_one)
     encoder = RowEncoder.of(tokenizer, DATA, MessagesFormat(), len(tokenizer), frozenset())
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": value}}}
     turns = [{"role": "user", "content": "U"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     (documents,) = encoder.encode([Row({"messages": turns}, "f")])
     assert not isinstance(documents, DataError), documents
     trained = documents[0].tokens[1:][documents[0].labels[:-1] != IGNORED]
-    assert f'{{"a": {json.dumps(value)}}}' in tokenizer.decode(trained)
+    assert f'{{"a": {json.dumps(value)}{fraction}}}' in tokenizer.decode(trained)
 
 
 @pytest.mark.parametrize("name", [name for name, each in CONSTRUCTIONS.items() if each.refused == "*"])

@@ -348,13 +348,14 @@ def test_torchs_errors_about_dtypes_are_recognized_with_the_operations_own_words
     assert "FakeTensor" not in caught.value.what
 
 
-def test_an_operation_that_cannot_repeat_is_named_if_results_must_repeat() -> None:
-    said = "put_ does not have a deterministic implementation"
+@pytest.mark.parametrize("name", ["put_", "_histc_cuda with floating point input", "median CUDA with indices output"])
+def test_an_operation_that_cannot_repeat_is_named_if_results_must_repeat(name: str) -> None:
+    said = f"{name} does not have a deterministic implementation, but you set …"
     training = TRAINING.model_copy(update={"deterministic": True})
-    with pytest.raises(TrainingError, match="put_") as caught, operations_explained(training):
+    with pytest.raises(TrainingError, match=f": {name} has no") as caught, operations_explained(training):
         raise RuntimeError(said)
     assert "training.deterministic" in caught.value.fix
-    with pytest.raises(RuntimeError, match=said), operations_explained(TRAINING):
+    with pytest.raises(RuntimeError, match=name), operations_explained(TRAINING):
         raise RuntimeError(said)
 
 

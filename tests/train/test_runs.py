@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from ftkit.cli.main import main
 from ftkit.cli.terminal.record_lines import record_line
 from ftkit.data.packing import IGNORED, pack_at
 from ftkit.data.prepared_data import PreparedData
+from ftkit.errors import TrainingError
 from ftkit.files import parse_json
 from ftkit.planning.plan import PREPARATION_VERSION, BatchPlan
 from ftkit.runs.checkpoints import MARKER, Marker, TrainState
@@ -30,6 +32,7 @@ from ftkit.runs.records import (
     StepRecord,
     VerificationRecord,
 )
+from ftkit.train import trainer
 from ftkit.train.components.batches import BatchSchedule
 
 if TYPE_CHECKING:
@@ -184,6 +187,26 @@ def test_a_run_that_fails_in_a_step_has_recorded_the_previous_step(make_run: Cal
     run = make_run("failed behind", "evaluation.generation=null", processes=1)
     run.train(str(KILLED), "6", "behind", "by an error", expect=1)
     assert sorted(run.losses()) == list(range(1, 6))
+
+
+def test_an_operation_in_a_step_that_cannot_repeat_ends_the_run_with_its_name(
+    make_run: Callable[..., Any], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run("varying", "training.deterministic=true", "training.max_steps=2", processes=1)
+    original = trainer.train
+
+    def train(*args: Any, **kwargs: Any) -> Any:
+        torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(trainer, "train", train)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # restored afterwards
+    try:
+        with pytest.raises(TrainingError, match="put_ has no implementation"):
+            run.train_here(world)
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_non_finite_step_on_one_rank_is_skipped_by_all_and_recorded(

@@ -234,7 +234,7 @@ _MIXED_DTYPES = re.compile(
     r"[^'\"\n]*(same dtype|scalar type|dtypes (?:match|must)|dtype to be equal|and weight type|mixed dtype)[^'\"\n]*"
 )
 """What torch's operations say of inputs with several dtypes; in an error of its compiler, the operation's own words."""
-_NOT_DETERMINISTIC = re.compile(r"(\w+) does not have a deterministic implementation")
+_NOT_DETERMINISTIC = re.compile(r"([^'\"\n]+) does not have a deterministic implementation")
 
 
 @contextmanager

@@ -171,7 +171,7 @@ def _why_no_kernel(function: KernelFunction, model: PreTrainedModel, device: tor
 def _known_failure(function: KernelFunction, device: torch.device) -> str | None:
     """Return why a kernel would fail, for failures that a trial finds slowly or not at all."""
     if torch.are_deterministic_algorithms_enabled():
-        return "tunes kernels by their time, so that results may not repeat"
+        return "may not repeat, as training.deterministic asks"
     if function.name != _DELTA_RULE or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:  # noqa: PLR2004
         return None
     version = _version_of("triton")

@@ -78,7 +78,8 @@ def _varlen_backward(  # noqa: PLR0913, PLR0917 - operators take only tensors an
         return of_query, of_key, of_value
     _, flash_backward = flash_attention()
     options = _options(cu_seqlens, max_seqlen, scale, sliding_window)
-    options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    if torch.are_deterministic_algorithms_enabled():
+        options["deterministic"] = True
     of_query, of_key, of_value, *_ = flash_backward(query, key, value, output, gradient, lse, **options)
     return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
 

@@ -341,11 +341,17 @@ def test_eager_attention_saves_its_scores() -> None:
     [
         (("training.attention=flash4",), "a100-80gb", "needs Hopper or newer"),
         (("training.attention=cudnn", "training.deterministic=true"), "h200", "does not repeat"),
+        (
+            ("training.deterministic=true", "model.architecture=qwen3.5-9b"),
+            "h200",
+            "attention of 'qwen3_5_text'",
+        ),
         (("training.attention=flash4",), "b200", "flash-attn-4, which olmo3:25.02 does not list"),
         (("training.attention=flex", "training.sequence_length=64"), "h200", "needs packs of 128 tokens"),
         (("training.attention=sdpa", "model.architecture.family=gpt_oss"), "h200", "attention sinks of 'gpt_oss'"),
         (("training.context_parallel=2", "model.architecture.family=gpt_oss"), "h200", "attention sinks of 'gpt_oss'"),
         (("training.context_parallel=2", "model.architecture=qwen3.5-9b", SDPA), "h200", "carry a state"),
+        (("training.context_parallel=2", "training.deterministic=true"), "h200", "which olmo3:25.02 does not list"),
         (("training.tensor_parallel=2",), "a100-80gb", "can't use on NVIDIA A100"),
         (("training.collectives=copy_engine", "training.shard_degree=4"), "h200", "makes several"),
         (("training.router_aux_loss_coef=0.1", "model.architecture.family=deepseek_v3"), "h200", "in another way"),
