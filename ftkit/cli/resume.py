@@ -30,7 +30,7 @@ from ftkit.paths import is_address
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import RunPlan, ScriptPlan
 from ftkit.runs.failure import original_command
-from ftkit.runs.manifest import build_manifest
+from ftkit.runs.manifest import build_manifest, doubts_about_weights
 from ftkit.runs.metrics_file import RecordTail
 from ftkit.runs.repeat import Original, judge, original_to_json, read_original
 from ftkit.runs.signing import verify_beside
@@ -199,3 +199,5 @@ def _list_changes(
         terminal.warn(f"{each.section}: {each.key} is {after}, was {before}")
     for text in rerun.changes_between_starts(original):
         terminal.warn(text)
+    for doubt in doubts_about_weights(original.manifest):
+        terminal.warn(f"{doubt}: ftkit does not notice if the model was changed since {original.run.id}")

@@ -267,21 +267,24 @@ def explain_missing_digests(layout: RunLayout) -> list[str]:
     code = _doubts_about_code(values, has_changes=layout.code_changes.is_file())
     if "script" in values:
         return ["neither its data nor its weights have a digest: ftkit does not know what the script reads", *code]
-    model = mapping(values.get("model"))
-    weights, revision = str(model.get("weights")), str(model.get("revision"))
-    has_digest = model.get("trained") is not None and model.get("adapter") is None
-    doubts = []
-    if weights != "random" and not has_digest:
-        if is_path(weights):
-            doubts.append(f"no digest of the weights in {weights}")
-        elif not re.fullmatch(r"[0-9a-f]{40}", revision):
-            doubts.append("the model's commit is not known")
-    doubts += code
+    doubts = [*doubts_about_weights(values), *code]
     if values.get("starts"):
         digests = trained_data(values["starts"])
         inputs = {"train": "data", "tokenizer": "tokenizer"}
         doubts += [f"no digest of the {name}" for key, name in inputs.items() if key not in digests]
     return doubts
+
+
+def doubts_about_weights(values: Mapping[str, object]) -> list[str]:
+    """Return why a manifest does not identify the weights that training began with; empty if it does."""
+    model = mapping(values.get("model"))
+    weights, revision = str(model.get("weights")), str(model.get("revision"))
+    has_digest = model.get("trained") is not None and model.get("adapter") is None
+    if weights == "random" or has_digest:
+        return []
+    if is_path(weights):
+        return [f"no digest of the weights in {weights}"]
+    return [] if re.fullmatch(r"[0-9a-f]{40}", revision) else ["the model's commit is not known"]
 
 
 def _doubts_about_code(values: Values, *, has_changes: bool) -> list[str]:

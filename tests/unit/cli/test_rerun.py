@@ -27,3 +27,17 @@ def test_a_dry_run_lists_the_differences_and_refuses_unknown_parts(
     refused = ftkit("rerun", run.id, "--dry-run", "--allow", "dta")
     assert (refused.code, refused.out) == (3, "")
     assert "data, image, code" in refused.err
+
+
+def test_a_rerun_says_that_changed_weights_of_a_local_folder_are_not_noticed(
+    ftkit: Callable[..., Result], make_run: RunMaker, tmp_path: Path
+) -> None:
+    run = make_run(scheduler="local")
+    manifest = build_manifest(read_plan(run.layout), ["ftkit"], tmp_path)
+    told = []
+    for model in ({"weights": "random"}, {"weights": "/models/tiny", "revision": None}):
+        run.layout.manifest.write_text(json.dumps(manifest | {"model": model}))
+        done = ftkit("rerun", run.id, "--dry-run")
+        assert done.code == 0, done.err
+        told.append("no digest of the weights in /models/tiny: ftkit does not notice" in " ".join(done.err.split()))
+    assert told == [False, True]
