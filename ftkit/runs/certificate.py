@@ -17,8 +17,11 @@ from ftkit.runs.model_card import CARD_FILE, CURVE_FILE, RECIPE_FILE, append_tab
 from ftkit.runs.signing import signature_file, verify_beside
 
 CERTIFICATE = "certificate.json"
-UNCERTIFIED = {CARD_FILE, CURVE_FILE, RECIPE_FILE, EXPORT_RECORD, CERTIFICATE, signature_file(Path(CERTIFICATE)).name}
-"""Files that no engine reads."""
+UNCERTIFIED = {
+    CARD_FILE, CURVE_FILE, RECIPE_FILE, EXPORT_RECORD, CERTIFICATE, signature_file(Path(CERTIFICATE)).name,
+    ".gitattributes",
+}  # fmt: skip
+"""Files that no engine reads; the hub adds the last one to each model."""
 _TITLE = "## Verified engines"
 
 
@@ -64,24 +67,29 @@ def make_certificate(
     folder: Path, run: str, step: int, kind: Literal["model", "adapters"], engines: Sequence[EngineResult]
 ) -> Certificate:
     verdict: Literal["passed", "failed"] = "passed" if all(each.passed for each in engines) else "failed"
-    return Certificate(run, step, kind, _certified_files(folder), tuple(engines), verdict)
+    files = {name: SavedFile.of(folder / name) for name in _files_of_engines(folder)}
+    return Certificate(run, step, kind, files, tuple(engines), verdict)
 
 
-def _certified_files(folder: Path) -> dict[str, SavedFile]:
-    paths = (path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in UNCERTIFIED)
-    return {path.name: SavedFile.of(path) for path in paths}
+def _files_of_engines(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in UNCERTIFIED)
+
+
+def _uncertified_files(certificate: Certificate, folder: Path) -> list[str]:
+    """Return the files that were changed or removed, and those that were added: an engine may read them too."""
+    changed = [name for name, file in certificate.files.items() if not file.is_content_of(folder / name)]
+    return changed + [name for name in _files_of_engines(folder) if name not in certificate.files]
 
 
 def require_certificate(folder: Path, public_key: Path) -> list[str]:
     """Return the engines of an export's certificate; refuse one not signed with the key, of other files, or failed."""
     verify_beside(folder / CERTIFICATE, public_key, "ftkit-certificate")
     certificate = read_json(folder / CERTIFICATE, Certificate)
-    files = certificate.files.items() if certificate else ()
-    wrong = [name for name, file in files if not file.is_content_of(folder / name)]
+    wrong = _uncertified_files(certificate, folder) if certificate else []
     if certificate is None or wrong or certificate.verdict != "passed":
         raise TrainingError(
             f"{folder} has no certificate that passed, of these files: {', '.join(wrong) or 'it failed'}",
-            meaning="files were changed or exported again after they were certified, or an engine computes differently",
+            meaning="files were changed, added or exported again since then, or an engine computes differently",
             fix="certify it: ftkit verify DIR --engine NAMES",
         )
     return [f"{each.engine} {each.version}" for each in certificate.engines]
@@ -98,7 +106,7 @@ def settle_certificate(folder: Path) -> None:
     """Add the certificate's table to the model card; remove a certificate of other files."""
     path = folder / CERTIFICATE
     certificate = read_json_if_valid(path, Certificate)
-    if certificate is None or certificate.files != _certified_files(folder):
+    if certificate is None or _uncertified_files(certificate, folder):
         path.unlink(missing_ok=True)
         signature_file(path).unlink(missing_ok=True)
         return

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
+from ftkit.errors import TrainingError
 from ftkit.files import write_json
 from ftkit.runs.certificate import (
     CERTIFICATE,
@@ -11,6 +14,7 @@ from ftkit.runs.certificate import (
     EngineResult,
     keep_certificate,
     make_certificate,
+    require_certificate,
     settle_certificate,
 )
 
@@ -50,3 +54,17 @@ def test_an_export_of_other_weights_loses_the_certificate(tmp_path: Path) -> Non
 def test_an_export_without_a_certificate_stays_as_it_is(tmp_path: Path) -> None:
     settle_certificate(folder := export(tmp_path / "first", "w"))
     assert (folder / "README.md").read_text() == "# A model\n"
+
+
+@pytest.mark.parametrize("name", ["hf_quant_config.json", "chat_template.jinja", "model-2.safetensors"])
+def test_a_file_added_after_certification_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftkit.runs.certificate.verify_beside", lambda *_: None)
+    certify(folder := export(tmp_path / "first", "w"))
+    for unread in ("README.md", "loss.svg", ".gitattributes"):
+        (folder / unread).write_text("written later")
+    assert require_certificate(folder, tmp_path / "key.pub") == ["vllm 0.33"]
+    (folder / name).write_text("{}")
+    with pytest.raises(TrainingError, match=f"of these files: {name}"):
+        require_certificate(folder, tmp_path / "key.pub")
