@@ -155,7 +155,9 @@ def rerun_command(  # noqa: PLR0913 - one for each option
     """
     terminal, ctx, workspace = Terminal(), current_context(), arguments.current_workspace()
     path = Path(reference)
-    is_own = not (is_address(reference) or path.exists() or path.suffix in (".json", ".tar"))
+    # A folder here that only has the name of a run is not a copy of one.
+    is_copy = path.exists() and ("/" in reference or path.is_file() or RunLayout(path).manifest.is_file())
+    is_own = not (is_copy or is_address(reference) or path.suffix in (".json", ".tar"))
     if public_key:
         verify_beside(path, public_key, "ftkit-bundle")
     original = read_original(str(arguments.get_run(reference).layout.root) if is_own else reference)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    import pytest
     from conftest import Result, RunMaker
 
 
@@ -41,3 +42,16 @@ def test_a_rerun_says_that_changed_weights_of_a_local_folder_are_not_noticed(
         assert done.code == 0, done.err
         told.append("no digest of the weights in /models/tiny: ftkit does not notice" in " ".join(done.err.split()))
     assert told == [False, True]
+
+
+def test_a_folder_with_the_name_of_a_run_does_not_hide_the_run(
+    ftkit: Callable[..., Result], make_run: RunMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(scheduler="local")
+    run.layout.manifest.write_text(json.dumps(build_manifest(read_plan(run.layout), ["ftkit"], tmp_path)))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    done = ftkit("rerun", "demo", "--dry-run")
+    assert (done.code, done.out.startswith("#!")) == (0, True), done.err
+    refused = ftkit("rerun", "./demo", "--dry-run")
+    assert "./demo has no manifest of a run" in refused.err
