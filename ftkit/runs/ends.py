@@ -21,7 +21,7 @@ from ftkit.files import open_regular, read_small, write_file
 from ftkit.process import without_colors
 from ftkit.runs.failure import first_error
 from ftkit.runs.job import CAUSES, Cause, Job
-from ftkit.runs.metrics_file import read_last_record, read_last_step
+from ftkit.runs.metrics_file import read_last_step, read_records
 from ftkit.runs.records import EndRecord
 
 if TYPE_CHECKING:
@@ -72,8 +72,10 @@ def find_end(layout: RunLayout, since: float) -> tuple[End, dict[str, str] | Non
         note = End(Cause(cause), text) if cause in set(Cause) else None
     if end := note or words:
         return end, None
-    last = read_last_record(layout.metrics)
-    if isinstance(last, EndRecord) and last.time >= since:
+    # Preparing the data for the next start adds records after this one.
+    records = read_records(layout.metrics, skips_steps=True)
+    last = next((each for each in reversed(records) if isinstance(each, EndRecord)), None)
+    if last and last.time >= since:
         return End({"stopped": Cause.STOP_REQUEST, "completed": Cause.MORE_STEPS}[last.outcome]), None
     error = first_error(layout, since=since)
     if error is None:

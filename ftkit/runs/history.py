@@ -237,6 +237,7 @@ def _history_of(layout: RunLayout, found: list[Record], problem: str) -> History
         elif trained and isinstance(record, StepRecord | EvaluationRecord):
             trained[-1] = (trained[-1][0], max(trained[-1][1], record.time))
     checkpoint, end = _newest(newest, CheckpointRecord), _newest(newest, EndRecord)
+    export = str(layout.export) if layout.export.is_dir() else None  # `resume --from` does not bring it here
     starts = _all(records, StartRecord)
     anomalies = {(each.step, each.kind): each for each in _all(records, AnomalyRecord)}
     return History(
@@ -254,7 +255,7 @@ def _history_of(layout: RunLayout, found: list[Record], problem: str) -> History
         checkpoint=checkpoint and replace(checkpoint, path=str(layout.checkpoint(checkpoint.step))),
         failed_checkpoint=_newest(newest, FailedCheckpointRecord),
         anomalies=tuple(anomalies[key] for key in sorted(anomalies)),
-        end=replace(end, export=str(layout.export)) if end and end.export else end,
+        end=replace(end, export=export) if end and end.export else end,
         sharding=_newest(newest, ShardingRecord),
         script_step=read_script_step(layout) if layout.is_script else None,
         records=records,

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 def finish(run: SubmittedRun, records: Any) -> None:
     records.write(run, records.step(1, 6.5), records.step(400, 0.5), records.end())
+    run.layout.export.mkdir()
     run.layout.job_exit_code(run.job_id).write_text("0\n")
 
 

@@ -61,6 +61,19 @@ def test_each_restart_has_its_step_and_the_reason_of_the_previous_end(
     ]
 
 
+@pytest.mark.parametrize(("outcome", "cause"), [("completed", Cause.MORE_STEPS), ("stopped", Cause.STOP_REQUEST)])
+def test_data_prepared_before_the_next_start_does_not_hide_how_the_last_one_ended(
+    outcome: str, cause: Cause, make_run: RunMaker, records: Any, tmp_path: Path
+) -> None:
+    run = make_run()
+    run.layout.manifest.write_text("{}")
+    record_start(run.layout.manifest, tmp_path / "no-image")
+    ended = replace(records.end(outcome, 1), time=time.time())
+    records.write(run, records.step(1), ended, StageRecord(time.time(), "preparing the data"))
+    record_start(run.layout.manifest, tmp_path / "no-image")
+    assert [each.reason for each in read_history(run.layout).restarts] == [End(cause)]
+
+
 def test_the_remaining_time_is_estimated_from_the_last_steps(make_run: RunMaker, records: Any) -> None:
     run = make_run()
     assert read_history(run.layout).seconds_left(10) is None

@@ -33,6 +33,7 @@ def test_a_run_that_has_not_started_has_an_empty_summary(make_run: RunMaker) -> 
 
 def test_first_and_last_values_are_distinguished(make_run: RunMaker, records: Any) -> None:
     run = make_run()
+    run.layout.export.mkdir()
     sample = Sample("q", "r", "a", True)
     before = EvaluationRecord(1.0, 0, "before", 6.0, 400.0, 0.0, ())
     during = EvaluationRecord(2.0, 10, "during", 3.0, 20.0, None, ())
@@ -67,12 +68,21 @@ def test_a_resumed_run_is_at_its_checkpoint_until_it_records_a_step(make_run: Ru
 def test_paths_of_a_moved_run_are_where_its_files_are_now(make_run: RunMaker, records: Any, tmp_path: Path) -> None:
     run = make_run()
     records.write(run, CheckpointRecord(2.0, 20, str(run.layout.checkpoint(20)), 0.5, 0.1), records.end())
+    run.layout.export.mkdir()
     moved = RunLayout(run.layout.root.rename(tmp_path / "moved"))
     summary = read_history(moved)
     assert summary.checkpoint is not None
     assert summary.end is not None
     assert summary.checkpoint.path == str(tmp_path / "moved" / "checkpoints" / "step-000020")
     assert summary.end.export == str(tmp_path / "moved" / "export")
+
+
+def test_an_export_that_is_not_in_the_runs_folder_is_not_shown(make_run: RunMaker, records: Any) -> None:
+    run = make_run()
+    records.write(run, records.end())
+    end = read_history(run.layout).end
+    assert end is not None
+    assert end.export is None
 
 
 def test_the_rank_that_failed_first_is_the_cause(make_run: RunMaker) -> None:
