@@ -211,6 +211,8 @@ def sync_command(reference: str, destination: str | None, *, watches: bool) -> N
             f"{len(status.waiting)} of {len(status.waiting) + len(status.done)} parts are not copied: {status.error}",
             fix=f"repeat the command: ftkit runs sync {run.id} {destination}",
         )
+    if run.layout.is_script:
+        terminal.warn(f"only the record of {run.id} was copied: a script's run can't be continued from a copy")
     terminal.data(f"{status.destination}\n")
 
 

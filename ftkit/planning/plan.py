@@ -335,7 +335,7 @@ def read_plan(layout: RunLayout) -> RunPlan:
         raise PlanError(
             f"{layout.plan} is the plan of a script, not of ftkit's trainer",
             meaning="ftkit knows neither the script's data nor its checkpoints",
-            fix="'ftkit status', 'logs', 'cancel', 'resume', 'rerun' and 'rm' work for it",
+            fix="'ftkit status', 'logs', 'cancel', 'resume' and 'rm' work for it",
             name="plan-of-script",
         )
     return plan

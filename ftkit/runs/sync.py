@@ -27,8 +27,9 @@ from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, one_line,
 from ftkit.files import atomic_folder, read_json_if_valid, write_file, write_json
 from ftkit.models.folder import EXPORT_RECORD
 from ftkit.planning.layout import RunLayout, Workspace
-from ftkit.planning.plan import RunPlan, plan_to_json, read_plan
+from ftkit.planning.plan import PlanError, RunPlan, ScriptPlan, plan_to_json, read_job_plan
 from ftkit.runs.checkpoints import MARKER, DamagedCheckpointError, find_damage, list_checkpoints, read_marker
+from ftkit.runs.failure import original_command
 from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.records import EndRecord
 from ftkit.runs.storage import Store, upload_folder
@@ -143,7 +144,10 @@ def check_destination(destination: str) -> None:
 
 
 def fetch_run(address: str, workspace: Workspace, report: Callable[[str], None]) -> RunPlan:
-    """Download a run with its newest complete checkpoint unless it exists here; return its plan in this workspace."""
+    """Download a run with its newest complete checkpoint unless it exists here; return its plan in this workspace.
+
+    Raises `PlanError` if it ran a script.
+    """
     store = Store(address)
     names = store.sizes()
     if "plan.json" not in names:
@@ -160,7 +164,14 @@ def fetch_run(address: str, workspace: Workspace, report: Callable[[str], None])
     if local < newest:
         report(f"copying the checkpoint of step {newest}")
         _fetch_checkpoint(store, newest, layout.checkpoint(newest), names)
-    plan = read_plan(layout)
+    plan = read_job_plan(layout)
+    if isinstance(plan, ScriptPlan):
+        raise PlanError(
+            f"{plan.id} ran a script, so it can't be continued from a copy",
+            meaning="a copy has only the record of such a run, neither the script nor its checkpoints",
+            fix=f"start the script again, where it is: {original_command(layout)}",
+            name="copy-of-script",
+        )
     python = sys.executable if plan.cluster.runtime == "none" else plan.python
     plan = replace(plan, workspace=workspace.root, python=python)
     write_file(layout.plan, plan_to_json(plan).encode())

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest.mock import Mock
 
 import pytest
 
+from ftkit.config.context import Context
 from ftkit.files import write_json
+from ftkit.launch.resolve import RunArgs
+from ftkit.launch.user_script import ScriptArgs, resolve_script
+from ftkit.planning.layout import Workspace
+from ftkit.planning.plan import PlanError, plan_to_json
 from ftkit.runs import storage as store_module
 from ftkit.runs.checkpoints import FORMAT_VERSION, MARKER, Marker, SavedFile, TrainState
+from ftkit.runs.manifest import build_manifest
 from ftkit.runs.storage import Store
-from ftkit.runs.sync import RunCopy
+from ftkit.runs.sync import RunCopy, fetch_run
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from typing import Any
 
     from conftest import RunMaker
@@ -79,3 +85,17 @@ def test_a_pipe_in_a_run_folder_ends_the_copy(run: SubmittedRun, tmp_path: Path)
     run.layout.script.unlink(missing_ok=True)
     os.mkfifo(run.layout.script)
     assert "regular file" in str(RunCopy(run.layout, str(tmp_path / "copy"), print).update().error)
+
+
+def test_a_scripts_run_is_not_continued_from_its_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("print()")
+    ctx = Context(tmp_path, tmp_path / "user", {"FTKIT_CLUSTER": "local"})
+    plan, _ = resolve_script(ScriptArgs(Path("train.py")), RunArgs(), [], ctx)
+    plan.layout.root.mkdir(parents=True)
+    plan.layout.plan.write_text(plan_to_json(plan))
+    write_json(plan.layout.manifest, build_manifest(plan, ["ftkit", "run", "--script", "train.py"], tmp_path))
+    address = RunCopy(plan.layout, str(tmp_path / "copies"), print).update().destination
+    with pytest.raises(PlanError, match="can't be continued from a copy") as caught:
+        fetch_run(address, Workspace(tmp_path / "elsewhere"), print)
+    assert caught.value.fix == "start the script again, where it is: ftkit run --script train.py"
