@@ -216,7 +216,7 @@ def push(folder: Path, address: str, last: str, report: Callable[[str], None]) -
     if last in store.sizes() and not store.holds(last, folder / last):
         raise PrerequisiteError(
             f"{address} already has another export",
-            meaning="ftkit replaces and deletes nothing there",
+            meaning="ftkit does not replace one export by another",
             fix="give another address, for example with the step in its name",
         )
     upload_folder(folder, store, last, report)
