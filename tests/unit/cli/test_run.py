@@ -48,7 +48,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.fixture
 def learning(records: Any) -> str:
-    """A script that writes the files of a complete training run."""
+    """A script that writes the files of a complete training run; its export is empty."""
     before = EvaluationRecord(1.0, 0, "before", 6.0, 812.5, 0.0, ())
     right = Sample("How many ships are there?", "SELECT COUNT(*) FROM ships", "SELECT COUNT(*) FROM ships", True)
     wrong = Sample("Which is the oldest?", "SELECT name FROM ships", "SELECT age FROM ships", False)
@@ -63,7 +63,7 @@ def learning(records: Any) -> str:
         records.end(number=20),
     ]
     text = "\n".join(to_line(record) for record in lines)
-    return f"cat >metrics.jsonl <<'END'\n{text}\nEND\necho 0 >exit-code-$$\n"
+    return f"mkdir export; cat >metrics.jsonl <<'END'\n{text}\nEND\necho 0 >exit-code-$$\n"
 
 
 def test_a_dry_run_prints_only_the_script_and_writes_nothing(
