@@ -70,11 +70,17 @@ def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None
             require_matplotlib()
             save_page(run_page(read_report(run.layout, seen.state)), run.layout.report)
     show_end(run, seen, terminal)
-    if (verdict := read_json_if_valid(run.layout.proof, Verdict)) and verdict.findings:
+    verdict = read_json_if_valid(run.layout.proof, Verdict)
+    if verdict and verdict.findings:
         checks = ", ".join(dict.fromkeys(finding.check for finding in verdict.findings))
         raise TrainingError(
             f"{run.id}: --prove has {plural(len(verdict.findings), 'finding')}: {checks}",
             fix=f"what is wrong, and what to change, is in its log: ftkit logs {run.id}",
+        )
+    if verdict and verdict.not_checked and not verdict.passed:
+        raise TrainingError(
+            f"{run.id}: --prove could check nothing: {next(iter(verdict.not_checked.values()))}",
+            fix=f"see its log: ftkit logs {run.id}",
         )
 
 

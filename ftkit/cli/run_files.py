@@ -212,7 +212,7 @@ def sync_command(reference: str, destination: str | None, *, watches: bool) -> N
             fix=f"repeat the command: ftkit runs sync {run.id} {destination}",
         )
     if run.layout.is_script:
-        terminal.warn(f"only the record of {run.id} was copied: a script's run can't be continued from a copy")
+        terminal.warn(f"checkpoints of {run.id} were not copied: a script's run can't be continued from a copy")
     terminal.data(f"{status.destination}\n")
 
 

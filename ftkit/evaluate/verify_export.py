@@ -50,6 +50,8 @@ def verify_export(folder: Path, report: Callable[[str], None]) -> list[Check]:
     record = read_record(folder)
     report("reading the weight files")
     checks = [_check_files(folder, record)]
+    if changed := [name for name, file in (record.settings or {}).items() if not file.is_content_of(folder / name)]:
+        checks.append(Check("settings", f"differ from what was written: {', '.join(changed)}", passed=False))
     report("loading the tokenizer")
     checks += _check_tokenizer(folder, record)
     picture = None

@@ -183,6 +183,11 @@ class Store:
             raise PrerequisiteError(what, meaning=meaning, fix=ADVICE.get(self._scheme, "check the folder")) from error
 
 
+def files_in(folder: Path) -> list[Path]:
+    """Return the files of a folder and of those in it."""
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
 def upload_folder(folder: Path, store: Store, last: str, report: Callable[[str], None]) -> None:
     """Copy the missing files of a folder. The file `last`, which marks the copy as complete, is copied last.
 
@@ -190,8 +195,7 @@ def upload_folder(folder: Path, store: Store, last: str, report: Callable[[str],
     `FileNotFoundError` if a local file no longer exists.
     """
     existing = store.sizes()
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    for path in sorted(files, key=lambda path: (path == folder / last, path)):
+    for path in sorted(files_in(folder), key=lambda path: (path == folder / last, path)):
         name = path.relative_to(folder).as_posix()
         if existing.get(name) == path.stat().st_size and store.holds(name, path):
             continue

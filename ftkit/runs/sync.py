@@ -3,8 +3,8 @@
 The copy runs in a separate process, so that training never waits for the store:
 `python -m ftkit.runs.sync RUN_FOLDER DESTINATION` copies a run until SIGTERM, or until its trainer ends.
 
-Complete checkpoints, exports, and the small files about the run are copied. A checkpoint's marker is copied last, so a
-copied checkpoint with its marker is complete. Nothing is deleted from the copy.
+Complete checkpoints, exports, the user's code, and the small files about the run are copied. A checkpoint's marker is
+copied last, so a copied checkpoint with its marker is complete. Nothing is deleted from the copy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ftkit.runs.checkpoints import MARKER, DamagedCheckpointError, find_damage, 
 from ftkit.runs.failure import original_command
 from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.records import EndRecord
-from ftkit.runs.storage import Store, upload_folder
+from ftkit.runs.storage import Store, files_in, upload_folder
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 10.0
@@ -101,10 +101,11 @@ class RunCopy:
             wait(pause)
 
     def _folders(self) -> dict[str, Path]:
-        """Return checkpoints, newest first, and exports, by their names in the copy."""
+        """Return the user's code, checkpoints, newest first, and exports, by their names in the copy."""
         layout = self._layout
         exports = [layout.export, *sorted(layout.exports.glob("[!.]*"))]
         folders = [
+            *([layout.code] if layout.code.is_dir() else []),
             *(folder for _, folder in reversed(list_checkpoints(layout))),
             *(folder for folder in exports if (folder / EXPORT_RECORD).is_file()),
         ]
@@ -122,10 +123,12 @@ class RunCopy:
         for name, folder in self._folders().items():
             if name in self._done:
                 continue
-            last = MARKER if (folder / MARKER).is_file() else EXPORT_RECORD
+            last = next((name for name in (MARKER, EXPORT_RECORD) if (folder / name).is_file()), "")
             inside = Store(f"{store.address}/{name}")
             try:
-                if not inside.holds(last, folder / last):
+                sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files_in(folder)}
+                is_whole = last and sizes.items() <= inside.sizes().items() and inside.holds(last, folder / last)
+                if not is_whole:
                     upload_folder(folder, inside, last, self._report)
             except FileNotFoundError:  # the trainer has deleted an older checkpoint
                 continue
@@ -143,8 +146,12 @@ def check_destination(destination: str) -> None:
 # --- Fetch a copy --------------------------------------------------------------------------------
 
 
+class _DamagedCopyError(PrerequisiteError):
+    """A copied checkpoint differs from what was written."""
+
+
 def fetch_run(address: str, workspace: Workspace, report: Callable[[str], None]) -> RunPlan:
-    """Download a run with its newest complete checkpoint unless it exists here; return its plan in this workspace.
+    """Download a run with its newest intact checkpoint unless it exists here; return its plan in this workspace.
 
     Raises `PlanError` if it ran a script.
     """
@@ -154,21 +161,29 @@ def fetch_run(address: str, workspace: Workspace, report: Callable[[str], None])
         raise missing_copy(address)
     layout = RunLayout(workspace.runs / store.address.rpartition("/")[2])
     markers = (re.fullmatch(rf"checkpoints/step-(\d{{1,18}})/{MARKER}", name) for name in names)
-    newest = max((int(match[1]) for match in markers if match), default=0)
+    steps = sorted((int(match[1]) for match in markers if match), reverse=True)
     local = max((step for step, _ in layout.list_checkpoints()), default=0)
     layout.logs.mkdir(parents=True, exist_ok=True)
-    if local <= newest:
-        for path in (layout.plan, layout.manifest, layout.metrics):
-            if path.name in names:
-                store.get(path.name, path)
-    if local < newest:
-        report(f"copying the checkpoint of step {newest}")
-        _fetch_checkpoint(store, newest, layout.checkpoint(newest), names)
+    if local <= max(steps, default=0):
+        code = [name for name in names if name.startswith(f"{layout.code.name}/") and ".." not in Path(name).parts]
+        for name in (layout.plan.name, layout.manifest.name, layout.metrics.name, *code):
+            if name in names:
+                store.get(name, layout.root / name)
+    newer = [step for step in steps if step > local]
+    for step in newer:
+        report(f"copying the checkpoint of step {step}")
+        try:
+            _fetch_checkpoint(store, step, layout.checkpoint(step), names)
+            break
+        except _DamagedCopyError as error:
+            report(error.what)
+            if step == newer[-1]:
+                raise
     plan = read_job_plan(layout)
     if isinstance(plan, ScriptPlan):
         raise PlanError(
             f"{plan.id} ran a script, so it can't be continued from a copy",
-            meaning="a copy has only the record of such a run, neither the script nor its checkpoints",
+            meaning="a copy has the script, but not the checkpoints that it wrote",
             fix=f"start the script again, where it is: {original_command(layout)}",
             name="copy-of-script",
         )
@@ -198,10 +213,10 @@ def _fetch_checkpoint(store: Store, step: int, folder: Path, names: dict[str, in
         except DamagedCheckpointError as error:
             damaged = [str(error)]
         if damaged:
-            raise PrerequisiteError(
+            raise _DamagedCopyError(
                 f"the copy of the checkpoint of step {step} at {store.address} is damaged: {', '.join(damaged[:3])}",
                 meaning="files there were changed or removed",
-                fix="repeat the command; or copy an older checkpoint manually",
+                fix=f"remove {prefix} there, and copy the run again with 'ftkit runs sync'",
             )
 
 

@@ -262,8 +262,9 @@ class StepWatch:
                     self.facts.moves_weights |= self._num_updates > self._num_before_step or any(moved)
             facts.backward = self._num_backwards
 
-    def _on_logits(self, call: Call, sample: Tensor, gradient: Tensor) -> None:
-        if call.facts.counts is None and call.ids is not None:  # the whole output's gradient comes before its parts'
+    def _on_logits(self, call: Call, sample: Tensor, gradient: Tensor | None) -> None:
+        # The whole output's gradient comes before its parts'. DDP's copy of the logits has none.
+        if gradient is not None and call.facts.counts is None and call.ids is not None:
             with self._guarded():
                 read_gradient(call, call.ids, sample, gradient)
 

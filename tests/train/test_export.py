@@ -213,6 +213,18 @@ def drop_end_token(folder: Path) -> None:
     path.write_text(json.dumps(settings | {"eos_token_id": None}))
 
 
+def drop_a_merge(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["merges"].pop()
+    file.write_text(json.dumps(content))
+
+
+def never_end(folder: Path) -> None:
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"min_new_tokens": 100}))
+
+
 def cut_short(folder: Path) -> None:
     path = folder / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -230,6 +242,8 @@ def cut_short(folder: Path) -> None:
         (swap_tokens, "vocabulary: differs", 2**40),
         (store_in_fp16, "in F16, and it was exported in", 2**40),
         (drop_end_token, "end of turn", LITTLE),
+        (drop_a_merge, "settings: differ from what was written: tokenizer.json", 2**40),
+        (never_end, "settings: differ from what was written: generation_config.json", LITTLE),
         (cut_short, "loads in transformers", 2**40),
     ],
 )

@@ -50,6 +50,37 @@ for step, (ids,) in enumerate(DataLoader(data, batch_size=4, sampler=sampler)):
 """
 
 
+LOSS_INSIDE = """
+import sys
+import torch
+from torch import nn, distributed
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 50))
+        self.unused = nn.Linear(16, 16)
+
+    def forward(self, input_ids, labels):
+        logits = self.layers(input_ids)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+distributed.init_process_group("gloo")
+torch.manual_seed(distributed.get_rank())
+model = DistributedDataParallel(Model(), find_unused_parameters=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for step in range(4):
+    ids = torch.randint(50, (4, 17))
+    shift = int(sys.argv[1])
+    model(input_ids=ids[:, : 17 - shift], labels=ids[:, shift:])["loss"].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
 @pytest.mark.parametrize(
     ("kind", "sampling", "expected"),
     [
@@ -68,6 +99,15 @@ def test_two_ranks_are_judged_together(
     assert {"gradients", "optimizer", "shift"} <= set(verdict.passed)
     assert verdict.seconds < 10
     assert ("replicas" in verdict.not_checked) == (kind == "fsdp")
+
+
+@pytest.mark.parametrize(("shift", "expected"), [(1, set()), (0, {"shift"})])
+def test_logits_that_ddp_copies_for_unused_parameters_are_watched(
+    shift: int, expected: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict, log = prove(LOSS_INSIDE, (str(shift),), tmp_path, monkeypatch, num_ranks=2)
+    assert {finding.check for finding in verdict.findings} - {"gradients"} == expected, log
+    assert {"optimizer", "zero_grad"} <= set(verdict.passed), log
 
 
 def test_training_is_the_same_as_without_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

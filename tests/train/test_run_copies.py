@@ -130,15 +130,37 @@ def test_a_run_resumes_on_another_machine_from_its_copy_with_the_same_result(fin
 def test_a_damaged_copy_is_not_resumed(finished_run: Run, client: Any, tmp_path: Path) -> None:
     status = RunCopy(finished_run.layout, f"s3://{BUCKET}/damaged", quiet).update()
     prefix = status.destination.removeprefix(f"s3://{BUCKET}/")
-    client.put_object(Bucket=BUCKET, Key=f"{prefix}/checkpoints/step-000020/__0_0.distcp", Body=b"no")
-    workspace = Workspace(tmp_path)
-    with pytest.raises(PrerequisiteError, match=r"step 20 .*__0_0\.distcp"):
+    damaged = [f"{prefix}/checkpoints/step-0000{step}/__0_0.distcp" for step in (20, 10)]
+    client.put_object(Bucket=BUCKET, Key=damaged[0], Body=b"no")
+    older, said = Workspace(tmp_path / "older"), list[str]()
+    fetch_run(status.destination, older, said.append)
+    assert any("step 20 at " in line and "__0_0.distcp" in line for line in said)
+    layout = RunLayout(older.runs / finished_run.layout.root.name)
+    assert [step for step, _ in layout.list_checkpoints()] == [10]
+    client.put_object(Bucket=BUCKET, Key=damaged[1], Body=b"no")
+    workspace = Workspace(tmp_path / "none")
+    with pytest.raises(PrerequisiteError, match=r"step 10 .*__0_0\.distcp"):
         fetch_run(status.destination, workspace, quiet)
     assert RunLayout(workspace.runs / finished_run.layout.root.name).list_checkpoints() == []
+    RunCopy(finished_run.layout, f"s3://{BUCKET}/damaged", quiet).update()  # sees the sizes
+    fetch_run(status.destination, workspace, quiet)
     with pytest.raises(NotFoundError, match=r"s3://"):
         fetch_run(f"s3://{BUCKET}/nothing", workspace, quiet)
     with pytest.raises(NotFoundError, match=r"s3://"):
         read_original(f"s3://{BUCKET}/damaged")
+
+
+def test_the_users_code_is_copied_and_fetched(finished_run: Run, tmp_path: Path) -> None:
+    run = finished_run.copy_to("with-code-20260102T030405Z-ab12")
+    module = run.layout.code / "with-mine" / "mine.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("VALUE = 1\n")
+    status = RunCopy(run.layout, str(tmp_path / "copies"), quiet).update()
+    assert (status.error, status.waiting) == (None, ())
+    elsewhere = Workspace(tmp_path / "elsewhere")
+    fetch_run(status.destination, elsewhere, quiet)
+    fetched = RunLayout(elsewhere.runs / run.layout.root.name).code / "with-mine" / "mine.py"
+    assert fetched.read_text() == "VALUE = 1\n"
 
 
 def test_a_failing_store_is_reported_and_retried(finished_run: Run, tmp_path: Path) -> None:

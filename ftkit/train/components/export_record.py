@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -16,6 +16,7 @@ from ftkit.config.training import Precision
 from ftkit.data.limits import Template, run_limited
 from ftkit.data.pictures import load_processor
 from ftkit.data.rendering import name_of_template, render_turns
+from ftkit.models.folder import ADAPTER_CONFIG
 from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.model.hf_model import find_decoder_layers
 
@@ -94,6 +95,13 @@ class ExportRecord:
     picture: tuple[int, ...] | None = None  # tokens of a prompt with a picture, whose logits are the last; None without
     merged: tuple[float, float, int] | None = None  # losses with training's 4-bit base, and unquantized; documents
     quantized: tuple[QuantizedFiles, ...] = ()  # measured files, including the unquantized ones
+    settings: dict[str, SavedFile] | None = None  # of model, tokenizer and generation; None in an earlier version's
+
+
+def settings_in(folder: Path, weights: Iterable[str]) -> dict[str, SavedFile]:
+    """Return the other files that libraries read, except adapters' settings: the folder of their base may change."""
+    paths = [path for ending in ("json", "jinja", "model") for path in folder.glob(f"*.{ending}")]
+    return {path.name: SavedFile.of(path) for path in sorted(paths) if path.name not in (ADAPTER_CONFIG, *weights)}
 
 
 def make_prompts(tokenizer: PreTrainedTokenizerBase) -> tuple[Prompt, ...]:

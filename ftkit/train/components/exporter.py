@@ -194,7 +194,8 @@ class Exporter:
             rows = [[name, f"{loss:.4f}"] for name, loss in zip(names, record.merged[:2], strict=True)]
             measured = f"loss on the first {plural(record.merged[2], 'validation document')}"
             append_table(folder, "## Merged adapters", ["merged into", measured], rows)
-        write_json(folder / EXPORT_RECORD, replace(record, files=files))
+        settings = export_record.settings_in(folder, files)
+        write_json(folder / EXPORT_RECORD, replace(record, files=files, settings=settings))
 
     def _write_model(self, dtype: torch.dtype, folder: Path) -> dict[str, SavedFile]:
         """Write the files for `from_pretrained` of the built class, which may be a text model's."""

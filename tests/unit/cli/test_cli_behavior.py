@@ -363,15 +363,15 @@ def test_a_copy_that_needs_a_missing_package_says_what_to_install(
     assert "'ftkit[storage]'" in result.err
 
 
-def test_the_copy_of_a_scripts_run_is_said_to_be_only_its_record(
+def test_the_copy_of_a_scripts_run_is_said_to_have_no_checkpoints(
     ftkit: Callable[..., Result], make_run: RunMaker, tmp_path: Path
 ) -> None:
     run = make_run()
-    assert "only the record" not in ftkit("runs", "sync", run.id, str(tmp_path / "copies")).err
+    assert "were not copied" not in ftkit("runs", "sync", run.id, str(tmp_path / "copies")).err
     (run.layout.code / "script").mkdir(parents=True)
     copied = ftkit("runs", "sync", run.id, str(tmp_path / "copies"))
     assert copied.code == 0
-    assert f"only the record of {run.id} was copied" in " ".join(copied.err.split())
+    assert f"checkpoints of {run.id} were not copied" in " ".join(copied.err.split())
 
 
 def test_a_removed_current_folder_is_an_error_with_a_fix(ftkit: Callable[..., Result]) -> None:

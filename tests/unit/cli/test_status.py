@@ -310,6 +310,10 @@ def test_following_a_script_fails_if_prove_has_findings(
     followed = ftkit("status", "last", "--follow")
     assert followed.code == (TrainingError.exit_code if checks else 0)
     assert ("--prove has 3 findings: modes, shift\n" in followed.err) == bool(checks)
+    write_json(run.layout.proof, Verdict([], [], {"shift": "the watch failed: ValueError"}, 0.1))
+    followed = ftkit("status", "last", "--follow")
+    assert followed.code == TrainingError.exit_code
+    assert "could check nothing: the watch failed: ValueError" in followed.err
 
 
 @pytest.mark.usefixtures("quick")
