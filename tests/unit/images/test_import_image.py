@@ -174,6 +174,31 @@ def test_an_index_without_this_platform_is_reported(internet: Internet, store: I
         fetch(store)
 
 
+@pytest.mark.parametrize("is_listed", [False, True])
+@pytest.mark.parametrize("change", [{"architecture": "arm64"}, {"os": "windows"}])
+def test_an_image_whose_configuration_names_another_platform_is_rejected(
+    internet: Internet, store: ImageStore, change: dict[str, str], *, is_listed: bool
+) -> None:
+    pushed = internet.image()
+    pushed.manifest["config"] = pushed.add(json.dumps(pushed.config | change).encode())
+    internet.serve(pushed)
+    if is_listed:
+        put_index(internet, pushed)  # as one for amd64
+    with pytest.raises(NotFoundError, match="no image for linux/amd64") as caught:
+        fetch(store)
+    wanted = {"os": "linux", "architecture": "amd64"} | change
+    assert caught.value.meaning == f"it was built for {wanted['os']}/{wanted['architecture']}"
+
+
+@pytest.mark.parametrize("absent", [None, ""])
+def test_a_configuration_without_a_platform_is_valid(internet: Internet, store: ImageStore, absent: str | None) -> None:
+    pushed = internet.image()
+    without = pushed.config | {"os": absent, "architecture": absent}
+    pushed.manifest["config"] = pushed.add(json.dumps(without).encode())
+    internet.serve(pushed)
+    assert fetch(store).is_new
+
+
 def test_a_configuration_other_than_the_one_in_the_manifest_is_rejected(internet: Internet, store: ImageStore) -> None:
     pushed = internet.image()
     internet.answers[f"{ROOT}/blobs/{pushed.manifest['config']['digest']}"] = (
