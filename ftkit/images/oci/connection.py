@@ -214,7 +214,8 @@ class Connection:
                 raise access_denied(self._reference, None)
             self._authorization = basic
         elif kind.lower() == "bearer":
-            token = self._fetch_token(dict(re.findall(r'(\w+)="([^"]*)"', rest)), basic)
+            parameters = re.findall(r'(\w+)=(?:"([^"]*)"|([^\s",]+))', rest)
+            token = self._fetch_token({name: quoted or bare for name, quoted, bare in parameters}, basic)
             self._authorization = f"Bearer {token}"
         else:
             raise self.protocol_error(f"requires an unsupported kind of login: {shortened(kind)}")

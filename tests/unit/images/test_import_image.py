@@ -8,6 +8,7 @@ import json
 import os
 import stat
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -414,6 +415,18 @@ def test_no_service_parameter_is_sent_if_the_challenge_has_none(internet: Intern
         "https://auth.example.org/token?scope=repository%3Ateam%2Fx%3Apull"
     ]
     assert internet.asked[-1][1]["Authorization"] == "Bearer opaque"
+
+
+@pytest.mark.parametrize("service", ["registry", '"a, b"'])
+def test_parameters_of_a_challenge_need_no_quotes(internet: Internet, store: ImageStore, service: str) -> None:
+    internet.image()
+    words = f"Bearer realm=https://auth.example.org/token, service={service},scope=repository:team/x:pull"
+    internet.answers[f"{ROOT}/manifests/1"] = (401, {"WWW-Authenticate": words}, b"")
+    internet.answers["https://auth.example.org/token"] = (200, {}, b'{"token": "opaque"}')
+    with pytest.raises(ImageError, match="requires a login"):
+        fetch(store)
+    (asked,) = (parse_qs(urlsplit(url).query) for url, _ in internet.asked if "auth" in url)
+    assert asked == {"scope": ["repository:team/x:pull"], "service": [service.strip('"')]}
 
 
 @pytest.mark.parametrize(
