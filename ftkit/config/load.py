@@ -107,6 +107,9 @@ def find_image(reference: str, ctx: Context) -> ImageDefinition:
         )
     layers = _read_extended("image", path, ctx)
     spec = validate(ImageSpec, layers)
+    if spec.reference != reference:
+        what = f"are '{spec.reference}', but the folder's are '{reference}'."
+        raise ConfigError([Problem(str(path), "name, tag", what, "Correct them, or rename the folder.")])
     packages = "extra_packages" if spec.extra_packages else "packages"
     base_file, packages_file = (Path(layers.origin((key,)).rpartition(":")[0] or path) for key in ("base", packages))
     base_locks = (base_file.with_name(BASE_LOCK_NAME), ctx.user / BASE_LOCK_NAME)
