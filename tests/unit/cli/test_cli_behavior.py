@@ -70,8 +70,9 @@ def test_a_cluster_option_before_the_command_sets_the_settings_but_not_the_envir
     ftkit: Callable[..., Result],
 ) -> None:
     result = ftkit("--cluster", "a4-highgpu-8g", "config", "--json")
-    assert json.loads(result.out)["settings"]["cluster"]["value"] == "a4-highgpu-8g"
+    assert json.loads(result.out)["settings"]["cluster"] == {"value": "a4-highgpu-8g", "from": "--cluster"}
     assert "FTKIT_CLUSTER" not in os.environ
+    assert "--cluster: cluster 'nowhere' not found" in ftkit("--cluster", "nowhere", "plan", "demo").err
 
 
 def every_command(group: click.Group = cli) -> Iterator[click.Command]:
