@@ -417,6 +417,18 @@ def test_the_configuration_shows_the_origin_of_each_value(
     assert settings["workspace"] == {"value": str(tmp_path / "project"), "from": "default"}
 
 
+def test_images_without_a_definition_are_listed(
+    ftkit: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody")
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(tmp_path))
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "theirs+1.sqsh").write_bytes(b"hsqs")
+    assert "theirs:1" in ftkit("images").out
+    *_, last = json.loads(ftkit("images", "--json").out)
+    assert (last["reference"], last["is_pinned"], last["imported"][0]["size"]) == ("theirs:1", None, 4)
+
+
 DAMAGE = (
     b"name: [", b"a: \x07", b"\xff", b"a: !!int x", b"a: &a {<<: *a}", b"a: " + b"[" * 1000, b"a: " + b"9" * 5000,
     b"- a",

@@ -16,7 +16,7 @@ from ftkit.config.image_reference import Digest, is_loopback, parse_reference
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images import import_image as importing
 from ftkit.images.events import ignore_progress
-from ftkit.images.image_store import ImageStore, manifest_file, read_manifest
+from ftkit.images.image_store import ImageStore, manifest_file, read_manifest, undefined_statuses
 from ftkit.images.import_image import ImportResult, import_image, registry_source
 from ftkit.images.oci.connection import Credentials
 from ftkit.images.oci.registry import Registry
@@ -79,6 +79,16 @@ def test_a_good_image_is_imported_and_found_again(internet: Internet, store: Ima
     internet.asked.clear()
     assert not fetch(store).is_new
     assert not [url for url, _ in internet.asked if str(pushed.manifest["layers"][0]["digest"]) in url]
+
+
+def test_an_image_that_was_imported_by_its_address_is_listed_without_a_definition(
+    internet: Internet, store: ImageStore
+) -> None:
+    internet.image()
+    fetch(store)
+    (status,) = undefined_statuses((), store)
+    assert (status.reference, status.sources) == ("x:1", {"registry, registry.example.com/team/x:1"})
+    assert undefined_statuses(("x:1",), store) == []
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o077, 0o600), (0o027, 0o640), (0o002, 0o664)])
