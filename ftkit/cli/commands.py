@@ -141,8 +141,8 @@ class LazyGroup(ExamplesCommand, click.Group):
 
 
 def current_context() -> Context:
-    """Return the context of this call; `ftkit --cluster NAME COMMAND` sets FTKIT_CLUSTER in its environment."""
+    """Return the context of this call, with the cluster of `ftkit --cluster NAME COMMAND`."""
     here, called = Context.here(), click.get_current_context(silent=True)
     root = called.find_root() if called else None
     cluster = root.params.get("cluster") if root and isinstance(root.command, click.Group) else None
-    return replace(here, environment={**here.environment, "FTKIT_CLUSTER": cluster}) if cluster else here
+    return replace(here, cluster=cluster)

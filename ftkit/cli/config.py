@@ -14,6 +14,7 @@ from ftkit.cli.terminal.format import count, short_path
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.context import DOTENV, Context, list_names, read_dotenv
 from ftkit.config.image import ImageSpec
+from ftkit.config.layers import COMMAND_LINE
 from ftkit.config.load import load_recipe, shipped_config
 from ftkit.config.recipe import RecipeSpec
 from ftkit.config.request import LoadedSettings, load_settings
@@ -65,7 +66,8 @@ def show_command(*, as_json: bool) -> None:
 
 
 def _origin(loaded: LoadedSettings, key: str) -> str:
-    return loaded.layers.origins.get((key,), "default")
+    origin = loaded.layers.origins.get((key,), "default")
+    return f"--{key}" if origin == COMMAND_LINE else origin
 
 
 @command("recipes", "ftkit config recipes", "ftkit config recipes --json")

@@ -23,7 +23,7 @@ from ftkit.config.request import load_settings
 from ftkit.errors import plural
 from ftkit.images.build import BaseRequest, build
 from ftkit.images.build_context import definition_file, write_files, write_lock
-from ftkit.images.image_store import ImageStatus, image_statuses, is_unpinned
+from ftkit.images.image_store import ImageStatus, image_statuses, is_unpinned, undefined_statuses
 from ftkit.images.import_image import ImportMethod, ImportRequest
 from ftkit.images.oci.connection import Credentials, from_user
 from ftkit.images.signatures import sign_file
@@ -40,8 +40,9 @@ def list_command(*, as_json: bool) -> None:
     """List images: the base, whether it is built, pushed and imported, its age and its size."""
     terminal, ctx, store = Terminal(), Context.here(), arguments.image_store()
     images = arguments.load_all(list_images(ctx), lambda reference: load_image(reference, ctx), terminal)
-    states, has_docker = image_statuses([reference for reference, _ in images], store)
-    both = list(zip((spec for _, spec in images), states, strict=True))
+    specs = dict(images)
+    states, has_docker = image_statuses(list(specs), store)
+    both = [(specs.get(state.reference), state) for state in (*states, *undefined_statuses(specs, store))]
     if as_json:
         terminal.json([_as_json(spec, state, store) for spec, state in both])
         return
@@ -50,18 +51,20 @@ def list_command(*, as_json: bool) -> None:
         terminal.say("no docker engine answers here: BUILT and PUSHED are unknown")
 
 
-def show(images: Sequence[tuple[ImageSpec, ImageStatus]], terminal: Terminal) -> None:
+def show(images: Sequence[tuple[ImageSpec | None, ImageStatus]], terminal: Terminal) -> None:
     """Print the table; without descriptions on a narrow terminal."""
     titles = ("IMAGE", "BASE", "BUILT", "PUSHED…", "IMPORTED", "DESCRIPTION…")[: 6 if terminal.is_roomy else 5]
     terminal.table(titles, [_cells(spec, state)[: len(titles)] for spec, state in images])
 
 
-def _cells(spec: ImageSpec, state: ImageStatus) -> list[Cell]:
+def _cells(spec: ImageSpec | None, state: ImageStatus) -> list[Cell]:
     built, made = state.built, "-"
-    base: Cell = "pinned" if spec.base.digest else Styled("unpinned", "yellow")
+    base: Cell = "-"
+    if spec:
+        base = "pinned" if spec.base.digest else Styled("unpinned", "yellow")
     if built:
         made = f"{gib(built.size / 2**30)}, {age(time.time() - built.config.created)} ago"
-        if spec.base.digest and is_unpinned(built):
+        if spec and spec.base.digest and is_unpinned(built):
             base = Styled("built unpinned", "yellow")
     imported, damaged = [], False
     for file in state.imported:
@@ -82,17 +85,17 @@ def _cells(spec: ImageSpec, state: ImageStatus) -> list[Cell]:
         made,
         ", ".join(sorted({digest.partition("/")[0] for digest in state.pushed})) or "-",
         files,
-        spec.description,
+        spec.description if spec else ", ".join(sorted(state.sources)) or "-",
     ]
 
 
-def _as_json(spec: ImageSpec, state: ImageStatus, store: ImageStore) -> dict[str, object]:
+def _as_json(spec: ImageSpec | None, state: ImageStatus, store: ImageStore) -> dict[str, object]:
     built = state.built
     return {
         "reference": state.reference,
         "file": str(store.link(state.reference, "sqsh")),
         "is_imported": any(file.manifest for file in state.imported),
-        "is_pinned": spec.base.digest is not None,
+        "is_pinned": spec and spec.base.digest is not None,
         "built": built
         and {"id": built.id, "size": built.size, "created": built.config.created, "labels": built.config.labels},
         "pushed": list(state.pushed),
@@ -101,11 +104,11 @@ def _as_json(spec: ImageSpec, state: ImageStatus, store: ImageStore) -> dict[str
                 "file": str(file.link),
                 "size": file.size,
                 "is_whole": file.manifest is not None,
-                **{key: getattr(file.manifest, key, None) for key in ("image_id", "sha256", "imported")},
+                **{key: getattr(file.manifest, key, None) for key in ("image_id", "sha256", "imported", "source")},
             }
             for file in state.imported
         ],
-        **spec.model_dump(mode="json"),
+        **(spec.model_dump(mode="json") if spec else {}),
     }
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from ftkit import assets
-from ftkit.config.layers import Layers
+from ftkit.config.layers import COMMAND_LINE, Layers
 from ftkit.errors import ConfigError, NotFoundError, Problem, one_line
 from ftkit.files import read_small
 from ftkit.paths import absolute_path
@@ -33,6 +33,7 @@ class Context:
     user: Path
     environment: Mapping[str, str]
     root: Path = field(default_factory=lambda: ROOT)
+    cluster: str | None = None  # of `ftkit --cluster NAME COMMAND`
 
     @classmethod
     def here(cls) -> Context:
@@ -110,6 +111,8 @@ def read_settings_layers(ctx: Context, keys: Iterable[str], options: Layers | No
             layers = read_yaml(path).over(layers)
     given = {key: value for key in keys if (value := ctx.environment.get(f"FTKIT_{key.upper()}"))}
     layers = Layers(dict(given), {(key,): f"FTKIT_{key.upper()}" for key in given}).over(layers)
+    if ctx.cluster:
+        layers = Layers({"cluster": ctx.cluster}, {("cluster",): COMMAND_LINE}).over(layers)
     return options.over(layers) if options else layers
 
 

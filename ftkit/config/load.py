@@ -94,7 +94,7 @@ def load_image(reference: str, ctx: Context) -> ImageSpec:
 def find_image(reference: str, ctx: Context) -> ImageDefinition:
     """Read the definition of `NAME:TAG`, with its files. Raises as `load_recipe` does."""
     name, _, tag = reference.partition(":")
-    _check_can_be_a_file("image", reference)
+    _check_can_be_a_file("image", reference, ctx.project)
     paths = [folder / name / tag / "image.yaml" for folder in search_folders("image", ctx)]
     path = next((each for each in paths if tag and is_file(each)), None)
     if path is None:
@@ -107,6 +107,9 @@ def find_image(reference: str, ctx: Context) -> ImageDefinition:
         )
     layers = _read_extended("image", path, ctx)
     spec = validate(ImageSpec, layers)
+    if spec.reference != reference:
+        what = f"are '{spec.reference}', but the folder's are '{reference}'."
+        raise ConfigError([Problem(str(path), "name, tag", what, "Correct them, or rename the folder.")])
     packages = "extra_packages" if spec.extra_packages else "packages"
     base_file, packages_file = (Path(layers.origin((key,)).rpartition(":")[0] or path) for key in ("base", packages))
     base_locks = (base_file.with_name(BASE_LOCK_NAME), ctx.user / BASE_LOCK_NAME)
@@ -119,10 +122,12 @@ def find_image(reference: str, ctx: Context) -> ImageDefinition:
     return ImageDefinition(spec, base_file, base_locks, recorded is not None, packages_file.with_suffix(".lock"))
 
 
-def _find(kind: str, name: str, ctx: Context) -> Path:
-    _check_can_be_a_file(kind, name)
+def _find(kind: str, name: str, ctx: Context, extended_by: Path | None = None) -> Path:
+    """Find a file by name or path; a relative path is relative to the file that extends it, or the current folder."""
+    base = extended_by.parent if extended_by else Path.cwd()
+    _check_can_be_a_file(kind, name, base)
     if name.endswith((".yaml", ".yml")) or "/" in name:
-        path = absolute_path(name, Path.cwd(), key=kind)
+        path = absolute_path(name, base, key=kind)
         if is_file(path):
             return path
         if os.path.exists(path):  # noqa: PTH110 - False for impossible paths
@@ -132,7 +137,9 @@ def _find(kind: str, name: str, ctx: Context) -> Path:
                 fix=f"write the {kind} into a file, and give its path",
             )
         raise NotFoundError(
-            f"file {path} not found", fix=f"{neighbor_of(path)}give the path of a {kind} file, or a {kind}'s name"
+            f"file {path} not found",
+            meaning=f"{extended_by} extends '{name}', relative to its own folder" if extended_by else "",
+            fix=f"{neighbor_of(path)}give the path of a {kind} file, or a {kind}'s name",
         )
     for folder in search_folders(kind, ctx):
         if is_file(folder / f"{name}.yaml"):
@@ -145,12 +152,12 @@ def _find(kind: str, name: str, ctx: Context) -> Path:
     )
 
 
-def _check_can_be_a_file(kind: str, name: str) -> None:
+def _check_can_be_a_file(kind: str, name: str, folder: Path) -> None:
     if problem := path_problem(f"{name}.yaml"):
         raise NotFoundError(f"there is no such {kind}: {problem}", fix=f"give a {kind}'s name")
     if name.endswith(".py"):
         raise NotFoundError(f"{name} is not a {kind}: it is a Python program", fix=f"ftkit run --script {name}")
-    if kind == "recipe" and _is_data(name):
+    if kind == "recipe" and _is_data(name, folder):
         raise NotFoundError(
             f"{name} is not a recipe: it is data",
             meaning="a recipe names a model and its data",
@@ -158,9 +165,9 @@ def _check_can_be_a_file(kind: str, name: str) -> None:
         )
 
 
-def _is_data(name: str) -> bool:
+def _is_data(name: str, folder: Path) -> bool:
     """Return whether a file exists and has a suffix of data; a recipe may be an object in JSON."""
-    if not DATA_FILE.search(name) or not is_file(path := absolute_path(name, Path.cwd())):
+    if not DATA_FILE.search(name) or not is_file(path := absolute_path(name, folder)):
         return False
     if path.suffix.lower() != ".json" or "/" not in name:
         return True
@@ -185,7 +192,7 @@ def _read_extended(kind: str, path: Path, ctx: Context, seen: tuple[Path, ...] =
         return layers
     if not isinstance(parent, str):
         raise _error(layers, ("extends",), f"must be a {kind}'s name, got {parent!r}.")
-    parent_path = _find(kind, parent, ctx)
+    parent_path = _find(kind, parent, ctx, path)
     if parent_path in (*seen, path):
         raise _error(layers, ("extends",), f"'{parent}' extends itself, directly or through others.")
     return _merge_over(layers.without(("extends",)), _read_extended(kind, parent_path, ctx, (*seen, path)))

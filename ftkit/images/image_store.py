@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,6 +172,11 @@ class ImageStatus:
         return tuple(f"{repository}@{digest}" for repository, digest in self.built.repo_digests) if self.built else ()
 
     @property
+    def sources(self) -> set[str]:
+        """Where the imported files came from."""
+        return {file.manifest.source for file in self.imported if file.manifest}
+
+    @property
     def is_current(self) -> bool:
         """Whether imported files match the built image; true if it was not imported or not built."""
         ids = {file.manifest.image_id for file in self.imported if file.manifest}
@@ -186,12 +191,19 @@ def image_statuses(references: Sequence[str], store: ImageStore) -> tuple[list[I
         has_docker = True
     except PrerequisiteError:
         built, has_docker = [None] * len(references), False
-    statuses = []
-    for reference, image in zip(references, built, strict=True):
-        links = [link for each in get_args(ImageFormat) if (link := store.link(reference, each)).is_file()]
-        files = (ImportedFile(link, link.stat().st_size, manifest_if_intact(link.resolve())) for link in links)
-        statuses.append(ImageStatus(reference, image, tuple(files)))
-    return statuses, has_docker
+    both = zip(references, built, strict=True)
+    return [ImageStatus(reference, image, _imported(reference, store)) for reference, image in both], has_docker
+
+
+def undefined_statuses(defined: Collection[str], store: ImageStore) -> list[ImageStatus]:
+    """Return the status of each imported image without a definition; it is not looked up in the docker engine."""
+    found = dict.fromkeys(link.stem.replace("+", ":") for link in store.files("*+*") if link.is_file())
+    return [ImageStatus(each, None, _imported(each, store)) for each in found if each not in defined]
+
+
+def _imported(reference: str, store: ImageStore) -> tuple[ImportedFile, ...]:
+    links = [link for each in get_args(ImageFormat) if (link := store.link(reference, each)).is_file()]
+    return tuple(ImportedFile(link, link.stat().st_size, manifest_if_intact(link.resolve())) for link in links)
 
 
 def is_unpinned(image: DockerImage) -> bool:

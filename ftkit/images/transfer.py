@@ -31,7 +31,7 @@ def push(
         built = docker_engine.inspect_required(client, image.docker_name, f"build it: ftkit build {image}")
         client.tag(built.id, wanted.repository, wanted.tag, force=True)
         start = partial(client.push, wanted.repository, tag=wanted.tag, auth_config=login)
-        digest = transfer(start, f"pushing {wanted}", report, wanted, known)
+        digest = transfer(start, f"pushing {wanted}", report, wanted, known, pushes=True)
     if not digest:
         raise ImageError(f"{wanted.host} accepted {wanted} without returning its digest", fix="see the registry's log")
     return wanted, digest
@@ -70,6 +70,8 @@ def transfer(
     report: Report,
     wanted: RegistryImage,
     known: Credentials | None,
+    *,
+    pushes: bool = False,
 ) -> Digest | None:
     """Follow a pull or push of docker's SDK to its end; return the manifest's digest, None if the engine sent none."""
 
@@ -78,7 +80,7 @@ def transfer(
         try:
             for event in start(stream=True, decode=True):
                 if "error" in event:
-                    raise explain_transfer(str(event["error"]), wanted, known)
+                    raise explain_transfer(str(event["error"]), wanted, known, pushes=pushes)
                 status = str(event.get("status", ""))
                 if layer := str(event.get("id", "")):
                     detail = event.get("progressDetail")
@@ -91,20 +93,22 @@ def transfer(
                 if status.startswith("Digest: "):
                     digest = status.removeprefix("Digest: ")
         except docker_engine.docker_sdk().errors.APIError as error:
-            raise explain_transfer(str(error.explanation or error), wanted, known) from error
+            raise explain_transfer(str(error.explanation or error), wanted, known, pushes=pushes) from error
         return docker_engine.as_digest(digest)
 
     return retry(attempt, report, stage)
 
 
-def explain_transfer(message: str, reference: RegistryImage, known: Credentials | None) -> ImageError | NotFoundError:
+def explain_transfer(
+    message: str, reference: RegistryImage, known: Credentials | None, *, pushes: bool = False
+) -> ImageError | NotFoundError:
     lower = message.lower()
     if "no space left" in lower:
         return ImageError(f"the docker engine's disk is full: {message}", fix="free space: docker system df")
     if "x509:" in lower or "server gave http response" in lower:
         return explain_tls(reference.host, message)
     if any(word in lower for word in _ACCESS_DENIED):
-        return access_denied(reference, known, message)
+        return access_denied(reference, known, message, pushes=pushes)
     if any(word in lower for word in _NOT_FOUND):
         return NotFoundError(
             f"image {reference} not found: {message}",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from typing import TYPE_CHECKING
 
 from ftkit import assets
-from ftkit.config.yaml_files import read_yaml
+from ftkit.config.yaml_files import parse_bytes, read_yaml
 from fuzzing.area import Area, Case
 from fuzzing.command_line import command_line
 from fuzzing.mutate import ODD_VALUES, damaged_bytes, damaged_value, near_value
@@ -41,10 +42,12 @@ def _make(rng: random.Random) -> Case:
         return {"words.json": json.dumps([*words, *overrides]).encode()}
     if kind == "ftkit.yaml":
         return {"words.json": json.dumps(words).encode(), kind: damaged_bytes(rng, _SETTINGS, _PIECES)}
-    path = rng.choice(_FILES[kind])
+    content = rng.choice(_FILES[kind]).read_bytes()
+    if kind == "image.yaml":
+        content = re.sub(rb"(?m)^name: .*\ntag: .*", b'name: odd\ntag: "1"', content)  # those of its folder
     if rng.random() < 0.5:
-        return {"words.json": json.dumps(words).encode(), kind: damaged_bytes(rng, path.read_bytes(), _PIECES)}
-    values = read_yaml(path).values
+        return {"words.json": json.dumps(words).encode(), kind: damaged_bytes(rng, content, _PIECES)}
+    values = parse_bytes(content, kind).values
     for _ in range(rng.choice((1, 1, 3))):
         values = damaged_value(rng, values)
     return {"words.json": json.dumps(words).encode(), kind: json.dumps(values).encode()}

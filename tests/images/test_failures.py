@@ -171,6 +171,7 @@ def test_missing_credentials_of_an_import_are_reported(project: Project, private
     done = project.call("import", f"docker://{private_registry}#team/tiny:1")
     assert done.returncode == IMAGE_ERROR
     assert "no credentials" in done.stderr
+    assert "--password-stdin" not in done.stderr  # an import has no such option
 
 
 def test_credentials_are_not_written_anywhere(project: Project, private_registry: str, bases: APIClient) -> None:

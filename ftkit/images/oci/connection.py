@@ -214,7 +214,8 @@ class Connection:
                 raise access_denied(self._reference, None)
             self._authorization = basic
         elif kind.lower() == "bearer":
-            token = self._fetch_token(dict(re.findall(r'(\w+)="([^"]*)"', rest)), basic)
+            parameters = re.findall(r'(\w+)=(?:"([^"]*)"|([^\s",]+))', rest)
+            token = self._fetch_token({name: quoted or bare for name, quoted, bare in parameters}, basic)
             self._authorization = f"Bearer {token}"
         else:
             raise self.protocol_error(f"requires an unsupported kind of login: {shortened(kind)}")
@@ -318,7 +319,10 @@ def find_credentials(host: str) -> Credentials | None:
     return Credentials(values["username"], values.get("password") or "") if values.get("username") else None
 
 
-def access_denied(reference: RegistryImage, credentials: Credentials | None, message: str = "") -> ImageError:
+def access_denied(
+    reference: RegistryImage, credentials: Credentials | None, message: str = "", *, pushes: bool = False
+) -> ImageError:
+    """Return the error for a refused login; only `ftkit push` has options for credentials."""
     host = "docker.io" if reference.host == DOCKER_HUB else reference.host
     if credentials is None:
         what = f"{host} requires a login for {reference.path}, and there are no credentials for it"
@@ -326,10 +330,13 @@ def access_denied(reference: RegistryImage, credentials: Credentials | None, mes
     else:
         what = f"{host} refused the credentials of user '{credentials.username}' for {reference.path}"
         meaning = "the password or token is wrong or has expired, or this user lacks permission"
-    fix = f"docker login {host}, or give --username and --password-stdin"
+    login = f"docker login {host}"
     if host == _NGC_HOST:
-        fix = f"docker login {host} --username '{_NGC_USER}', with an NGC API key as the password"
-    return ImageError(what + (f": {message}" if message else ""), meaning=meaning, fix=fix)
+        login += f" --username '{_NGC_USER}', with an NGC API key as the password"
+    other = "do so on another machine and copy its ~/.docker/config.json to this one"
+    if pushes:
+        other = "give ftkit push --username and --password-stdin"
+    return ImageError(what + (f": {message}" if message else ""), meaning=meaning, fix=f"{login}; or {other}")
 
 
 def trusting_adapter(host: str) -> HTTPAdapter:

@@ -38,6 +38,7 @@ class _Document(BaseModel):
 class Platform(_Document):
     os: str = ""
     architecture: str = ""
+    variant: str | None = None
 
 
 class Descriptor(BaseModel):
@@ -81,6 +82,8 @@ class Configuration(_Document):
     """An image's configuration, whose digest is the image's id; `diff_ids` are of the uncompressed layers."""
 
     diff_ids: tuple[Digest, ...] = Field(validation_alias=AliasPath("rootfs", "diff_ids"))
+    os: str | None = None
+    architecture: str | None = None
     config: RunConfig | None = None
     created: str | None = None
 

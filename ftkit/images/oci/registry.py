@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
@@ -93,6 +93,10 @@ class Registry:
             num_layers = plural(len(manifest.layers), "layer")
             what = f"its manifest has {num_layers}, its configuration {len(configuration.diff_ids)}"
             raise untrusted(f"{self._reference} is not one image: {what}")
+        own = _platform_of_this_machine()
+        found = (configuration.os or own[0], configuration.architecture or own[1])  # tools may leave them out
+        if found != own:
+            raise _no_image(self._reference, [found])
         return configuration
 
     def document(self, path: str, digest: Digest | None = None, limit: int = _MAX_MANIFEST) -> bytes:
@@ -154,16 +158,29 @@ class Registry:
 
 def entry_for_this_machine(index: Index, reference: RegistryImage) -> Descriptor:
     """Return the entry of an index with this machine's platform, else one without a platform, which is optional."""
-    machine = platform.machine()
-    wanted = ("linux", {"x86_64": "amd64", "aarch64": "arm64"}.get(machine, machine))
-    found = {(each.platform.os, each.platform.architecture) if each.platform else None: each
-             for each in reversed(index.manifests)}  # fmt: skip
-    if entry := found.get(wanted) or found.get(None):
+    found: dict[tuple[str, str] | None, Descriptor] = {}
+    for each in sorted(index.manifests, key=_may_need_newer_processor):
+        found.setdefault((each.platform.os, each.platform.architecture) if each.platform else None, each)
+    if entry := found.get(_platform_of_this_machine()) or found.get(None):
         return entry
-    others = ["/".join(each) for each in reversed(found) if each not in (None, ("unknown", "unknown"))]  # attestations
-    raise NotFoundError(
-        f"{reference} has no image for {'/'.join(wanted)}",
-        meaning=f"it was built for {', '.join(others)}" if others else "",
+    raise _no_image(reference, [each for each in found if each not in (None, ("unknown", "unknown"))])  # attestations
+
+
+def _may_need_newer_processor(entry: Descriptor) -> bool:
+    """Return whether a variant is not the one that every amd64 or arm64 processor runs."""
+    return entry.platform is not None and entry.platform.variant not in (None, "", "v1", "v8")
+
+
+def _platform_of_this_machine() -> tuple[str, str]:
+    machine = platform.machine()
+    return "linux", {"x86_64": "amd64", "aarch64": "arm64"}.get(machine, machine)
+
+
+def _no_image(reference: RegistryImage, others: Iterable[tuple[str, str]]) -> NotFoundError:
+    own, built_for = "/".join(_platform_of_this_machine()), ", ".join(map("/".join, others))
+    return NotFoundError(
+        f"{reference} has no image for {own}",
+        meaning=f"it was built for {built_for}" if built_for else "",
         fix="build it for this architecture, or import it on a machine of its own",
     )
 

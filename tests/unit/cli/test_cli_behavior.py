@@ -70,8 +70,9 @@ def test_a_cluster_option_before_the_command_sets_the_settings_but_not_the_envir
     ftkit: Callable[..., Result],
 ) -> None:
     result = ftkit("--cluster", "a4-highgpu-8g", "config", "--json")
-    assert json.loads(result.out)["settings"]["cluster"]["value"] == "a4-highgpu-8g"
+    assert json.loads(result.out)["settings"]["cluster"] == {"value": "a4-highgpu-8g", "from": "--cluster"}
     assert "FTKIT_CLUSTER" not in os.environ
+    assert "--cluster: cluster 'nowhere' not found" in ftkit("--cluster", "nowhere", "plan", "demo").err
 
 
 def every_command(group: click.Group = cli) -> Iterator[click.Command]:
@@ -425,6 +426,18 @@ def test_the_configuration_shows_the_origin_of_each_value(
     assert settings["cluster"] == {"value": "slurm", "from": f"{tmp_path}/project/ftkit.yaml:1"}
     assert settings["image"]["from"] == "FTKIT_IMAGE"
     assert settings["workspace"] == {"value": str(tmp_path / "project"), "from": "default"}
+
+
+def test_images_without_a_definition_are_listed(
+    ftkit: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody")
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(tmp_path))
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "theirs+1.sqsh").write_bytes(b"hsqs")
+    assert "theirs:1" in ftkit("images").out
+    *_, last = json.loads(ftkit("images", "--json").out)
+    assert (last["reference"], last["is_pinned"], last["imported"][0]["size"]) == ("theirs:1", None, 4)
 
 
 DAMAGE = (

@@ -228,6 +228,33 @@ def test_a_name_that_is_not_a_valid_file_name_is_not_found(ctx: Context, name: s
         assert len(str(caught.value)) < 400
 
 
+def test_a_name_and_a_tag_of_an_image_must_be_those_of_its_folder(ctx: Context) -> None:
+    path = ctx.project / "containers" / "mine" / "1" / "image.yaml"
+    path.parent.mkdir(parents=True)
+    text = 'name: mine\ntag: "1"\nextends: ngc-26.05\ndescription: d\nfamilies: [qwen3]\ndefault_recipe: demo\n'
+    path.write_text(text)
+    assert load_image("mine:1", ctx).reference == "mine:1"
+    for name, tag in (("other", "1"), ("mine", "2")):
+        path.write_text(text.replace("mine", name).replace('"1"', f'"{tag}"'))
+        with pytest.raises(ConfigError, match=f"are '{name}:{tag}', but the folder's are 'mine:1'"):
+            load_image("mine:1", ctx)
+
+
+def test_a_path_in_extends_is_relative_to_its_file(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ctx.project)
+    recipes = ctx.project / "recipes"
+    (recipes / "deep").mkdir()
+    (recipes / "deep" / "mine.yaml").write_text("extends: ../base.yaml\nname: mine\n")
+    (recipes / "base.yaml").write_text("extends: ./own.yaml\n")
+    (ctx.project / "own.yaml").write_text("extends: demo\n")
+    with pytest.raises(NotFoundError) as caught:
+        load_recipe("recipes/deep/mine.yaml", ctx)
+    assert caught.value.what == f"file {recipes / 'own.yaml'} not found"
+    assert caught.value.meaning == f"{recipes / 'base.yaml'} extends './own.yaml', relative to its own folder"
+    (recipes / "own.yaml").write_text("extends: demo\ntraining: {seed: 7}\n")
+    assert load_recipe("recipes/deep/mine.yaml", ctx).training.seed == 7
+
+
 def test_a_profile_extends_another(ctx: Context) -> None:
     (ctx.user / "clusters" / "ours.yaml").write_text(
         "name: ours\ndescription: d\nextends: a4-highgpu-8g\npartition: p\n"

@@ -49,6 +49,7 @@ def test_golden_error_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     failures: dict[str, Callable[[], object]] = {
         "no credentials": lambda: fail(access_denied(WANTED, None)),
         "wrong credentials": lambda: fail(access_denied(WANTED, ALICE)),
+        "refused push": lambda: fail(explain_transfer("denied", WANTED, ALICE, pushes=True)),
         "no user name": lambda: from_user("r.example.com", None, "secret"),
         "unknown authority": lambda: fail(explain_tls("r.example.com", "self-signed certificate")),
         "missing from the registry": lambda: fail(explain_transfer("manifest unknown", WANTED, ALICE)),

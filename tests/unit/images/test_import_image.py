@@ -8,6 +8,7 @@ import json
 import os
 import stat
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -15,7 +16,7 @@ from ftkit.config.image_reference import Digest, is_loopback, parse_reference
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images import import_image as importing
 from ftkit.images.events import ignore_progress
-from ftkit.images.image_store import ImageStore, manifest_file, read_manifest
+from ftkit.images.image_store import ImageStore, manifest_file, read_manifest, undefined_statuses
 from ftkit.images.import_image import ImportResult, import_image, registry_source
 from ftkit.images.oci.connection import Credentials
 from ftkit.images.oci.registry import Registry
@@ -78,6 +79,16 @@ def test_a_good_image_is_imported_and_found_again(internet: Internet, store: Ima
     internet.asked.clear()
     assert not fetch(store).is_new
     assert not [url for url, _ in internet.asked if str(pushed.manifest["layers"][0]["digest"]) in url]
+
+
+def test_an_image_that_was_imported_by_its_address_is_listed_without_a_definition(
+    internet: Internet, store: ImageStore
+) -> None:
+    internet.image()
+    fetch(store)
+    (status,) = undefined_statuses((), store)
+    assert (status.reference, status.sources) == ("x:1", {"registry, registry.example.com/team/x:1"})
+    assert undefined_statuses(("x:1",), store) == []
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o077, 0o600), (0o027, 0o640), (0o002, 0o664)])
@@ -172,6 +183,31 @@ def test_an_index_without_this_platform_is_reported(internet: Internet, store: I
     put_index(internet, internet.image(), architectures=("arm64",))
     with pytest.raises(NotFoundError, match="linux/amd64"):
         fetch(store)
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+@pytest.mark.parametrize("change", [{"architecture": "arm64"}, {"os": "windows"}])
+def test_an_image_whose_configuration_names_another_platform_is_rejected(
+    internet: Internet, store: ImageStore, change: dict[str, str], *, is_listed: bool
+) -> None:
+    pushed = internet.image()
+    pushed.manifest["config"] = pushed.add(json.dumps(pushed.config | change).encode())
+    internet.serve(pushed)
+    if is_listed:
+        put_index(internet, pushed)  # as one for amd64
+    with pytest.raises(NotFoundError, match="no image for linux/amd64") as caught:
+        fetch(store)
+    wanted = {"os": "linux", "architecture": "amd64"} | change
+    assert caught.value.meaning == f"it was built for {wanted['os']}/{wanted['architecture']}"
+
+
+@pytest.mark.parametrize("absent", [None, ""])
+def test_a_configuration_without_a_platform_is_valid(internet: Internet, store: ImageStore, absent: str | None) -> None:
+    pushed = internet.image()
+    without = pushed.config | {"os": absent, "architecture": absent}
+    pushed.manifest["config"] = pushed.add(json.dumps(without).encode())
+    internet.serve(pushed)
+    assert fetch(store).is_new
 
 
 def test_a_configuration_other_than_the_one_in_the_manifest_is_rejected(internet: Internet, store: ImageStore) -> None:
@@ -389,6 +425,18 @@ def test_no_service_parameter_is_sent_if_the_challenge_has_none(internet: Intern
         "https://auth.example.org/token?scope=repository%3Ateam%2Fx%3Apull"
     ]
     assert internet.asked[-1][1]["Authorization"] == "Bearer opaque"
+
+
+@pytest.mark.parametrize("service", ["registry", '"a, b"'])
+def test_parameters_of_a_challenge_need_no_quotes(internet: Internet, store: ImageStore, service: str) -> None:
+    internet.image()
+    words = f"Bearer realm=https://auth.example.org/token, service={service},scope=repository:team/x:pull"
+    internet.answers[f"{ROOT}/manifests/1"] = (401, {"WWW-Authenticate": words}, b"")
+    internet.answers["https://auth.example.org/token"] = (200, {}, b'{"token": "opaque"}')
+    with pytest.raises(ImageError, match="requires a login"):
+        fetch(store)
+    (asked,) = (parse_qs(urlsplit(url).query) for url, _ in internet.asked if "auth" in url)
+    assert asked == {"scope": ["repository:team/x:pull"], "service": [service.strip('"')]}
 
 
 @pytest.mark.parametrize(

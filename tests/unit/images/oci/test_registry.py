@@ -274,3 +274,21 @@ def test_the_entry_of_an_index_is_chosen_by_platform(
     with pytest.raises(NotFoundError) as refused:
         entry_for_this_machine(Index(manifests=entries), reference)
     assert refused.value.meaning.split()[-1] == "linux/arm64"
+
+
+@pytest.mark.parametrize(
+    ("machine", "architecture", "variants", "found"),
+    [
+        ("x86_64", "amd64", ("v3", "v2", None), 2),
+        ("x86_64", "amd64", ("v3", "v1"), 1),
+        ("aarch64", "arm64", ("v9", "v8", ""), 1),
+        ("aarch64", "arm64", ("v9.2", "v9"), 0),
+    ],
+)
+def test_a_variant_that_every_machine_of_the_architecture_runs_is_preferred(
+    monkeypatch: pytest.MonkeyPatch, machine: str, architecture: str, variants: tuple[str | None, ...], found: int
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    platforms = (Platform(os="linux", architecture=architecture, variant=each) for each in variants)
+    entries = tuple(Descriptor(digest=LAYER.digest, size=size, platform=each) for size, each in enumerate(platforms))
+    assert entry_for_this_machine(Index(manifests=entries), parse_reference("r.io/x:1")).size == found
