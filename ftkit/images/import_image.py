@@ -75,10 +75,10 @@ def members_of(reader: TarReader) -> Iterator[Entry]:
         yield member, reader.content()
 
 
-def registry_source(reference: RegistryImage, registry: Registry) -> ImageSource:
+def registry_source(reference: RegistryImage, registry: Registry, *, is_for_nodes: bool = False) -> ImageSource:
     """Return an image in a registry, read from its layers."""
     manifest, digests = registry.manifest()
-    configuration = registry.configuration(manifest)
+    configuration = registry.configuration(manifest, is_for_nodes=is_for_nodes)
     diff_ids = configuration.diff_ids
     config = docker_engine.image_config(configuration.config or RunConfig(), configuration.created)
 
@@ -261,7 +261,7 @@ def _registry_source(request: ImportRequest, report: Report) -> ImageSource:
             fix=f"ftkit build {request.image} here, or ftkit import {request.image} --registry HOST/PATH",
         )
     registry = Registry(remote, find_credentials(remote.host), report)
-    source = registry_source(remote, registry)
+    source = registry_source(remote, registry, is_for_nodes=request.on_node)
     if request.public_key:
         require_in_registry(registry, None if remote.digest else request.name, source.digests, request.public_key)
     return source

@@ -85,7 +85,8 @@ class Registry:
         body = self.document(f"manifests/{wanted}", digest, min(size, _MAX_MANIFEST))
         return read_document(body, str(self._reference)), Digest(f"sha256:{hashlib.sha256(body).hexdigest()}")
 
-    def configuration(self, manifest: Manifest) -> Configuration:
+    def configuration(self, manifest: Manifest, *, is_for_nodes: bool = False) -> Configuration:
+        """Return an image's configuration; refuse another platform, which only compute nodes may have."""
         wanted = manifest.config
         data = self.document(f"blobs/{wanted.digest}", wanted.digest, min(wanted.size, _MAX_CONFIGURATION))
         configuration = parse_json(Configuration, data, f"{self._reference} has a configuration that")
@@ -95,7 +96,7 @@ class Registry:
             raise untrusted(f"{self._reference} is not one image: {what}")
         own = _platform_of_this_machine()
         found = (configuration.os or own[0], configuration.architecture or own[1])  # tools may leave them out
-        if found != own:
+        if found != own and not is_for_nodes:
             raise _no_image(self._reference, [found])
         return configuration
 
@@ -181,7 +182,7 @@ def _no_image(reference: RegistryImage, others: Iterable[tuple[str, str]]) -> No
     return NotFoundError(
         f"{reference} has no image for {own}",
         meaning=f"it was built for {built_for}" if built_for else "",
-        fix="build it for this architecture, or import it on a machine of its own",
+        fix="build it for this architecture, or import it on a machine of its own (ftkit import --on-node)",
     )
 
 

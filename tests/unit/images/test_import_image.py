@@ -199,6 +199,9 @@ def test_an_image_whose_configuration_names_another_platform_is_rejected(
         fetch(store)
     wanted = {"os": "linux", "architecture": "amd64"} | change
     assert caught.value.meaning == f"it was built for {wanted['os']}/{wanted['architecture']}"
+    parsed = parse_reference("registry.example.com/team/x:1")
+    with Registry(parsed, None, ignore_progress) as registry:
+        assert registry_source(parsed, registry, is_for_nodes=True).image_id == pushed.manifest["config"]["digest"]
 
 
 @pytest.mark.parametrize("absent", [None, ""])

@@ -175,7 +175,7 @@ def test_a_failed_layer_stops_the_other_downloads(tmp_path: Path) -> None:
         def manifest(self) -> tuple[Manifest, tuple[Digest, ...]]:
             return Manifest(config=config, layers=(first, second)), (digest_of(b"manifest"),)
 
-        def configuration(self, manifest: Manifest) -> Configuration:
+        def configuration(self, manifest: Manifest, **_: bool) -> Configuration:
             return Configuration.model_validate({"rootfs": {"diff_ids": [layer.digest for layer in manifest.layers]}})
 
         def download(self, layer: Descriptor, _: Path, advance: Callable[[int], None]) -> None:
