@@ -153,7 +153,7 @@ class Setup:
         """Whether the host can launch a micro-batch's decoder as two CUDA graphs: its forward and its backward pass.
 
         A graph's memory is its own: a second forward pass beside it, as of a reference, would need all activations
-        twice. Linear attention can't be captured. The launched steps after a resume may round as captured ones don't.
+        twice. Linear attention can't be captured. The first steps after a resume are launched, and can round otherwise.
         """
         training = self.training
         is_alone = self.num_processes == 1 and self.device == "cuda" and self.engine == "fsdp2"
