@@ -151,6 +151,11 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def files_in(folder: Path) -> list[Path]:
+    """Return the files of a folder and of the folders in it, sorted."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
 def remove(path: Path) -> None:
     """Remove a file or a folder with its content, if it exists; parts of a folder that can't be removed stay."""
     if path.is_dir() and not path.is_symlink():

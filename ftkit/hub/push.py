@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import PrerequisiteError, one_line
+from ftkit.files import files_in
 from ftkit.hub.client import endpoint_of, read_token
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def push_to_hub(folder: Path, address: str, report: Callable[[str], None]) -> st
         api.create_repo(repository, private=True, exist_ok=True)
         report(f"uploading to {repository}")
         commit = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=f"Export {folder.name}")
-        names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+        names = [path.relative_to(folder).as_posix() for path in files_in(folder)]
         uploaded: dict[str, Any] = {}
         for first in range(0, len(names), _PATHS_PER_REQUEST):
             infos = api.get_paths_info(repository, names[first : first + _PATHS_PER_REQUEST], revision=commit.oid)

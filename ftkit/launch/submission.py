@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ftkit.data.staging import needs_preparation
 from ftkit.errors import FtkitError, NoAnswerError, PrerequisiteError, SubmitError, one_line, plural
-from ftkit.files import DamagedFileError, atomic_folder, file_lock_if_supported, write_file, write_json
+from ftkit.files import DamagedFileError, atomic_folder, file_lock_if_supported, files_in, write_file, write_json
 from ftkit.launch.code import files_of
 from ftkit.launch.job_states import LOST, observe, observe_all
 from ftkit.launch.render import render_job, render_preparation
@@ -173,7 +173,7 @@ def resume(
         changes = {}
         if changed:
             files = {layout.root / path: content for path, content in files_of(changed.copies).items()}
-            former = [path for path in layout.code.rglob("*") if path.is_file()] if files else []
+            former = files_in(layout.code) if files else []
             files |= {layout.plan: plan_to_json(new), layout.script: render_job(new, project, prepares=False)}
             changes = {each.key: (each.before, each.after) for each in changed.changes}
         has_preparation = isinstance(new, RunPlan) and needs_preparation(new, environment)

@@ -25,6 +25,7 @@ from ftkit.config.context import PROJECT_FILE, Context, list_names, search_folde
 from ftkit.config.load import Loaded, read_cluster, read_recipe
 from ftkit.config.yaml_files import parse_override, to_yaml
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, one_line
+from ftkit.files import files_in
 from ftkit.paths import absolute_path, fixed_folder, is_path
 from ftkit.remote.ssh import Login, call, is_lost, unreachable
 
@@ -49,7 +50,7 @@ def project_files(ctx: Context) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     listed = [ctx.project / PROJECT_FILE]
     listed += sorted((ctx.project / "recipes").glob("*.yaml"))
-    listed += sorted(path for path in (ctx.project / "containers").rglob("*") if path.is_file())
+    listed += files_in(ctx.project / "containers")
     listed += sorted((ctx.project / "sbatch").rglob("*.j2"))
     for path in listed:
         if path.is_file() and path.stat().st_size <= _MAX_PROJECT_BYTES:
@@ -106,7 +107,7 @@ def _local_files(key: str, path: str) -> list[Path]:
     """A missing path whose parent folder exists here is treated as a typo; otherwise it is on the cluster."""
     place = Path(path)
     if place.is_dir():
-        return sorted(each for each in place.rglob("*") if each.is_file())
+        return files_in(place)
     found = [Path(each) for each in sorted(glob.glob(path, recursive=True))]  # noqa: PTH207 - an absolute pattern
     files = [each for each in found if each.is_file()]
     if not files and fixed_folder(path).is_dir():

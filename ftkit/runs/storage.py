@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, UnreachableError, one_line
-from ftkit.files import atomic_file, open_regular
+from ftkit.files import atomic_file, files_in, open_regular
 from ftkit.paths import is_address
 from ftkit.process import in_thread
 
@@ -181,11 +181,6 @@ class Store:
             if self._scheme in ADVICE:
                 meaning = "there are no credentials, they lack access to this address, or there is no network"
             raise PrerequisiteError(what, meaning=meaning, fix=ADVICE.get(self._scheme, "check the folder")) from error
-
-
-def files_in(folder: Path) -> list[Path]:
-    """Return the files of a folder and of those in it."""
-    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def upload_folder(folder: Path, store: Store, last: str, report: Callable[[str], None]) -> None:

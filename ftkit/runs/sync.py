@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, one_line, redact
-from ftkit.files import atomic_folder, read_json_if_valid, write_file, write_json
+from ftkit.files import atomic_folder, files_in, read_json_if_valid, write_file, write_json
 from ftkit.models.folder import EXPORT_RECORD
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import PlanError, RunPlan, ScriptPlan, plan_to_json, read_job_plan
@@ -32,7 +32,7 @@ from ftkit.runs.checkpoints import MARKER, DamagedCheckpointError, find_damage, 
 from ftkit.runs.failure import original_command
 from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.records import EndRecord
-from ftkit.runs.storage import Store, files_in, upload_folder
+from ftkit.runs.storage import Store, upload_folder
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 10.0
@@ -127,8 +127,7 @@ class RunCopy:
             inside = Store(f"{store.address}/{name}")
             try:
                 sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files_in(folder)}
-                is_whole = last and sizes.items() <= inside.sizes().items() and inside.holds(last, folder / last)
-                if not is_whole:
+                if not (last and sizes.items() <= inside.sizes().items() and inside.holds(last, folder / last)):
                     upload_folder(folder, inside, last, self._report)
             except FileNotFoundError:  # the trainer has deleted an older checkpoint
                 continue
