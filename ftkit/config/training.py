@@ -119,7 +119,7 @@ class TrainingSpec(ObjectiveSpec):
     betas: tuple[Float, Float] = (0.9, 0.95)
     """AdamW's decay rates."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's decoupled weight decay, on matrices only."""
+    """AdamW's decoupled weight decay, of matrices; biases and norms have none."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this norm. A large one, such as 1e9, turns clipping off."""
     router_aux_loss_coef: NonNegativeFloat | None = None

@@ -47,7 +47,8 @@ def shorten(document: Document, length: int, too_long: str, end_of_turn: int | N
     """Apply `data.too_long` to a document; one that fits is returned unchanged.
 
     `drop` and `error` return no document. `truncate` cuts after the last trained turn that fits; it returns none if no
-    turn fits or if the document has pictures. Plain text is cut anywhere, and only plain text can be `split`.
+    turn fits or if the document has pictures. Plain text is cut anywhere, and only plain text can be `split`: each part
+    begins with the last token of the one before, so every token is a label once.
     `end_of_turn` marks the ends of turns in documents that are trained on all tokens.
     """
     if len(document.tokens) <= length:
@@ -55,7 +56,7 @@ def shorten(document: Document, length: int, too_long: str, end_of_turn: int | N
     if too_long in ("drop", "error") or document.pictures:
         return []
     if document.is_text:
-        starts = range(0, len(document.tokens) - 1, length) if too_long == "split" else (0,)
+        starts = range(0, len(document.tokens) - 1, max(1, length - 1)) if too_long == "split" else (0,)
         return [_part(document, start, min(start + length, len(document.tokens))) for start in starts]
     counts = np.append(False, document.labels != IGNORED)
     last_of_turn = counts[:-1] & (~counts[1:] | (document.tokens == end_of_turn))

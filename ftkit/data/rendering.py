@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from ftkit.config.data import Role
 from ftkit.data import template_probes as probes
 from ftkit.data.conversations import (
     PICTURE,
@@ -156,7 +157,7 @@ class ChatRenderer(Template):
         turns = self._turns_of(conversation)
         if data.train_on == "all":
             text = self._render(turns, conversation.tools, open_turn=False)
-            found = [Rendering(text, ((0, len(text)),))]
+            found = [Rendering(text, self._spans_of_all(text, conversation, turns))]
         else:
             trained = trained_turns(conversation, data.train_on)
             messages = [(each + 1, conversation.messages[each]) for each in trained]
@@ -166,6 +167,24 @@ class ChatRenderer(Template):
             found = self._grouped(conversation, turns, trained)
         found = [self._with_pictures(each, conversation) for each in found]
         return [_without_cuts(rendering) for rendering in found] if has_cuts else found
+
+    def _spans_of_all(
+        self, text: str, conversation: Conversation, turns: list[TemplateTurn]
+    ) -> tuple[tuple[int, int], ...]:
+        """Return the spans of a conversation's text without the turns whose own weight excludes them."""
+        left_out = [index for index, message in enumerate(conversation.messages) if message.trained is False]
+        if not left_out:
+            return ((0, len(text)),)
+        trained_turns(conversation, [*get_args(Role)])  # refuses a conversation without any
+        shown = self._grouped(conversation, turns, left_out)
+        if not all(text.startswith(each.text) for each in shown):
+            raise DataError(
+                "the chat template writes a turn with weight 0 in another way if more turns follow",
+                meaning="its tokens in the whole text, which data.train_on: all trains, are not known",
+                fix=f"set data.train_on to roles: [{', '.join(get_args(Role))}]",
+            )
+        edges = [0, *(edge for each in shown for span in each.spans for edge in span), len(text)]
+        return tuple((begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end)
 
     def prompt(self, conversation: Conversation) -> Rendering:
         """Return the text that a model completes. Raises DataError if the template drops some of the conversation."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ftkit.config.training import EngineName, TrainingPlan
     from ftkit.models.architecture import ArchitectureSpec, TrainedWeights
 
-PREPARATION_VERSION = 11
+PREPARATION_VERSION = 12
 """Part of the data's fingerprint, and of its identity in checkpoints. Increase it when the same spec would be packed
 differently."""
 StopSignal = Literal["TERM", "USR1", "none"]  # signal for a script's processes when the run is asked to stop

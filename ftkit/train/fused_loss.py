@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 Losses: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # losses of tokens, and the gradient of their sum
 
 
+_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere; Falcon H1; Muse
+_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")  # Granite; Inkling
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma; RecurrentGemma; xLSTM
+
+
 @dataclass(frozen=True)
 class LogitTransform:
     """Transform the output projection's products to logits: a scale, then a soft cap `c`: `c * tanh(x / c)`."""
@@ -30,10 +36,11 @@ class LogitTransform:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> LogitTransform:
-        divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
-        divisor *= getattr(config, "logits_mup_width_multiplier", None) or 1.0  # Inkling
-        factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
-        return cls(factor / divisor, getattr(config, "final_logit_softcapping", None))
+        factors, divisors, caps = (
+            [value for name in names if isinstance(value := getattr(config, name, None), int | float) and value]
+            for names in (_FACTORS, _DIVISORS, _CAPS)
+        )
+        return cls(prod(factors) / prod(divisors), next(iter(caps), None))
 
     def apply(self, products: torch.Tensor) -> torch.Tensor:
         logits = products if self.scale == 1.0 else products * self.scale

@@ -154,6 +154,10 @@ def test_a_turns_own_weight_overrides_the_recipe(chatml: PreTrainedTokenizerBase
     assert trained_texts(chatml, talk) == ["SELECT 'é'<|im_end|>"]
     with pytest.raises(DataError, match="system, user, assistant"):
         encode(chatml, talk[:3])
+    (whole,), (rest,) = (trained_texts(chatml, each, train_on="all") for each in (TALK, talk))
+    assert rest == whole.replace("SELECT 1<|im_end|>", "")
+    with pytest.raises(DataError, match="nothing to train on"):
+        encode(chatml, [each | {"weight": 0} for each in TALK], train_on="all")
 
 
 def test_only_completions_can_be_trained(chatml: PreTrainedTokenizerBase) -> None:
@@ -583,8 +587,9 @@ def test_a_document_with_pictures_is_never_cut() -> None:
 def test_text_is_split_or_truncated_at_any_token() -> None:
     text = document("A" * 10, is_text=True)
     parts = shorten(text, 4, "split", None)
-    assert [len(part.tokens) for part in parts] == [4, 4, 2]
-    assert np.concatenate([part.tokens for part in parts]).tolist() == text.tokens.tolist()
+    assert [len(part.tokens) for part in parts] == [4, 4, 4]
+    labels = np.concatenate([part.labels[part.labels != IGNORED] for part in parts])
+    assert labels.tolist() == text.tokens[1:].tolist(), "each token but the first is a label once"
     assert all(part.labels[-1] == IGNORED and part.num_targets == len(part.tokens) - 1 for part in parts)
     assert [len(part.tokens) for part in shorten(text, 4, "truncate", None)] == [4]
-    assert [len(part.tokens) for part in shorten(text, 9, "split", None)] == [9]
+    assert [len(part.tokens) for part in shorten(text, 9, "split", None)] == [9, 2]

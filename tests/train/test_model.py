@@ -29,6 +29,7 @@ from ftkit.models.families import MEASURED
 from ftkit.models.parameters import count_model
 from ftkit.train.causal_lm import CausalLM
 from ftkit.train.components.batches import pad_documents, to_micro_batch, to_padded_micro_batch
+from ftkit.train.components.optimizer import parameter_groups
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.probe import ProbeResult, _packed_layout, _padded_layout, run_probe
 from ftkit.train.distributed.verification import (
@@ -41,6 +42,7 @@ from ftkit.train.distributed.verification import (
     verify_targets,
 )
 from ftkit.train.engine import ShardingStats
+from ftkit.train.fused_loss import LogitTransform
 from ftkit.train.model.attention import choose_kernel, generation_attention, register_kernel
 from ftkit.train.model.hf_model import build_empty, find_decoder_layers, load_pretrained, make_config, read_config
 from ftkit.train.model.lora import freeze
@@ -492,6 +494,61 @@ def test_scaled_and_capped_logits_are_used_in_training(
         logits = model(compute=call_class, input_ids=batch.input_ids).logits.flatten(0, 1)[batch.label_index]
         expected = functional.cross_entropy(logits, batch.labels, reduction="sum")
         assert float(model(batch=batch)) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_biases_and_norms_have_no_weight_decay_even_if_they_are_stacked() -> None:
+    config = AutoConfig.for_model(
+        "gpt_oss", hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_local_experts=2, vocab_size=32,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, pad_token_id=0,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    spec = TRAINING.model_copy(update={"weight_decay": 0.1})
+    groups = parameter_groups(model, spec)
+    decayed = {id(each) for group in groups if group["weight_decay"] for each in group["params"]}
+    names = {name.rpartition("layers.0.")[2] for name, each in model.named_parameters() if id(each) in decayed}
+    assert {"mlp.experts.gate_up_proj", "mlp.experts.down_proj", "self_attn.q_proj.weight", "lm_head.weight"} <= names
+    assert not [name for name in names if "bias" in name or "norm" in name]
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("gemma2", {}),
+        ("granite", {"logits_scaling": 8.0}),
+        ("cohere2", {}),
+        ("recurrent_gemma", {"lru_width": 32, "num_hidden_layers": 3}),
+        ("falcon_h1", {"lm_head_multiplier": 0.05, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}),
+    ],
+)
+def test_large_logits_are_transformed_as_by_the_class_of_the_model(family: str, fields: dict[str, Any]) -> None:
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 32) | {"num_hidden_layers": 2, "vocab_size": 96}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config = AutoConfig.for_model(
+        family, **{**sizes, **heads, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **fields}
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    head = model.get_output_embeddings()
+    nn.init.normal_(head.weight, std=10)
+    products: list[torch.Tensor] = []
+    head.register_forward_hook(lambda _, __, output: products.append(output))
+    with torch.no_grad():
+        logits = model(torch.arange(1, 25)[None]).logits
+    torch.testing.assert_close(LogitTransform.of(config).apply(products[0]), logits)
+    assert float((logits - products[0]).abs().max()) > 10
+
+
+def test_a_soft_cap_that_is_not_known_is_found_before_step_1(
+    tokenizer: PreTrainedTokenizerBase, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftkit.train.fused_loss._CAPS", ())
+    config = make_config(architecture("gemma2", sliding_window=6, full_attention_every=2), tokenizer)
+    assert config.final_logit_softcapping == 30  # far above the logits of a model with random weights
+    kernel, _ = choose_kernel(TRAINING, config, world)
+    config._attn_implementation = register_kernel(kernel)
+    engine = Fsdp2Engine(AutoModelForCausalLM.from_config(config), TRAINING, world)
+    with pytest.raises(TrainingError, match="logits"):
+        verify_logits(probe(engine, world))
 
 
 @pytest.mark.parametrize(("family", "expected"), [("gemma2", "eager"), ("llama", "sdpa")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,20 +32,25 @@ if TYPE_CHECKING:
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # names of a parameter's states in torch's AdamW
 
 
-def parameter_groups(model: PreTrainedModel, training: TrainingPlan) -> list[Group]:
-    """Return the trained parameters, grouped by mesh as fused updates require; only matrices have weight decay.
+_BIAS_OR_NORM = re.compile(r"bias|norm(\.weight)?$", re.IGNORECASE)
 
+
+def parameter_groups(model: PreTrainedModel, training: TrainingPlan) -> list[Group]:
+    """Return the trained parameters, grouped by mesh as fused updates require.
+
+    Only matrices have weight decay; biases and norms have none, although those of experts or heads are stacked.
     A group's learning rate is the schedule's times its `factor`.
     """
     groups: dict[tuple[float, float, DeviceMesh | None], list[nn.Parameter]] = {}
     trained, _ = trained_vision(model, training.vision)
     vision = {id(parameter) for parameter in trained.values()}
     own_factor = (training.vision_learning_rate or training.learning_rate) / training.learning_rate
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         partition = zero3_partition(parameter)
         is_matrix = len(parameter.shape if partition is None else partition.shape) >= 2  # noqa: PLR2004
+        is_matrix &= not _BIAS_OR_NORM.search(name)
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         key = (training.weight_decay if is_matrix else 0.0, own_factor if id(parameter) in vision else 1.0, mesh)
         groups.setdefault(key, []).append(parameter)

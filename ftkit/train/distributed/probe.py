@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from math import ceil, log2
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -42,6 +43,10 @@ class ProbeResult:
     kept_norm: torch.Tensor  # mean of the norms over the kept tokens, on all ranks with tokens of the same packs
     own_logits: torch.Tensor  # [M, V], from the model's own class
     expected_logits: torch.Tensor  # [M, V], from which ftkit computes the loss
+
+
+_LARGE_LOGIT = 64.0
+"""Larger than all families' soft caps of logits, which are 15 to 30."""
 
 
 def run_probe(  # noqa: PLR0913 - of each training
@@ -118,11 +123,15 @@ def _class_logits(
     def watch_decoder(_: nn.Module, __: object, output: BaseModelOutput) -> None:
         states.append(output.last_hidden_state.detach())
 
-    def watch_projection(module: nn.Linear, __: object, ___: object) -> None:
+    def watch_projection(module: nn.Linear, __: object, output: torch.Tensor) -> torch.Tensor:
         # In a hook, because ZeRO-3 all-gathers the weight only for this call.
         hidden = states[0][:, -num_logits:].to(module.weight.dtype)
-        products = functional.linear(hidden, module.weight, module.bias)
-        expected.append(model.logit_transform.apply(products.detach().float()))
+        products = functional.linear(hidden, module.weight, module.bias).detach().float()
+        # Small products would hide a soft cap. A power of two is exact in all dtypes.
+        largest = float(products.abs().max())  # host sync: before step 1
+        factor = 2.0 ** ceil(log2(_LARGE_LOGIT / largest)) if 0 < largest < _LARGE_LOGIT else 1.0
+        expected.append(model.logit_transform.apply(factor * products))
+        return factor * output
 
     hf_model = model.hf_model
     with (
