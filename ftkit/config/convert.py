@@ -29,6 +29,8 @@ _NO_LOWEST: Final = (
 _EVERY: Final = ("evaluation.every_steps", "training.checkpoint_every_steps", "training.log_every_steps")
 _FILE_NAMES: Final = (".file_name", ".hf_hub_url", ".script_url")
 """Keys of the entries of `dataset_info.json`."""
+_COLUMNS: Final = {".columns.prompt": "instruction", ".columns.query": "input", ".columns.response": "output"}
+"""Their default columns."""
 _PACKS: Final = "ftkit packs documents, which do not attend to each other; data.packing: off trains one per row, slower"
 
 
@@ -44,6 +46,7 @@ def detect_tool(parts: Mapping[str, Settings]) -> str:
     keys = {mark for part in parts.values() for key, value in part.items() for mark in (key, f"{key}={value}")}
     keys |= {f"*{key.rpartition('.')[2]}" for key in keys}
     marks = {tool: len(keys & read_tool(tool).marks) for tool in TOOLS}
+    marks |= {tool: len(keys) for tool in TOOLS if {f"{key}!" for key in keys} & read_tool(tool).marks}
     if not any(marks.values()):
         fix = f"Set the tool with --tool {' | '.join(TOOLS)}. A program that reads its command line has no values: "
         fix += "convert the shell script that calls it."
@@ -93,9 +96,14 @@ def _find_named_datasets(it: Conversion, lists: Mapping[str, Settings]) -> None:
         for index, name in enumerate(each.strip() for each in str(names.value).split(",")):
             for file, part in lists.items():
                 folder = Path(named or Path(file).parent)
-                for key in [key for key in part if key.startswith(f"{name}.")]:
-                    value = str(folder / part[key]) if key.endswith(".file_name") else part[key]
-                    it.sort(Row(file, key, value, index=index), f"{use}{key.removeprefix(name)}")
+                given = {key.removeprefix(name): part[key] for key in part if key.startswith(f"{name}.")}
+                for key, value in given.items():
+                    path = str(folder / value) if key == ".file_name" else value
+                    it.sort(Row(file, name + key, path, index=index), use + key)
+                is_plain = given.get(".formatting", "alpaca") == "alpaca" and not given.get(".ranking")
+                if given and is_plain and not any(key.startswith(".columns.") for key in given):
+                    for key, column in _COLUMNS.items():
+                        it.sort(Row(file, name + key, column, is_default=True, index=index), use + key)
     for file, part in lists.items():
         if others := len({key.partition(".")[0] for key in part} - {row.key.partition(".")[0] for row in it.rows}):
             it.rows.append(Row(file, "(others)", others, note="datasets that this configuration does not use"))
@@ -103,7 +111,10 @@ def _find_named_datasets(it: Conversion, lists: Mapping[str, Settings]) -> None:
 
 def _set_method(it: Conversion) -> None:
     kinds = [*it.take("method", "off"), *it.take("lora", "off")]
+    wide = it.take("load_in_16bit", "as by default here, with training.method: lora")
+    is_wide = "training.base_precision" in it.recipe or any(row.value is True for row in wide)
     bits = it.take("load_in_4bit", "off, or for 4 bits: training.method: qlora")
+    bits = [row for row in bits if not (row.is_default and is_wide)]
     words = ["lora" if row.value is True else str(row.value).lower() for row in kinds if row.value is not False]
     has_adapters = any("lora" in word for word in words)
     is_4bit = any(row.value in {True, 4} for row in bits) or any("qlora" in word for word in words)
@@ -184,7 +195,9 @@ def _set_batch(it: Conversion, num_gpus: int | None, mean_length: int | None) ->
         return
     parallel = [it.recipe.get(f"training.{kind}_parallel") for kind in ("context", "tensor")]
     shared = prod(degree for degree in parallel if isinstance(degree, int) and degree > 0)
-    replicas = max(1, gpus // shared)  # GPUs that share sequences are one process of a data-parallel group
+    if gpus < shared:
+        gpus, assumed = shared, " (assumed: so many share each sequence)"
+    replicas = gpus // shared  # GPUs that share sequences are one process of a data-parallel group
     sequences = int(total or (each or 1) * (accumulation or 1) * replicas)
     factors = f"{each or 1:g} per GPU × {accumulation or 1:g} accumulation × {plural(gpus, 'GPU')}{assumed}"
     factors += f" / {shared} that share each sequence" * (shared > 1)
@@ -247,8 +260,11 @@ def _set_objective(it: Conversion) -> None:
         row = named["cpo"][0]
         problem = Problem(row.file, row.key, "ftkit has no CPO, but simpo.", "Convert with loss_type: simpo.")
         raise ConfigError([problem])
+    weight, by_weight = it.number("cpo_alpha")
+    note = f"there, {weight:g} × the chosen completion's next-token loss is added (cpo_alpha)" if weight else ""
     if name:
-        it.put("training.objective", name, *(row for rows in named.values() for row in rows))
+        by_name = [row for rows in named.values() for row in rows]
+        it.put("training.objective", name, *by_name, *by_weight, note=note, is_changed=bool(note))
         for row in [row for row in it.rows if row.note == AS_HERE]:
             row.note = ANOTHER
     if name not in {"", "distill"}:

@@ -56,7 +56,7 @@ def set_datasets(it: Conversion) -> None:
             splits[index].note = _ALL
         forms.append(_format(entry, meaning.get("format")))
         train_on = train_on or meaning.get("train_on", "")
-        notes += [meaning["note"]] if "note" in meaning else []
+        notes += [meaning["note"]] if "note" in meaning and forms[-1] == meaning["format"] else []
     by_share = _set_weights(it, sources)
     notes += [_ONCE] * any(row.value == "interleave_over" for row in by_share)
     if sources:

@@ -74,7 +74,7 @@ class Conversion:
     def add_defaults(self) -> None:
         """Add the tool's defaults for missing keys, as if they were given."""
         given = {word for row in self.rows if row.value for word in (row.key, row.key.partition(".")[0])}
-        given |= {fact.partition("=")[0] for fact in self.facts}
+        given |= {word for fact in self.facts for word in (fact, fact.partition("=")[0])}
         for name, value in sorted(self.tool.defaults.items(), key=lambda item: "?" not in item[0]):
             needed, _, key = name.rpartition("?")
             target = self._meaning(key)[0]
@@ -102,7 +102,7 @@ class Conversion:
         if number and call in self.tool.calls:
             row.note = f"a later call of {call}: the first one counts"
         elif row.value is None and target != "max_grad_norm":
-            is_endless = word.rpartition(".")[2] == "max_length"  # with other names, null is the default
+            is_endless = word.rpartition(".")[2] in {"max_length", "max_seq_len"}  # with other names, it is the default
             self.computed |= {target, "data.too_long"} if is_endless else set()
             row.note = _NO_LENGTH if is_endless else "not set there"
         elif target == "objective":
@@ -141,6 +141,9 @@ class Conversion:
 
     def put(self, key: str, value: Any, *rows: Row, note: str = "", is_changed: bool = False) -> None:
         """Set a key of the recipe, unless an earlier row did."""
+        was_off = self.sources.get(key) and all(row.value is False for row in self.sources[key])
+        if was_off and any(row.value is not False for row in rows):  # a switch that is off selects nothing
+            self.remove(key, f"{rows[0].key} sets {key}")
         if key in self.recipe:
             first = self.sources[key][0].key if self.sources[key] else key
             for row in rows:
@@ -211,7 +214,7 @@ def _translate(value: Any, table: Mapping[str, Any]) -> tuple[Any, str]:
     words = {str(value).lower(), str(value).lower().rpartition(".")[2]}
     for ours, theirs in table["same"].items():
         if words & {str(ours).lower(), *str(theirs).lower().split()}:
-            return ours, table.get("but", "")
+            return ours, table.get("but", {}).get(ours, "")
     return table.get("else"), table.get("note", "").format(value=value)
 
 

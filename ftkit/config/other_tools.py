@@ -22,7 +22,7 @@ class Tool(NamedTuple):
     """The table of a tool."""
 
     name: str
-    marks: frozenset[str]  # keys, or `key=value`, that identify its configurations
+    marks: frozenset[str]  # keys, or `key=value`, that identify its configurations; with `!`, one alone
     keys: Mapping[str, str]  # its keys, each with a key of a recipe or the name of a conversion
     reasons: Mapping[str, str]  # its keys without a counterpart (`*` is a wildcard), each with the reason
     calls: Mapping[str, list[str]]  # Python functions that configure it, with the names of positional arguments

@@ -437,7 +437,59 @@ def test_python_is_read_without_running_it(tmp_path: Path) -> None:
 def test_a_file_of_a_split_is_the_source(tmp_path: Path) -> None:
     files = TRAINER.replace('data_files="chats.jsonl"', 'data_files={"train": "chats.jsonl", "test": "others.jsonl"}')
     assert files != TRAINER
-    assert converted(tmp_path, {"train.py": files}).recipe["data"]["source"] == "chats.jsonl"
+    data = converted(tmp_path, {"train.py": files}).recipe["data"]
+    assert (data["source"], data["validation"]) == ("chats.jsonl", {"file": "others.jsonl"})
+
+
+@pytest.mark.parametrize(
+    ("loading", "method", "base_precision"),
+    [
+        ("", "qlora", None),
+        (", load_in_4bit=False", "lora", None),
+        (", load_in_16bit=True", "lora", None),
+        (", load_in_8bit=True", "lora", "fp8"),
+    ],
+)
+def test_a_program_that_imports_unsloth_has_its_defaults(
+    tmp_path: Path, loading: str, method: str, base_precision: str | None
+) -> None:
+    text = f"""
+from unsloth import FastLanguageModel
+from trl import SFTConfig, SFTTrainer
+model, tokenizer = FastLanguageModel.from_pretrained("org/model"{loading})
+model = FastLanguageModel.get_peft_model(model)
+SFTTrainer(model=model, train_dataset=rows, args=SFTConfig(max_length=512)).train()
+"""
+    found = converted(tmp_path, {"train.py": text})
+    values = training(found)
+    assert (found.tool, values["method"], values["lora"]) == ("Unsloth", method, {"rank": 16, "alpha": 16})
+    assert values.get("base_precision") == base_precision
+    assert not [row.key for row in found.rows if row.status == "unknown"]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_switch_that_is_off_does_not_hide_one_that_is_on(tmp_path: Path, order: int) -> None:
+    switches = ", ".join(["assistant_only_loss=False", "completion_only_loss=True"][::order])
+    found = converted(tmp_path, {"train.py": f"SFTTrainer(model='org/model', args=SFTConfig({switches}))"})
+    assert found.recipe["data"]["train_on"] == "completion"
+
+
+def test_the_loss_that_cpo_adds_to_simpo_is_pointed_out(tmp_path: Path) -> None:
+    for text in ("base_model: m\nrl: simpo\nmicro_batch_size: 1", "base_model: m\nrl: simpo\ncpo_alpha: 0.5"):
+        changed = [row for row in converted(tmp_path, {"a.yml": text}).rows if "cpo_alpha" in row.note]
+        assert {row.key for row in changed} == {"rl", "cpo_alpha"}
+    found = converted(tmp_path, {"a.yml": "base_model: m\nrl: simpo\ncpo_alpha: 0"})
+    assert not [row for row in found.rows if "cpo_alpha" in row.note]
+    assert found.recipe["training"]["objective"] == "simpo"
+
+
+def test_default_columns_of_llamafactory_are_those_that_are_written_out(tmp_path: Path) -> None:
+    columns = {"prompt": "instruction", "query": "input", "response": "output"}
+    spelled = converted(tmp_path, info(columns=columns)).recipe["data"]["format"]
+    assert spelled["kind"] == "jinja"
+    for about in ({}, {"formatting": "alpaca"}):
+        assert converted(tmp_path, info(**about)).recipe["data"]["format"] == spelled
+    assert "format" not in converted(tmp_path, info(ranking=True)).recipe["data"]
 
 
 def test_a_notebook_is_read_to_its_first_model(tmp_path: Path) -> None:
@@ -757,11 +809,12 @@ def test_a_refused_key_of_a_section_leaves_the_others(tmp_path: Path) -> None:
     [
         ("a.yaml", "model_name_or_path: m\ndataset_name: d\nmax_length: null"),
         ("b.py", "SFTConfig(max_length=None)"),
+        ("c.yaml", TORCHTUNE.replace("max_seq_len: 4096", "max_seq_len: null")),
     ],
 )
 def test_no_truncation_is_not_the_default_length(tmp_path: Path, name: str, text: str) -> None:
     found = converted(tmp_path, {name: text})
-    (row,) = (row for row in found.rows if row.key.endswith("max_length"))
+    (row,) = (row for row in found.rows if row.key.endswith(("max_length", "max_seq_len")))
     assert "nothing is truncated" in row.note
     assert "sequence_length" not in training(found)
     assert "too_long" not in found.recipe["data"]
@@ -898,3 +951,10 @@ def test_gpus_that_share_a_sequence_count_once_in_a_batch(tmp_path: Path, settin
     text = f"base_model: m\nsequence_len: 512\nmicro_batch_size: 1\n{setting}"
     found = converted(tmp_path, {"a.yml": text}, num_gpus=4)
     assert training(found)["global_batch_size"] == size
+
+
+def test_gpus_that_share_a_sequence_are_at_least_assumed(tmp_path: Path) -> None:
+    text = "base_model: m\nsequence_len: 512\nmicro_batch_size: 1\ncontext_parallel_size: 2"
+    found = converted(tmp_path, {"a.yml": text})
+    assert training(found)["global_batch_size"] == 1
+    assert any("2 GPUs (assumed" in row.note for row in found.rows)
