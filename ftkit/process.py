@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import re
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from io import BufferedReader, TextIOWrapper
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Final, NamedTuple, NoReturn, TypeVar, cast
 
@@ -24,6 +26,7 @@ from ftkit.errors import FtkitError, NoAnswerError, PrerequisiteError
 log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
+_PR_SET_PDEATHSIG: Final = 1  # of Linux's prctl
 _STOP_SECONDS: Final = 60  # time for an interrupted program to clean up
 _COLOR: Final = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -49,6 +52,25 @@ def in_thread(function: Callable[[], ResultT]) -> Future[ResultT]:
 
     threading.Thread(target=run, daemon=True).start()
     return future
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when `parent`, which started it, ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended just before
+        os._exit(1)
+
+
+def visible_gpus(count: int, visible: str | None) -> list[str]:
+    """Return the GPUs of `count` that a process may use, as `CUDA_VISIBLE_DEVICES` names them: by index, UUID or MIG.
+
+    As CUDA reads it, the list ends at the first name of no GPU.
+    """
+    if visible is None:
+        return [str(index) for index in range(count)]
+    names = [name.strip() for name in visible.split(",")]
+    known = takewhile(lambda name: int(name) in range(count) if re.fullmatch(r"-?\d+", name) else name, names)
+    return [*known][:count]
 
 
 class ProgramOutput(NamedTuple):
@@ -79,6 +101,12 @@ def _start(args: Sequence[str], **options: object) -> subprocess.Popen[bytes]:
     try:
         started: subprocess.Popen[bytes] = subprocess.Popen(list(args), **options)  # type: ignore[call-overload]
     except FileNotFoundError as error:
+        if (folder := options.get("cwd")) is not None and not Path(str(folder)).is_dir():
+            raise PrerequisiteError(
+                f"can't run '{args[0]}': there is no folder {folder}",
+                meaning="it was removed, or is on a file system that is not mounted here",
+                fix="repeat the command where it exists",
+            ) from error
         raise PrerequisiteError(
             f"the program '{args[0]}' was not found on PATH",
             meaning="it is not installed here, or you are logged in to another machine than you think",

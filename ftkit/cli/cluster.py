@@ -15,7 +15,7 @@ from ftkit.cli.terminal.format import short_path
 from ftkit.config.context import Context, list_names
 from ftkit.config.load import load_cluster
 from ftkit.config.request import load_settings
-from ftkit.errors import ConfigError, Problem, plural
+from ftkit.errors import ConfigError, Problem, ProvisionError, one_line, plural
 from ftkit.provision.providers import plan_provision
 from ftkit.provision.settings import KINDS, Kind, read_spec, restore_spec
 from ftkit.provision.steps import (
@@ -157,7 +157,14 @@ def status_command(name: str, *, as_json: bool) -> None:
     terminal.facts(facts, is_data=True)
     rows = [(step.id, step.title, outcomes.get(step.id, "not yet")) for step in provision.steps]
     terminal.table(("STEP", "WHAT…", "OUTCOME"), rows)
-    terminal.data(process.run(words_of(provision.status, folder), timeout_seconds=120, cwd=folder).stdout)
+    shown = process.run(words_of(provision.status, folder), timeout_seconds=120, cwd=folder)
+    if shown.returncode:
+        raise ProvisionError(
+            f"can't show the current state at the provider: {one_line(shown.stderr or shown.stdout)}",
+            meaning="the login has expired, the cluster does not exist yet or any more, or the network is down",
+            fix="log in again; 'ftkit cluster create' continues an unfinished creation",
+        )
+    terminal.data(shown.stdout)
 
 
 @command("destroy", "ftkit cluster destroy train1 --dry-run", "ftkit cluster destroy train1 --keep-image --yes")

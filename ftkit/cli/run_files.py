@@ -23,8 +23,8 @@ from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, SubmitEr
 from ftkit.files import read_json_if_valid
 from ftkit.images.image_store import find_removable, remove_all
 from ftkit.launch.job_states import observe
-from ftkit.launch.prune import find_dependents, find_prunable, folder_bytes, prune
-from ftkit.launch.submission import check_removable, remove_folder
+from ftkit.launch.prune import find_dependents, find_prunable, folder_bytes, prune, remove_folder
+from ftkit.launch.submission import check_removable
 from ftkit.planning.plan import read_plan
 from ftkit.runs import checkpoints
 from ftkit.runs.checkpoints import DamagedCheckpointError, Marker, find_best, read_marker

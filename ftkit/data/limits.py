@@ -7,7 +7,6 @@ processes, which the kernel stops. A fork takes milliseconds, and has the import
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
 import multiprocessing
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from ftkit.data.rows import Row, errors_at
 from ftkit.errors import DataError, MemoryExhaustedError
+from ftkit.process import die_with_parent
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -37,7 +37,6 @@ MEMORY_BYTES: Final = 512 << 20
 MAX_TEXT: Final = 32 << 20
 """Characters of a rendering: several times the longest text that is tokenized."""
 _CALLS_PER_CHECK = 16  # reading the size of the process takes as long as a rendering
-_PR_SET_PDEATHSIG: Final = 1
 
 
 class TemplateLimitError(DataError):
@@ -164,9 +163,7 @@ def begin_fork(parent: int) -> None:
     wait for threads that a fork does not have.
     """
     gc.freeze()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)

@@ -29,6 +29,7 @@ MAX_LINE = 128 << 20
 """Maximum bytes of a line: several times the size of the longest tokenizable text as JSON."""
 _MAX_SKIPPED = 16
 """Maximum further chunks of `MAX_LINE` bytes to skip in one line; a file with a longer line has no rows."""
+_BLANKS = re.compile(r"\s*")
 _WRAPPERS = ("data", "rows", "examples", "instances")
 """Keys of a JSON object that may hold the list of rows."""
 
@@ -147,15 +148,16 @@ class _JsonParser:
     """Parses a JSON text incrementally, with one value and a buffer in memory."""
 
     def __init__(self, file: IO[str], path: str) -> None:
-        self._file, self._path, self._text = file, path, ""
+        self._file, self._path = file, path
+        self._text, self._at = "", 0  # the buffer, and the position in it
         self._decoder = json.JSONDecoder()
 
     def peek(self) -> str:
         """Return the next non-blank character; empty at the end."""
-        self._text = self._text.lstrip()
-        while not self._text and self._fill():
-            self._text = self._text.lstrip()
-        return self._text[:1]
+        while True:
+            self._at = _BLANKS.match(self._text, self._at).end()  # type: ignore[union-attr]  # it always matches
+            if self._at < len(self._text) or not self._fill():
+                return self._text[self._at : self._at + 1]
 
     def elements(self) -> Iterator[str]:
         self._take("[")
@@ -176,7 +178,7 @@ class _JsonParser:
             if name in _WRAPPERS and wrapper is None and self.peek() == "[":
                 wrapper = name
                 yield from self.elements()
-            elif name in others:
+            elif name in others or name == wrapper:
                 raise DataError(f"{self._path}: duplicate key {name[:80]!r}", fix="correct the file")
             else:
                 others[name] = json.loads(self._value())
@@ -194,32 +196,35 @@ class _JsonParser:
 
     def _take(self, wanted: str) -> None:
         if self.peek() != wanted:
-            raise cut_error(self._path, ValueError(f"{wanted!r} is missing before {self._text[:20]!r}"))
-        self._text = self._text[1:]
+            following = self._text[self._at : self._at + 20]
+            raise cut_error(self._path, ValueError(f"{wanted!r} is missing before {following!r}"))
+        self._at += 1
 
     def _value(self) -> str:
         self.peek()
         while True:
             try:
-                _, end = self._decoder.raw_decode(self._text)
+                _, end = self._decoder.raw_decode(self._text, self._at)
             except RecursionError as error:
                 raise DataError(f"{self._path}: nested too deep", fix="flatten the data") from error
             except ValueError as error:  # incomplete, invalid, or an integer of thousands of digits
-                is_complete = not isinstance(error, json.JSONDecodeError) or len(self._text) > _MAX_CELL
+                is_complete = not isinstance(error, json.JSONDecodeError) or len(self._text) - self._at > _MAX_CELL
                 if is_complete or not self._fill():
                     raise cut_error(self._path, error) from error
                 continue
+            length = end - self._at
             if end < len(self._text) or not self._fill():  # a number may continue
-                text, self._text = self._text[:end], self._text[end:]
-                return text
+                start, self._at = self._at, self._at + length
+                return self._text[start : self._at]
 
     def _fill(self) -> bool:
-        """Double the buffer, so that a long value is parsed again only a few times."""
+        """Read as much again as the rest of the buffer, so that a long value is parsed again only a few times."""
+        rest = self._text[self._at :]
         try:
-            more = self._file.read(max(1 << 20, len(self._text)))
+            more = self._file.read(max(1 << 20, len(rest)))
         except UnicodeDecodeError as error:
             raise _not_utf8(self._path, error) from error
-        self._text += more
+        self._text, self._at = rest + more, 0
         return bool(more)
 
 

@@ -11,7 +11,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -166,22 +166,31 @@ class Engine(ABC):
 
     def call(self, path: str, body: object = None, num_tokens: int = 0) -> Any:
         """Return the server's JSON response; a request with a body is a POST. The timeout allows a second per token."""
-        connection = http.client.HTTPConnection(self.address, timeout=_ANSWER_SECONDS + num_tokens)
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(_KEY):
             headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body)
         try:
-            data = None if body is None else json.dumps(body)
-            connection.request("GET" if body is None else "POST", path, data, headers)
-            response = connection.getresponse()
-            text = response.read().decode(errors="replace")
+            connection = http.client.HTTPConnection(self.address, timeout=_ANSWER_SECONDS + num_tokens)
+            with closing(connection):
+                connection.request("GET" if body is None else "POST", path, data, headers)
+                response = connection.getresponse()
+                text = response.read().decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:
             raise RequestError(one_line(error)) from error
-        finally:
-            connection.close()
         if response.status >= http.client.BAD_REQUEST:
             raise RefusedError(f"{path}: {response.status} {one_line(text)}")
-        return json.loads(text) if text else None
+        try:
+            return json.loads(text) if text else None
+        except ValueError as error:
+            raise RequestError(f"{path}: the answer is not JSON: {one_line(text)[:80]}") from error
+
+
+def _served_model(answer: Any) -> str:
+    try:
+        return str(answer["data"][-1]["id"])  # adapters follow their base
+    except (LookupError, TypeError) as error:
+        raise RequestError("/v1/models lists no model") from error
 
 
 @contextmanager
@@ -193,7 +202,7 @@ def serve(engine: Engine, length: int, report: Callable[[str], None]) -> Iterato
     if url := engine.setup.url:
         try:
             engine.address = url.removeprefix("http://").rstrip("/")
-            engine.model = engine.call("/v1/models")["data"][-1]["id"]  # adapters follow their base
+            engine.model = _served_model(engine.call("/v1/models"))
             yield
         except RequestError as error:
             raise EngineError(

@@ -12,7 +12,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
@@ -46,7 +46,7 @@ _ALL_LINKS: Final = 2**32 - 1  # scope of a field value: the sum over all links
 class Nvml:
     """The GPUs that this process may use. Values are None if the GPU or driver does not support them."""
 
-    def __init__(self, library: ModuleType, indices: list[int]) -> None:
+    def __init__(self, library: ModuleType, indices: Iterable[int]) -> None:
         self._library = library
         self._handles: dict[int, object] = {index: library.nvmlDeviceGetHandleByIndex(index) for index in indices}
         self._gpm: dict[int, object] = {}
@@ -168,17 +168,12 @@ def open_nvml(environment: Mapping[str, str] = os.environ) -> Iterator[Nvml | st
         yield f"NVML: {error}"
         return
     try:
-        yield Nvml(library, visible_indices(library.nvmlDeviceGetCount(), environment.get("CUDA_VISIBLE_DEVICES")))
+        num_gpus = library.nvmlDeviceGetCount()
+        names = process.visible_gpus(num_gpus, environment.get("CUDA_VISIBLE_DEVICES"))
+        by_index = all(name.isdigit() for name in names)
+        yield Nvml(library, [int(name) for name in names] if by_index else range(num_gpus))  # with UUIDs, all
     finally:
         library.nvmlShutdown()
-
-
-def visible_indices(count: int, visible: str | None) -> list[int]:
-    """Return the indices of the GPUs that a process may use, of `count`; all if names are not numbers (UUIDs, MIG)."""
-    words = [word.strip() for word in (visible or "").split(",") if word.strip()]
-    if visible is None or not all(word.isdigit() for word in words):
-        return list(range(count))
-    return [int(word) for word in words if int(word) < count]
 
 
 def _scaled(value: float | None, factor: float) -> float | None:
@@ -203,7 +198,8 @@ def check_disk(name: str, folder: Path, mib: int) -> Finding:
         fix = "free up space" if is_full else "mount it, or set another folder in the profile"
         return Finding(name, "failed", f"{folder}: {one_line(error)}", fix)
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder is a file, or read-only
+            path.unlink()
     if name == "local disk" and free_gib < _LEAST_FREE_GIB:
         return Finding(name, "failed", f"{folder}: {free_gib:.1f} GiB free", "free up space")
     value = f"{folder}: {speed:,.0f} MB/s, {free_gib:,.0f} GiB free"

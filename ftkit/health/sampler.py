@@ -6,9 +6,7 @@ It imports neither torch nor pydantic, uses no GPU memory, and ends with its par
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -21,13 +19,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from ftkit import process
 from ftkit.health.node import open_nvml
 from ftkit.runs.gpu_samples import NodeSample, to_line
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
 
-_PR_SET_PDEATHSIG: Final = 1
 INTERVAL_SECONDS: Final = 10.0
 METRICS: Final = {
     "utilization": ("ftkit_gpu_utilization_percent", "Time in which a kernel ran."),
@@ -48,7 +46,8 @@ def sampling(layout: RunLayout) -> Iterator[None]:
     """Sample this node's GPUs in another process during the block. Errors don't affect training."""
     port = os.environ.get("FTKIT_METRICS_PORT", "")
     words = [sys.executable, "-m", "ftkit.health.sampler", str(layout.gpu_samples / f"{socket.gethostname()}.jsonl")]
-    sampler = subprocess.Popen([*words, "--run", layout.root.name, *(["--metrics-port", port] if port else [])])
+    words += ["--run", layout.root.name, "--parent", str(os.getpid()), *(["--metrics-port", port] if port else [])]
+    sampler = subprocess.Popen(words)
     try:
         yield
     finally:
@@ -61,11 +60,12 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m ftkit.health.sampler")
     parser.add_argument("file", type=Path, help="file that samples are appended to")
     parser.add_argument("--run", default="", help="name of the run, a label of the metrics")
+    parser.add_argument("--parent", type=int, default=os.getppid(), help="process that started this one")
     parser.add_argument("--interval", type=float, default=INTERVAL_SECONDS, help="seconds between samples")
     parser.add_argument("--count", type=int, help="number of samples; default: until the parent ends")
     parser.add_argument("--metrics-port", type=int, help="port at which to serve metrics to Prometheus")
     options = parser.parse_args(words)
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    process.die_with_parent(options.parent)
     newest: deque[NodeSample] = deque(maxlen=1)
     with open_nvml() as nvml:
         if isinstance(nvml, str):

@@ -90,7 +90,7 @@ def download_weights(
     """
     from huggingface_hub import errors, snapshot_download  # noqa: PLC0415
 
-    cache, token = cache_folder(environment, default_home, *MODEL_CACHE), read_token(environment)
+    cache, token = cache_folder(environment, default_home, *MODEL_CACHE), read_token(environment) or False
     download = partial(
         snapshot_download, model.weights, local_files_only=local_files_only, cache_dir=cache, token=token
     )

@@ -9,7 +9,7 @@ import errno
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, get_args
@@ -94,7 +94,11 @@ class ImageStore:
     def leftovers(self) -> list[Path]:
         """Return partial files older than a day, which killed imports left; newer ones may still be written."""
         limit = time.time() - 24 * 3600
-        return [path for path in self.root.glob(f"{_PARTIAL}*") if path.stat().st_mtime < limit]
+        found = []
+        for path in self.root.glob(f"{_PARTIAL}*"):
+            with suppress(FileNotFoundError):  # its import just ended
+                found += [path] if path.stat().st_mtime < limit else []
+        return found
 
     def publish(self, partial: Path, manifest: ImportManifest, sbom: bytes) -> None:
         """Rename a finished file to its final name, write its manifest, and point the link to it."""

@@ -1,7 +1,11 @@
-"""Find unused folders of a workspace: failed runs without a checkpoint, and data that no run uses."""
+"""Find and remove unused folders of a workspace: failed runs without a checkpoint, and data that no run uses."""
 
 from __future__ import annotations
 
+import os
+import secrets
+import shlex
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -9,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ftkit.errors import FtkitError, plural
+from ftkit.errors import FtkitError, PrerequisiteError, one_line, plural
 from ftkit.files import mapping, read_json_if_valid
 from ftkit.launch.job_states import observe_all
-from ftkit.launch.submission import check_removable, remove_folder
+from ftkit.launch.submission import check_removable
 from ftkit.runs.checkpoints import list_checkpoints
 from ftkit.runs.find import RunFolder, list_runs
 from ftkit.runs.job import FAILURES, RunState
@@ -55,6 +59,7 @@ def find_prunable(workspace: Workspace, *, with_checkpoints: bool = False, now: 
     entries = [read_entry(folder) for folder in list_runs(workspace)]
     overview = observe_all([entry.run for entry in entries if entry.run])
     items, warnings, used, unreadable = [], list(overview.warnings), set(), []
+    now = time.time() if now is None else now
     for entry in entries:
         seen, root = overview.state_of(entry), entry.folder.layout.root
         has_ended_badly = seen.is_final and (seen.state in FAILURES or seen.state is RunState.CANCELED)
@@ -69,7 +74,8 @@ def find_prunable(workspace: Workspace, *, with_checkpoints: bool = False, now: 
     if unreadable:
         warnings.append(f"no prepared data is removed: can't read which data {', '.join(unreadable)} uses")
     else:
-        items += _unused_data(workspace, used, time.time() if now is None else now)
+        items += _unused_data(workspace, used, now)
+    items += _half_removed(workspace, now)
     training = (each for each in entries if each.damage or (each.run and not overview.state_of(each).is_final))
     return Findings(items, warnings, [each.plan.image_file for each in training if each.plan and each.plan.image_file])
 
@@ -81,6 +87,16 @@ def _unused_data(workspace: Workspace, used: set[str], now: float) -> Iterator[P
             age = now - folder.stat().st_mtime if is_unused else 0.0
             if age > _YOUNG_SECONDS and not folder.name.startswith("."):
                 yield Prunable("data", folder, folder_bytes(folder), "no run uses it")
+
+
+def _half_removed(workspace: Workspace, now: float) -> Iterator[Prunable]:
+    """Find what interrupted removals left (`remove_folder`); newer ones may still be in progress."""
+    kinds: dict[Literal["run", "data"], Path] = {"run": workspace.runs, "data": workspace.data}
+    for kind, parent in kinds.items():
+        for folder in sorted(parent.glob(".*.deleted")):
+            with suppress(OSError):
+                if now - folder.stat().st_mtime > _YOUNG_SECONDS:
+                    yield Prunable(kind, folder, folder_bytes(folder), "an interrupted removal left it")
 
 
 def find_dependents(workspace: Workspace, removed: Mapping[str, RunFolder]) -> dict[str, list[str]]:
@@ -109,6 +125,30 @@ def prune(items: Sequence[Prunable]) -> int:
     if errors:
         raise ExceptionGroup("some folders could not be removed", errors)
     return freed
+
+
+def remove_folder(root: Path) -> None:
+    """Remove a folder of the workspace. It is renamed first, so that no reader sees a partial folder.
+
+    Raises `PrerequisiteError` if it can't be removed completely; if a folder in it is read-only, nothing is removed.
+    """
+    for folder, _, _ in os.walk(root):
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+            raise PrerequisiteError(
+                f"can't remove {root}: you may not change {folder}",
+                meaning="it is read-only, or belongs to another user; nothing was removed",
+                fix=f"if it is yours: chmod -R u+rwX {shlex.quote(str(root))}",
+            )
+    renamed = root.with_name(f".{root.name}.{secrets.token_hex(4)}.deleted")  # an earlier removal may have left one
+    try:
+        root.rename(renamed)
+        shutil.rmtree(renamed)
+    except OSError as error:
+        raise PrerequisiteError(
+            f"can't remove all of {root}: {one_line(error)}",
+            meaning="the folder, or a file in it, belongs to another user",
+            fix=f"list what is left: ls -la {shlex.quote(str(renamed if renamed.exists() else root))}",
+        ) from error
 
 
 def folder_bytes(folder: Path) -> int:

@@ -28,7 +28,7 @@ from ftkit.planning.compatibility import find_data_problems
 from ftkit.planning.layout import DataLayout, Workspace
 from ftkit.planning.plan import CodePlan, JobPlan, RunPlan
 from ftkit.planning.planner import fingerprint, plan_run
-from ftkit.process import num_usable_cpus
+from ftkit.process import num_usable_cpus, visible_gpus
 
 if TYPE_CHECKING:
     from ftkit.config.context import Context
@@ -317,10 +317,7 @@ def detect_hardware(profile: ClusterProfile, environment: Mapping[str, str], roo
     if profile.device != "auto":
         return profile
     num_gpus = len(list(root.glob("dev/nvidia[0-9]*")))
-    if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
-        allowed = [device.strip() for device in visible.split(",")]
-        stop = next((i for i, device in enumerate(allowed) if device in ("", "-1")), len(allowed))  # as CUDA reads it
-        num_gpus = min(num_gpus, stop)
+    num_gpus = len(visible_gpus(num_gpus, environment.get("CUDA_VISIBLE_DEVICES")))
     found: dict[str, object] = {"cpus_per_node": profile.cpus_per_node or num_usable_cpus(), "device": "cpu"}
     if num_gpus:
         found |= {"device": "cuda", "gpus_per_node": num_gpus, "gpu": profile.gpu or _gpu_model(root)}

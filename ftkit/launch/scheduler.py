@@ -73,7 +73,8 @@ class LocalScheduler:
             pid = int(run.job_id)
             # Signal only the script first: its other processes would die before it could request a checkpoint.
             if process.start_time(pid) == run.submission.process_start:
-                os.kill(pid, signal.SIGTERM)
+                with suppress(ProcessLookupError):  # it just ended
+                    os.kill(pid, signal.SIGTERM)
             elif _is_alive(run.submission):
                 process.signal_group(pid, signal.SIGTERM)
             for following in (signal.SIGTERM, signal.SIGKILL, None):

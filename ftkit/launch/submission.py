@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import socket
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ftkit.data.staging import needs_preparation
-from ftkit.errors import FtkitError, NoAnswerError, PrerequisiteError, SubmitError, one_line, plural
+from ftkit.errors import FtkitError, NoAnswerError, PrerequisiteError, SubmitError, plural
 from ftkit.files import DamagedFileError, atomic_folder, file_lock_if_supported, files_in, write_file, write_json
 from ftkit.launch.code import files_of
 from ftkit.launch.job_states import LOST, observe, observe_all
@@ -376,27 +375,3 @@ def check_removable(folder: RunFolder) -> None:
         f"{folder.id} {reason}, so it is not removed",
         fix=f"cancel it first: ftkit cancel {folder.id}; if its job can't be queried: squeue --me",
     )
-
-
-def remove_folder(root: Path) -> None:
-    """Remove a folder of the workspace. It is renamed first, so that no reader sees a partial folder.
-
-    Raises `PrerequisiteError` if it can't be removed completely; if a folder in it is read-only, nothing is removed.
-    """
-    for folder, _, _ in os.walk(root):
-        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
-            raise PrerequisiteError(
-                f"can't remove {root}: you may not change {folder}",
-                meaning="it is read-only, or belongs to another user; nothing was removed",
-                fix=f"if it is yours: chmod -R u+rwX {shlex.quote(str(root))}",
-            )
-    renamed = root.with_name(f".{root.name}.deleted")
-    try:
-        root.rename(renamed)
-        shutil.rmtree(renamed)
-    except OSError as error:
-        raise PrerequisiteError(
-            f"can't remove all of {root}: {one_line(error)}",
-            meaning="the folder, or a file in it, belongs to another user",
-            fix=f"list what is left: ls -la {shlex.quote(str(renamed if renamed.exists() else root))}",
-        ) from error

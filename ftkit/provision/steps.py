@@ -17,7 +17,16 @@ from typing import Literal
 from ftkit import process
 from ftkit.config.context import state_folder
 from ftkit.config.layers import COMMAND_LINE
-from ftkit.errors import ConfigError, NotFoundError, Problem, ProvisionError, UnusableFileError, one_line, redact
+from ftkit.errors import (
+    ConfigError,
+    NotFoundError,
+    PrerequisiteError,
+    Problem,
+    ProvisionError,
+    UnusableFileError,
+    one_line,
+    redact,
+)
 from ftkit.files import DamagedFileError, PrivateFileError, read_json, write_file, write_json
 from ftkit.provision.settings import Kind
 
@@ -250,7 +259,10 @@ def _ask(command: str, step: Step, folder: Path) -> str:
 
 def _answer(command: str, folder: Path) -> tuple[str, str | None]:
     """Return a command's output, and why it failed if it did."""
-    done = process.run(words_of(command, folder), timeout_seconds=120)
+    try:
+        done = process.run(words_of(command, folder), timeout_seconds=120)
+    except PrerequisiteError as error:
+        return "", error.what
     problem = one_line(done.stderr or done.stdout or f"exit status {done.returncode}") if done.returncode else None
     return done.stdout, problem
 

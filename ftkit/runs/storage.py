@@ -63,8 +63,8 @@ def call_patiently(call: Callable[[Progress], ResultT], unseen_bytes: int = 0) -
         try:
             return future.result(left)
         except TimeoutError:
-            if future.done():  # the call itself raised it
-                raise
+            if future.done():  # just now, or the call itself raised it
+                return future.result()
     raise TimeoutError(f"no answer for {patience:.0f} s")
 
 

@@ -155,7 +155,7 @@ def fetch_run(address: str, workspace: Workspace, report: Callable[[str], None])
     Raises `PlanError` if it ran a script.
     """
     store = Store(address)
-    names = store.sizes()
+    names = {name: size for name, size in store.sizes().items() if ".." not in Path(name).parts}
     if "plan.json" not in names:
         raise missing_copy(address)
     layout = RunLayout(workspace.runs / store.address.rpartition("/")[2])
@@ -164,7 +164,7 @@ def fetch_run(address: str, workspace: Workspace, report: Callable[[str], None])
     local = max((step for step, _ in layout.list_checkpoints()), default=0)
     layout.logs.mkdir(parents=True, exist_ok=True)
     if local <= max(steps, default=0):
-        code = [name for name in names if name.startswith(f"{layout.code.name}/") and ".." not in Path(name).parts]
+        code = [name for name in names if name.startswith(f"{layout.code.name}/")]
         for name in (layout.plan.name, layout.manifest.name, layout.metrics.name, *code):
             if name in names:
                 store.get(name, layout.root / name)

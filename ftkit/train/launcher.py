@@ -9,7 +9,6 @@ A rank that a signal kills can't record its error, so the launcher does.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
 UNUSED = (*OF_TRANSFORMERS, "bitsandbytes", "boto3", "torchao", "torchvision", "transformer_engine")
 """Packages that transformers, accelerate and peft import if they are installed, for models, layers and services that
 ftkit does not use. sklearn also imports pandas and pyarrow; bitsandbytes imports torch's Inductor."""
@@ -229,22 +227,14 @@ def faster_imports() -> Iterator[None]:
 # --- Ranks ---------------------------------------------------------------------------------------
 
 
-def end_with_launcher() -> int:
-    """Have the kernel kill this process when its parent ends; return the parent's pid."""
-    launcher = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it died just before
-        os._exit(TERMINATED)
-    return launcher
-
-
 def follow_launcher(on_end: Callable[[], None]) -> None:
     """End this process with its parent. At the parent's SIGTERM, call `on_end` in another thread, then end.
 
     torchrun starts its ranks in new sessions, so they would continue to train if it is killed. Call this before
     starting threads.
     """
-    launcher = end_with_launcher()
+    launcher = os.getppid()
+    process.die_with_parent(launcher)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
@@ -292,9 +282,9 @@ class RunRank:
         """Append the output of this process to its rank's log. Rank 0 writes to the job's log."""
         self._layout.logs.mkdir(parents=True, exist_ok=True)
         if self.rank:
-            descriptor = os.open(self._layout.rank_log(self.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.dup2(descriptor, sys.stdout.fileno())
-            os.dup2(descriptor, sys.stderr.fileno())
+            with self._layout.rank_log(self.rank).open("ab") as file:
+                os.dup2(file.fileno(), sys.stdout.fileno())
+                os.dup2(file.fileno(), sys.stderr.fileno())
 
     def fail(self, error: Exception) -> int:
         """Report the error that ended this rank, and record it unless another job has the run; return the exit code."""

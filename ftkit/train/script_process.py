@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
+from ftkit import process
 from ftkit.errors import FtkitError, TrainingError, plural
 from ftkit.files import parse_json, write_json
 from ftkit.planning.layout import SCRIPT_CODE, RunLayout
@@ -32,7 +33,7 @@ from ftkit.runs.records import EndRecord, Record, ScriptStepRecord, ShardingReco
 from ftkit.runs.script_checks import judge
 from ftkit.runs.script_facts import RankFacts
 from ftkit.train.heartbeats import NODES
-from ftkit.train.launcher import RunRank, end_with_launcher
+from ftkit.train.launcher import RunRank
 
 if TYPE_CHECKING:
     from torch import nn
@@ -269,7 +270,7 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    end_with_launcher()
+    process.die_with_parent(os.getppid())
     plan = read_job_plan(layout)
     if not isinstance(plan, ScriptPlan):
         raise TypeError("the job script starts this module only for scripts")

@@ -836,7 +836,8 @@ def test_the_image_is_staged_once_and_verified_or_else_started_from_the_shared_f
 def test_all_tasks_get_a_port_of_the_first_node_that_nothing_listens_on(
     is_taken: bool, make_plan: PlanMaker, machine: Machine
 ) -> None:
-    for job in range(12345, 13345, 100):
+    first = 13_000 + 100 * (os.getpid() % 30)  # concurrent tests use other ports
+    for job in range(first, first + 100, 20):
         with suppress(OSError), socket.create_server(("127.0.0.1", 20_000 + job % 10_000)) as server:
             machine.environment = {"FAKE_NODES": "localhost", "SLURM_JOB_ID": str(job)}
             if not is_taken:

@@ -119,9 +119,10 @@ def fail(fault: str) -> None:
 
 if __name__ == "__main__" and "FTKIT_TEST_FAULT" in os.environ:
     from ftkit.planning.layout import RunLayout
-    from ftkit.train.launcher import RunRank, end_with_launcher
+    from ftkit.process import die_with_parent
+    from ftkit.train.launcher import RunRank
 
-    end_with_launcher()
+    die_with_parent(os.getppid())
     if int(os.environ["RANK"]) != RANK:
         dawdle()
     try:

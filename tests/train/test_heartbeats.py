@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(
 RANK = """
 import os, sys, time
 from pathlib import Path
-from ftkit.train.launcher import end_with_launcher
-end_with_launcher()
+from ftkit.process import die_with_parent
+die_with_parent(os.getppid())
 Path(sys.argv[1]).touch()
 time.sleep(3600)
 """

@@ -127,6 +127,15 @@ def test_a_run_resumes_on_another_machine_from_its_copy_with_the_same_result(fin
     assert (copy / "metrics.jsonl").read_bytes() == plan.layout.metrics.read_bytes()
 
 
+def test_names_of_a_copy_cannot_leave_the_folder_of_the_run(finished_run: Run, client: Any, tmp_path: Path) -> None:
+    status = RunCopy(finished_run.layout, f"s3://{BUCKET}/leaving", quiet).update()
+    prefix = status.destination.removeprefix(f"s3://{BUCKET}/")
+    for name in ("checkpoints/step-000020/../../../../evil", "code/../../../evil"):
+        client.put_object(Bucket=BUCKET, Key=f"{prefix}/{name}", Body=b"")
+    fetch_run(status.destination, Workspace(tmp_path / "workspace"), quiet)
+    assert list(tmp_path.rglob("evil")) == []
+
+
 def test_a_damaged_copy_is_not_resumed(finished_run: Run, client: Any, tmp_path: Path) -> None:
     status = RunCopy(finished_run.layout, f"s3://{BUCKET}/damaged", quiet).update()
     prefix = status.destination.removeprefix(f"s3://{BUCKET}/")

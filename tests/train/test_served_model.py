@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig
 
 from ftkit.cli.main import main
-from ftkit.evaluate.engines import EngineError, RequestError, Setup, Vllm
+from ftkit.evaluate.engines import EngineError, RequestError, Setup, Vllm, serve
 from ftkit.evaluate.served_model import ServedModel, served_by_vllm
 from ftkit.evaluate.source import ModelFolder
 from ftkit.train.components.generation import Generation
@@ -121,6 +121,24 @@ def test_a_server_has_a_second_more_for_each_token_that_may_be_generated(
     assert engine.complete([[1], [2]], 4) == [[3], [3]]
     with pytest.raises(RequestError, match="timed out"):
         engine.call("/version", {"prompt": []})
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("answer", [b"<html>a login page</html>", b'{"models": []}', b'{"data": []}', None])
+def test_an_address_that_serves_no_model_is_reported(answer: bytes | None, tmp_path: Path) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer or b"")
+
+    server = HTTPServer(("127.0.0.1", 0), Other)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}" if answer else "https://host"
+    engine = Vllm(Setup(tmp_path, tmp_path, "", (), "", None, tmp_path, url=url))
+    with pytest.raises(EngineError, match="does not serve"), serve(engine, 1, print):
+        pass
     server.shutdown()
     server.server_close()
 

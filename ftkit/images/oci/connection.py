@@ -104,8 +104,8 @@ class Connection:
         try:
             return result.result(CHUNK_SECONDS)
         except TimeoutError as error:
-            if result.done():
-                raise
+            if result.done():  # just now, or `fetch` itself raised it
+                return result.result()
             raise StalledError(
                 f"{self._reference.host} sent less than 1 MiB in {CHUNK_SECONDS:g} s",
                 meaning="the registry or the network in between has stalled, or is too slow",

@@ -154,6 +154,7 @@ def test_an_object_over_several_lines_is_one_row(tmp_path: Path) -> None:
         ("a.json", b'[{"a": 1}, 2]', r"a\.json, element 2: not a JSON object"),
         ("a.json", b'[{"a": 1} {"a": 2}]', r"a\.json"),
         ("a.json", b'[{"a": 1}] [', r"a\.json .*text after the end"),
+        ("a.json", b'{"data": [{"a": 1}], "data": [{"a": 2}]}', "duplicate key 'data'"),
         ("a.json", b'[{"a": 1, "a": 2}]', r"a\.json, element 1: .*duplicate key 'a'"),
         ("a.json", rb'[{"a": "\ud83d"}]', r"a\.json, element 1: \\ud83d is a lone surrogate"),
         ("a.json", b'{"data": [{"a": 1}],\n "rows": [{"a": 2}]}', "rows under 'data', and others under 'rows'"),

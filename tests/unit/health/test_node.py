@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftkit.health.node import Nvml, check_disk, check_gpus, check_interfaces, check_shared_disk, visible_indices
+from ftkit.health.node import Nvml, check_disk, check_gpus, check_interfaces, check_shared_disk
 from ftkit.health.rates import bus_bandwidth, compare_with_others, find_transport, least_matmul, pair_rounds
 
 if TYPE_CHECKING:
@@ -108,11 +108,9 @@ def test_disks_are_written_to_and_left_as_they_were(tmp_path: Path) -> None:
     assert check_shared_disk(tmp_path / "nowhere" / "marker", 1).status == "failed"
 
 
-def test_only_gpus_visible_to_cuda_are_checked() -> None:
-    assert visible_indices(8, None) == list(range(8))
-    assert visible_indices(8, "2,3,9") == [2, 3]
-    assert visible_indices(2, "GPU-8932f937") == [0, 1]
-    assert visible_indices(2, "") == []
+def test_a_folder_that_is_a_file_fails_the_disks_check(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert check_disk("local disk", tmp_path / "file", 1).status == "failed"
 
 
 @given(st.integers(min_value=1, max_value=17))

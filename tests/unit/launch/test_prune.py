@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.launch.prune import find_prunable, prune
+from ftkit.launch.prune import find_prunable, prune, remove_folder
 from ftkit.process import start_time
 
 if TYPE_CHECKING:
@@ -80,6 +81,23 @@ def test_no_data_is_removed_while_a_plan_cannot_be_read(runs: dict[str, Submitte
     found = find_prunable(workspace, now=1e9)
     assert [item.kind for item in found.items] == ["run"]
     assert "no prepared data" in found.warnings[-1]
+
+
+def test_what_an_interrupted_removal_left_does_not_prevent_another_and_is_removed(
+    runs: dict[str, SubmittedRun], workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("ftkit.launch.prune.shutil.rmtree", lambda _: signal.raise_signal(signal.SIGINT))
+        for _ in range(2):
+            folder = prepare(workspace, "again")
+            with pytest.raises(KeyboardInterrupt):
+                remove_folder(folder)
+    found = [each for each in find_prunable(workspace, now=1e9).items if each.path.name.endswith(".deleted")]
+    assert len(found) == 2
+    assert find_prunable(workspace, now=1e9 - 2 * DAY + 60).items[1:] == []  # they may be in progress
+    prune(found)
+    assert [*workspace.data.iterdir()] == []
+    assert runs["completed"].layout.root.is_dir()
 
 
 def test_a_run_that_was_resumed_in_the_meantime_is_kept(runs: dict[str, SubmittedRun], workspace: Workspace) -> None:

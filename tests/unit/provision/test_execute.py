@@ -77,6 +77,23 @@ def test_created_resources_are_removed_in_reverse_order_and_existing_ones_are_ke
     assert isinstance(run("status", "small").exception, NotFoundError)
 
 
+def test_a_state_that_the_provider_does_not_tell_is_an_error(made: Path) -> None:
+    assert run("create", "small", "--kind", "gcp-vm-l4", *WORDS, "--yes").exit_code == 0
+    (made / "fail").write_text("instances list", encoding="utf-8")
+    done = run("status", "small")
+    assert "small-net" in done.stdout
+    assert isinstance(done.exception, ProvisionError)
+    assert "ZONE_RESOURCE_POOL_EXHAUSTED" in str(done.exception)
+
+
+def test_a_missing_program_is_reported_with_the_checks_advice(made: Path) -> None:
+    (made.parent / "bin" / "gcloud").unlink()
+    done = run("create", "small", "--kind", "gcp-vm-l4", *WORDS, "--yes")
+    assert isinstance(done.exception, ProvisionError)
+    assert "gcloud" in str(done.exception)
+    assert done.exception.fix
+
+
 def test_a_zone_that_is_out_of_stock_is_reported_and_the_same_command_continues(made: Path) -> None:
     (made / "fail").write_text("instances create", encoding="utf-8")
     failed = run("create", "small", "--kind", "gcp-vm-l4", *WORDS, "--yes")
