@@ -186,13 +186,6 @@ class Engine(ABC):
             raise RequestError(f"{path}: the answer is not JSON: {one_line(text)[:80]}") from error
 
 
-def _served_model(answer: Any) -> str:
-    try:
-        return str(answer["data"][-1]["id"])  # adapters follow their base
-    except (LookupError, TypeError) as error:
-        raise RequestError("/v1/models lists no model") from error
-
-
 @contextmanager
 def serve(engine: Engine, length: int, report: Callable[[str], None]) -> Iterator[None]:
     """Serve an export in the block, for texts of up to `length` tokens; remove the log only if the block succeeds.
@@ -202,7 +195,10 @@ def serve(engine: Engine, length: int, report: Callable[[str], None]) -> Iterato
     if url := engine.setup.url:
         try:
             engine.address = url.removeprefix("http://").rstrip("/")
-            engine.model = _served_model(engine.call("/v1/models"))
+            try:
+                engine.model = str(engine.call("/v1/models")["data"][-1]["id"])  # adapters follow their base
+            except (LookupError, TypeError) as error:
+                raise RequestError("/v1/models lists no model") from error
             yield
         except RequestError as error:
             raise EngineError(
