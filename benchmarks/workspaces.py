@@ -110,7 +110,7 @@ def make_long_run(workspace: Workspace, plan: dict[str, Any], num_steps: int, na
                 for step in range(first, last)
             )
         at = begin + last * interval
-        append_record(layout.metrics, EvaluationRecord(at, last - 1, "during", 2.0, 7.4, None, ()))
+        append_record(layout.metrics, EvaluationRecord(at, last - 1, "during", 2.0, 7.4, ()))
         append_record(layout.metrics, CheckpointRecord(at, last - 1, str(layout.checkpoint(last - 1)), 1.0, 0.1))
     append_record(layout.metrics, EndRecord(NOW, "completed", num_steps, 8000.0, None))
     layout.job_exit_code(1000 + number).write_text("0\n")

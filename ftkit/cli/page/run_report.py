@@ -62,8 +62,7 @@ def read_report(layout: RunLayout, state: str) -> dict[str, object]:
         "charts": _draw_charts(plan, history, facts.samples),
         "comparisons": _comparisons(plan, history) if plan else [],
         "time_use": _time_use(history.time_use),
-        # SQL accuracy has a column of its own.
-        "score_names": sorted({name for each in history.evaluations for name in each.scores} - {"sql"}),
+        "score_names": sorted({name for each in history.evaluations for name in each.scores}),
         "examples": _examples(history),
         "inputs": _inputs(plan, manifest, history) if plan else {},
         "command": " ".join(map(str, manifest.get("command", []))),
@@ -94,13 +93,8 @@ def _tiles(plan: RunPlan | None, history: History) -> list[_Tile]:
         tiles.append(("Training loss", f"{last.loss:.4g}", f"from {next(iter(history.steps.values())).loss:.4g}"))
     if after := history.last_evaluation:
         before = validation[0]
-        has_before = before is not after
-        detail = f"from {before.loss:.4g}" if has_before else f"{after.when} training"
+        detail = f"{after.when} training" if before is after else f"from {before.loss:.4g}"
         tiles.append(("Validation loss", f"{after.loss:.4g}", detail))
-        if after.execution_accuracy is not None:
-            known = has_before and before.execution_accuracy is not None
-            detail = f"from {before.execution_accuracy:.1%}" if known else ""
-            tiles.append(("SQL execution", f"{after.execution_accuracy:.1%}", detail))
     if last and last.routers:
         tiles.append(("Busiest expert", f"{last.routers.max_utilization:.2f} ×", "the mean load of its layer"))
     device = "process" if plan and plan.placement.device == "cpu" else "GPU"

@@ -268,8 +268,7 @@ def scalars_of(record: StepRecord | EvaluationRecord) -> dict[str, float]:
     else:
         # Evaluations by a separate job arrive late, and use other rows of the validation split.
         prefix = "job_eval" if record.when == "job" else "eval"
-    # The record has SQL's score as a field too.
-    scalars |= {f"{prefix}/{name}": score for name, score in record.scores.items() if name != "sql"}
+    scalars |= {f"{prefix}/{name}": score for name, score in record.scores.items()}
     for source, measured in record.sources.items():
         scalars[f"{prefix}/loss/{_REJECTED.sub('_', source)}"] = measured.loss
     return scalars | {f"{prefix}/{name}": value for name, value in _numbers(record) if name not in _NOT_MEASURED}

@@ -31,8 +31,8 @@ def run(make_run: RunMaker, programs: FakePrograms, records: Any, sacct_line: An
     made = make_run("victim", job_id="4711")
     start = StartRecord(1.0, 400, 0, 2, "fsdp2", "cpu", 951680, {"torch": "2"})
     samples = (Sample("q", "a", "a", True), Sample("q", "a", "b", False))
-    evaluation = EvaluationRecord(2.0, 0, "before", 6.0, 812.5, 0.0, samples)
-    after = EvaluationRecord(3.0, 400, "after", 6.0, 812.5, 0.0, samples)
+    evaluation = EvaluationRecord(2.0, 0, "before", 6.0, 812.5, samples)
+    after = EvaluationRecord(3.0, 400, "after", 6.0, 812.5, samples)
     records.write(
         made, StageRecord(0.0, "s"), start, evaluation, records.step(1), records.step(400), after, records.end()
     )

@@ -157,9 +157,9 @@ def nasty_run(make_run: RunMaker, records: Any) -> str:
     records.write(
         run,
         StageRecord(1.0, NASTY),
-        EvaluationRecord(2.0, 0, "before", 6.0, 812.5, 0.0, (sample,)),
+        EvaluationRecord(2.0, 0, "before", 6.0, 812.5, (sample,)),
         records.step(1, 6.5),
-        EvaluationRecord(3.0, 1, "after", 6.0, 812.5, 0.0, (sample,)),
+        EvaluationRecord(3.0, 1, "after", 6.0, 812.5, (sample,)),
         records.end("failed", 1, NASTY),
     )
     layout = run.layout

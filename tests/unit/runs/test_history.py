@@ -43,7 +43,7 @@ def start(time: float, resumed_from: int = 0) -> StartRecord:
 
 
 def evaluation(time: float) -> EvaluationRecord:
-    return EvaluationRecord(time, 0, "during", 1.0, 2.0, None, ())
+    return EvaluationRecord(time, 0, "during", 1.0, 2.0, ())
 
 
 def test_time_is_divided_by_activity(make_run: RunMaker, records: Any) -> None:
