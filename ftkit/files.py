@@ -280,6 +280,11 @@ class PrivateFileError(DamagedFileError, exit_code=PrerequisiteError.exit_code):
         self.fix = f"ask {owner or 'its owner'} for read permission for it"
 
 
+def sha256_of(path: Path) -> str:
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def digest_of(contents: Mapping[str, bytes]) -> str:
     """Return the SHA-256 of the names and contents of files, sorted by name."""
     digest = hashlib.sha256()

@@ -17,7 +17,7 @@ from pathlib import Path
 import ftkit
 from ftkit.checkout import own_checkout, read_commit
 from ftkit.errors import TrainingError, redact_command
-from ftkit.files import mapping, read_json_if_valid, write_json
+from ftkit.files import mapping, read_json_if_valid, sha256_of, write_json
 from ftkit.paths import is_path
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 from ftkit.planning.plan import RunPlan, ScriptPlan, plan_to_json
@@ -252,7 +252,7 @@ def _describe_image(image: Path) -> dict[str, str]:
     if not {"name", "tag"} <= definition.keys():
         return {}
     files = {"lock_sha256": image / "requirements.lock", "sbom_sha256": image / "sbom.cdx.json"}
-    digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}
+    digests = {name: sha256_of(path) for name, path in files.items() if path.is_file()}
     return {"reference": f"{definition['name']}:{definition['tag']}", **digests}
 
 
