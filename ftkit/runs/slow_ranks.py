@@ -30,9 +30,7 @@ class RankTiming:
     step: Count
     num_steps: Count
     step_seconds: Seconds  # without checkpoints and evaluations
-    data_wait_seconds: Seconds  # of a step, waiting for its batch
     compute_seconds: Seconds  # of the forward of all decoder layers, for the first micro-batch, without collectives
-    collective_wait_seconds: Seconds  # between these layers, waiting for their all-gathers
 
 
 @dataclass(frozen=True)

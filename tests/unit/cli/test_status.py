@@ -106,7 +106,7 @@ def test_a_slow_node_is_reported(ftkit: Callable[..., Result], make_run: RunMake
     finish(run, records)
     run.layout.logs.mkdir(exist_ok=True)
     for rank, seconds in enumerate((1.0, 1.0, 1.14, 1.0)):
-        timing = RankTiming(rank, f"h{16 + rank // 2}", "cuda", 400, 100, 2.0, 0.0, seconds, 0.1)
+        timing = RankTiming(rank, f"h{16 + rank // 2}", "cuda", 400, 100, 2.0, seconds)
         write_json(run.layout.rank_timing(rank), timing)
     assert "node h17 is 14% slower" in ftkit("status", run.id).out
     (found,) = json.loads(ftkit("status", run.id, "--json").out)["stragglers"]

@@ -13,7 +13,7 @@ from ftkit.runs.slow_ranks import MIN_STEPS, RankTiming, Straggler, find_straggl
 
 
 def timing(rank: int, compute: float, *, per_host: int = 8, num_steps: int = 100) -> RankTiming:
-    return RankTiming(rank, f"h{rank // per_host}", "cuda", 500, num_steps, 2.0, 0.0, compute, 0.1)
+    return RankTiming(rank, f"h{rank // per_host}", "cuda", 500, num_steps, 2.0, compute)
 
 
 def test_only_the_host_of_a_slow_rank_is_a_straggler() -> None:
