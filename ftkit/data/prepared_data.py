@@ -54,7 +54,6 @@ class DataManifest:
     num_train_tokens: int
     num_train_targets: int
     num_validation_documents: int
-    num_validation_packs: int
     num_too_long: int
     max_seqlen: int
     num_in_both: int = 0  # validation documents, or pairs, that are also trained on

@@ -10,7 +10,7 @@ from itertools import islice
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ftkit.cli.page.charts import Chart, Line, bar_chart, bars_height, draw_lines, timeline
+from ftkit.cli.page.charts import Chart, Line, bars_height, draw_lines, memory_chart, timeline
 from ftkit.cli.terminal.format import count, duration, energy, gib
 from ftkit.errors import FtkitError, plural
 from ftkit.files import read_json_if_valid
@@ -293,11 +293,8 @@ def _draw_charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSamp
         expected=plan.speed.tokens_per_second / plan.placement.world_size if plan and plan.speed else None,
         form=count, from_zero=True, height=bars_height(len(history.memory)),
     )  # fmt: skip
-    memory = bar_chart(
-        "memory", "Peak memory of each stage, maximum over all processes",
-        [(each.stage, each.largest_peak_gib) for each in history.memory],
-        marks=[("plan", plan.memory.total)] if plan else [],
-    )  # fmt: skip
+    stages = [(each.stage, each.largest_peak_gib) for each in history.memory]
+    memory = memory_chart(stages, [("plan", plan.memory.total)] if plan else [])
     spans = history.spans
     visible = merge_spans(spans, (spans[-1].end - spans[0].begin) * _NARROWEST) if spans else []
     kinds = ", ".join(dict.fromkeys(span.kind for span in spans))
@@ -310,7 +307,7 @@ def _draw_charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSamp
         Chart("Memory by stage", memory),
         Chart("Load of the busiest expert", _draw_experts(history)),
         *_gpu_charts(gpus, history),
-        Chart("Timeline", timeline("time", f"Time by activity: {kinds}", visible), is_wide=True),
+        Chart("Timeline", timeline(f"Time by activity: {kinds}", visible), is_wide=True),
     ]
     return [chart for chart in charts if chart.svg]
 
