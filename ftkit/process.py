@@ -19,7 +19,7 @@ from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import IO, Final, NamedTuple, NoReturn, TypeVar, cast
 
-from ftkit.errors import FtkitError, NoAnswerError, PrerequisiteError
+from ftkit.errors import NoAnswerError, PrerequisiteError
 
 log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -57,7 +57,7 @@ class ProgramOutput(NamedTuple):
     stderr: str
 
 
-class ProgramTimeoutError(FtkitError, exit_code=NoAnswerError.exit_code):
+class ProgramTimeoutError(NoAnswerError):
     """A program did not end in time."""
 
     def __init__(self, program: str, timeout_seconds: float, stderr: bytes = b"") -> None:

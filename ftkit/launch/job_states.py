@@ -80,7 +80,7 @@ def observe_all(runs: Sequence[SubmittedRun], *, asks_again: bool = False) -> Ov
             preparations = scheduler_for(name).observe([*_unclear_preparations(open_runs, seen)])
         except FtkitError as error:
             warnings.append(error.what)
-            may_be_active = asks_again and isinstance(error, NoAnswerError | process.ProgramTimeoutError)
+            may_be_active = asks_again and isinstance(error, NoAnswerError)
             for run in open_runs:
                 known = None if may_be_active else _read_final(run, even_if_old=True)
                 states[run.id] = known or _judge_alone(run, error, is_certain=not may_be_active)

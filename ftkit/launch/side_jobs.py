@@ -163,7 +163,7 @@ def wait_for_server(job: SideJob, job_id: str, report: Callable[[str], None]) ->
         except OSError:
             pass
         seen = None
-        with suppress(NoAnswerError, process.ProgramTimeoutError):  # the job runs on while Slurm's controller restarts
+        with suppress(NoAnswerError):  # the job runs on while Slurm's controller restarts
             seen = observe_jobs([run]).get(run.id)
         if seen is not None and seen.is_final:
             log = job.log.read_text(encoding="utf-8", errors="replace") if job.log.is_file() else ""
