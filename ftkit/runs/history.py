@@ -18,7 +18,7 @@ from ftkit.runs.ends import End
 from ftkit.runs.job import Job, RunState
 from ftkit.runs.lease import current_holder
 from ftkit.runs.manifest import Values, mappings
-from ftkit.runs.metrics_file import find_damage, read_last_record, read_last_step
+from ftkit.runs.metrics_file import read_last_record, read_last_step, scan_records
 from ftkit.runs.records import (
     AnomalyRecord,
     CheckpointRecord,
@@ -190,14 +190,14 @@ class History(RunSummary):
 def read_history(layout: RunLayout) -> History:
     """Read a run's history from the files in its folder. Damaged records are skipped."""
     found: list[Record] = []
-    problem = find_damage(layout.metrics, records=found)
+    problem = scan_records(layout.metrics, records=found)
     return _history_of(layout, found, problem)
 
 
 def read_summary(layout: RunLayout) -> RunSummary:
     """Read a run's history without the steps between the first of each start and the last; six times as fast."""
     found: list[Record] = []
-    problem = find_damage(layout.metrics, records=found, skips_steps=True)
+    problem = scan_records(layout.metrics, records=found, skips_steps=True)
     if (last_step := read_last_step(layout.metrics)) and last_step not in found:
         found.append(last_step)
     history = _history_of(layout, found, problem)
