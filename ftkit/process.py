@@ -25,11 +25,12 @@ log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
 _STOP_SECONDS: Final = 60  # time for an interrupted program to clean up
-_COLOR: Final = re.compile(r"\x1b\[[0-9;]*m")
+_CONTROL: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def without_colors(text: str) -> str:
-    return _COLOR.sub("", text)
+def without_control(text: str) -> str:
+    """Remove colors, and the control codes that nested bars use to move the cursor."""
+    return _CONTROL.sub("", text)
 
 
 def num_usable_cpus() -> int:

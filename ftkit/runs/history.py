@@ -9,15 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
-from operator import itemgetter
 from statistics import median
 from typing import TYPE_CHECKING, TypeVar
 
-from ftkit.files import read_json_if_valid
 from ftkit.runs.ends import End
 from ftkit.runs.job import Job, RunState
 from ftkit.runs.lease import current_holder
-from ftkit.runs.manifest import Values, mappings
+from ftkit.runs.manifest import Start, read_starts
 from ftkit.runs.metrics_file import read_last_record, read_last_step, scan_records
 from ftkit.runs.records import (
     AnomalyRecord,
@@ -206,7 +204,7 @@ def read_summary(layout: RunLayout) -> RunSummary:
 
 def _history_of(layout: RunLayout, found: list[Record], problem: str) -> History:
     records = tuple(each for each in found if not (isinstance(each, EvaluationRecord) and each.when == "job"))
-    manifest_starts = _read_manifest_starts(layout)
+    manifest_starts = read_starts(layout)
     steps: dict[int, StepRecord] = {}
     steady: list[tuple[StepRecord, float]] = []
     trained: list[tuple[float, float]] = []
@@ -274,16 +272,7 @@ def _all(records: Sequence[Record], kind: type[RecordT]) -> tuple[RecordT, ...]:
     return tuple(each for each in records if isinstance(each, kind))
 
 
-_Start = tuple[float, Values]  # a start in a manifest, with the time when its processes began
-
-
-def _read_manifest_starts(layout: RunLayout) -> list[_Start]:
-    starts = mappings((read_json_if_valid(layout.manifest, Values) or {}).get("starts"))
-    timed = [(time, start) for start in starts if isinstance(time := start.get("time"), float)]
-    return sorted(timed, key=itemgetter(0))
-
-
-def _restarts(starts: Sequence[_Start], records: Sequence[StartRecord]) -> tuple[Restart, ...]:
+def _restarts(starts: Sequence[Start], records: Sequence[StartRecord]) -> tuple[Restart, ...]:
     return tuple(
         Restart(
             time,
