@@ -71,4 +71,4 @@ def test_damaged_files_are_ignored(tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_many_ranks_are_not_all_listed() -> None:
-    assert "(ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more)" in Straggler("h1", tuple(range(10)), 0.2).reason
+    assert "(ranks 0, 1, 2, 3, 4, 5, 6, 7, and 2 more)" in Straggler("h1", tuple(range(10)), 0.2).reason
