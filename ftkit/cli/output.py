@@ -116,7 +116,7 @@ def styled(stream: IO[str]) -> IO[str]:
 
 
 class _Log:
-    """Stdout as a terminal for a log: no colors, and escaped except carriage returns, which redraw bars."""
+    """Stdout as a terminal for a log: no control codes, and escaped except carriage returns, which redraw bars."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

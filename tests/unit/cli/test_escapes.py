@@ -254,7 +254,7 @@ def test_a_log_on_a_terminal_is_escaped_without_colors_and_its_bars_are_redrawn(
     as_terminal(monkeypatch)
     run.layout.job_log.write_bytes(text.encode() + b"\xff\xe2")
     out = ftkit("logs", "last").out
-    assert out.startswith("green\r\n 10%\r 20%\r100%\nab\\x1b[2J\\x1b]0;title\\x07c\\u202ed\\u2066e")
+    assert out.startswith("green\r\n 10%\r 20%\r100%\nab\\x1b]0;title\\x07c\\u202ed\\u2066e")
     assert unsafe(out) == {"\r"}
 
 
