@@ -110,7 +110,7 @@ def make_long_run(workspace: Workspace, plan: dict[str, Any], num_steps: int, na
                 for step in range(first, last)
             )
         at = begin + last * interval
-        append_record(layout.metrics, EvaluationRecord(at, last - 1, "during", 2.0, 7.4, None, ()))
+        append_record(layout.metrics, EvaluationRecord(at, last - 1, "during", 2.0, 7.4, ()))
         append_record(layout.metrics, CheckpointRecord(at, last - 1, str(layout.checkpoint(last - 1)), 1.0, 0.1))
     append_record(layout.metrics, EndRecord(NOW, "completed", num_steps, 8000.0, None))
     layout.job_exit_code(1000 + number).write_text("0\n")
@@ -124,7 +124,7 @@ def make_wide_run(workspace: Workspace, plan: dict[str, Any], num_ranks: int) ->
     for record in [*start_of(num_ranks), *(replace(STEP, step=step) for step in range(1, 101))]:
         append_record(layout.metrics, record)
     for rank in range(num_ranks):
-        timing = RankTiming(rank, f"n{rank // 8:04}", "cuda", 100, 100, 0.5, 0.001, 0.01, 0.001)
+        timing = RankTiming(rank, f"n{rank // 8:04}", "cuda", 100, 100, 0.5, 0.01)
         layout.rank_timing(rank).write_text(json.dumps(asdict(timing)))
         layout.rank_log(rank).write_text("a line of a rank\n" * 100)
     gpus = tuple(GpuSample(index, 90.0, 80.0, 60.0, 600.0, 60.0, 1900.0, 1e9) for index in range(8))

@@ -57,6 +57,12 @@ class FtkitError(Exception):
         return "\n".join(part for part in (self.what, self.meaning, self.fix) if part)
 
 
+def first_few(words: Sequence[object], most: int = 8, separator: str = ", ") -> str:
+    """Join the first few words, and say how many more there are."""
+    more = [f"and {len(words) - most} more"] if len(words) > most else []
+    return separator.join([*map(str, words[:most]), *more])
+
+
 def one_line(error: BaseException | str) -> str:
     """Return an exception's message on one line of at most 200 characters.
 

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
-from ftkit.errors import PrerequisiteError, UnusableFileError, one_line
+from ftkit.errors import PrerequisiteError, UnusableFileError, first_few, one_line
 
 if TYPE_CHECKING:
     from io import BufferedReader
@@ -202,11 +202,9 @@ class InvalidJsonError(ValueError):
     """JSON is damaged, or has an unexpected structure; the message lists the first few wrong keys."""
 
     def __init__(self, error: ValidationError) -> None:
-        details = error.errors(include_input=False, include_url=False)[:_MAX_DETAILS]
+        details = error.errors(include_input=False, include_url=False)
         located = [(".".join(map(str, each["loc"])), each["msg"].removeprefix("Value error, ")) for each in details]
-        more = error.error_count() - len(details)
-        shown = "; ".join(f"{key}: {message}" if key else message for key, message in located)
-        super().__init__(shown + (f"; and {more} more" if more else ""))
+        super().__init__(first_few([f"{key}: {text}" if key else text for key, text in located], _MAX_DETAILS, "; "))
 
 
 _ADAPTERS: dict[object, TypeAdapter[Any]] = {}  # Pydantic's adapters by type: creating one takes milliseconds
@@ -278,6 +276,11 @@ class PrivateFileError(DamagedFileError, exit_code=PrerequisiteError.exit_code):
         super().__init__(path, "you have no permission" + (f"; it belongs to {owner}" if owner else ""))
         self.meaning = f"{path} was not shared with other users, or with your group"
         self.fix = f"ask {owner or 'its owner'} for read permission for it"
+
+
+def sha256_of(path: Path) -> str:
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest_of(contents: Mapping[str, bytes]) -> str:

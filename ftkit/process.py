@@ -21,18 +21,19 @@ from itertools import takewhile
 from pathlib import Path
 from typing import IO, Final, NamedTuple, NoReturn, TypeVar, cast
 
-from ftkit.errors import FtkitError, NoAnswerError, PrerequisiteError
+from ftkit.errors import NoAnswerError, PrerequisiteError
 
 log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
 _PR_SET_PDEATHSIG: Final = 1  # of Linux's prctl
 _STOP_SECONDS: Final = 60  # time for an interrupted program to clean up
-_COLOR: Final = re.compile(r"\x1b\[[0-9;]*m")
+_CONTROL: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def without_colors(text: str) -> str:
-    return _COLOR.sub("", text)
+def without_control(text: str) -> str:
+    """Remove colors, and the control codes that nested bars use to move the cursor."""
+    return _CONTROL.sub("", text)
 
 
 def num_usable_cpus() -> int:
@@ -79,7 +80,7 @@ class ProgramOutput(NamedTuple):
     stderr: str
 
 
-class ProgramTimeoutError(FtkitError, exit_code=NoAnswerError.exit_code):
+class ProgramTimeoutError(NoAnswerError):
     """A program did not end in time."""
 
     def __init__(self, program: str, timeout_seconds: float, stderr: bytes = b"") -> None:

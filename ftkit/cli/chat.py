@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import getpass
 import json
-import os
 import re
 import socket
 import sys
@@ -20,16 +19,16 @@ from ftkit.cli import arguments
 from ftkit.cli.commands import current_context
 from ftkit.cli.forwarded import forwarded_command
 from ftkit.cli.inference import engine_option, find_model, load_into_engine, model_argument
+from ftkit.cli.submit import submit_job
 from ftkit.cli.terminal.console import Facts, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
-from ftkit.cli.terminal.plan_view import say_overridden
 from ftkit.config.image_reference import parse_image
 from ftkit.config.load import load_cluster
 from ftkit.data.conversations import read_tools
 from ftkit.data.rows import Row, errors_at
 from ftkit.errors import NotFoundError, TrainingError
 from ftkit.evaluate.source import ModelFolder, Target, find_target, weights_digests
-from ftkit.launch.side_jobs import plan_serving, submit, tunnel, wait_for_server
+from ftkit.launch.side_jobs import plan_serving, tunnel, wait_for_server
 from ftkit.planning.layout import Workspace
 
 if TYPE_CHECKING:
@@ -254,11 +253,8 @@ def serve_command(  # noqa: PLR0913 - one for each option
     job = plan_serving(
         target.plan, place, chosen, folder, ctx, num_gpus=num_gpus, port=port, time_limit=time_limit, words=words
     )
-    say_overridden(terminal, ctx.project)
-    if dry_run:
-        terminal.data(job.script)
+    if not (job_id := submit_job(job, terminal, dry_run=dry_run)):
         return
-    job_id, address = submit(job, os.environ), None
     terminal.say(f"job {job_id} serves {target.plan.id}")
     try:
         address = wait_for_server(job, job_id, terminal.say) if follow else None

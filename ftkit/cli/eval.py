@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,13 +13,13 @@ from ftkit.cli import arguments
 from ftkit.cli.commands import current_context
 from ftkit.cli.forwarded import forwarded_command
 from ftkit.cli.inference import engine_option, find_model, load_here, load_into_engine, model_argument
+from ftkit.cli.submit import submit_job
 from ftkit.cli.terminal.console import Cell, Facts, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
-from ftkit.cli.terminal.plan_view import say_overridden
 from ftkit.errors import FtkitError
 from ftkit.evaluate.source import MeasureSettings
 from ftkit.files import to_json
-from ftkit.launch.side_jobs import plan_evaluation, submit
+from ftkit.launch.side_jobs import plan_evaluation
 from ftkit.planning.plan import read_plan
 from ftkit.runs.lease import current_holder
 
@@ -219,11 +218,8 @@ def _submit(reference: str, settings: MeasureSettings, num_gpus: int, time_limit
     terminal, folder, project = Terminal(), arguments.get_run(reference), current_context().project
     file = Path(settings.file) if settings.file else None
     job = plan_evaluation(read_plan(folder.layout), to_json(settings), num_gpus, time_limit, file, project)
-    say_overridden(terminal, project)
-    if dry_run:
-        terminal.data(job.script)
+    if not (job_id := submit_job(job, terminal, dry_run=dry_run)):
         return
-    job_id = submit(job, os.environ)
     until = f" until job {job.training_job} ends" if job.training_job else ""
     terminal.say(f"job {job_id} evaluates the checkpoints of {folder.id}{until}")
     results = short_path(folder.layout.evaluations)

@@ -20,16 +20,16 @@ from ftkit.cli import arguments
 from ftkit.cli.commands import command, current_context
 from ftkit.cli.forwarded import forwarded_command
 from ftkit.cli.image_check import verify_image
+from ftkit.cli.submit import submit_job
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import short_path
-from ftkit.cli.terminal.plan_view import say_overridden
 from ftkit.config.image_reference import parse_image
 from ftkit.data.imports import import_transformers
 from ftkit.errors import EXIT_CODES, FtkitError, NotFoundError, PrerequisiteError, TrainingError
 from ftkit.evaluate.export_formats import COMPRESSED, Format, check_format, gguf_type, read_precision, write_gguf
 from ftkit.files import read_json_if_valid, write_json
 from ftkit.hub.push import check_hub_access, push_to_hub
-from ftkit.launch.side_jobs import plan_verification, submit
+from ftkit.launch.side_jobs import plan_verification
 from ftkit.models.folder import EXPORT_RECORD, max_lora_rank
 from ftkit.paths import is_path, neighbor_of
 from ftkit.planning.plan import read_plan
@@ -315,13 +315,9 @@ def _submit_verification(folder: Path, image: str | None, wish: Callable[..., Si
         raise NotFoundError(f"{folder} is no export of ftkit", fix="export a run: ftkit export RUN")
     chosen = parse_image(image, ctx.project, "command line", "--image") if image else None
     job = wish(read_plan(arguments.get_run(run).layout), chosen, folder, ctx)
-    say_overridden(terminal, ctx.project)
-    if dry_run:
-        terminal.data(job.script)
-        return
-    job_id = submit(job, os.environ)
-    terminal.say(f"job {job_id} verifies {folder}; its log: {short_path(job.log)}")
-    terminal.data(f"{job_id}\n")
+    if job_id := submit_job(job, terminal, dry_run=dry_run):
+        terminal.say(f"job {job_id} verifies {folder}; its log: {short_path(job.log)}")
+        terminal.data(f"{job_id}\n")
 
 
 def _verify_export(

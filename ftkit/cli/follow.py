@@ -24,12 +24,13 @@ from ftkit.errors import FtkitError, RunFailedError, TrainingError, plural
 from ftkit.files import copy_new, read_json_if_valid
 from ftkit.launch.job_states import Overview, observe_all
 from ftkit.launch.scheduler import scheduler_for
+from ftkit.process import without_control
 from ftkit.runs import records
 from ftkit.runs.ends import excluded_nodes
 from ftkit.runs.job import Job, RunState, SubmittedRun
 from ftkit.runs.metrics_file import RecordTail
 from ftkit.runs.script_checks import Verdict
-from ftkit.runs.script_log import read_script_step, without_control
+from ftkit.runs.script_log import read_script_step
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

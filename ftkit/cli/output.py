@@ -19,7 +19,7 @@ from click.core import ParameterSource
 from ftkit import __version__
 from ftkit.cli.terminal.format import printable
 from ftkit.errors import redact
-from ftkit.process import without_colors
+from ftkit.process import without_control
 
 _KEY = "ftkit.output"  # key of a context's `meta`, which the contexts of a command line share
 _log = logging.getLogger("ftkit")
@@ -116,13 +116,13 @@ def styled(stream: IO[str]) -> IO[str]:
 
 
 class _Log:
-    """Stdout as a terminal for a log: no colors, and escaped except carriage returns, which redraw bars."""
+    """Stdout as a terminal for a log: no control codes, and escaped except carriage returns, which redraw bars."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, chunk: bytes) -> int:
-        text = without_colors(self._decoder.decode(chunk))
+        text = without_control(self._decoder.decode(chunk))
         sys.stdout.buffer.write("\r".join(map(printable, text.split("\r"))).encode())
         return len(chunk)
 

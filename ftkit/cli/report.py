@@ -25,7 +25,7 @@ from ftkit.launch.job_states import observe_all
 from ftkit.runs.compare import read_run
 from ftkit.runs.job import RunState
 from ftkit.runs.listing import read_entry
-from ftkit.runs.metrics_file import find_damage, read_last_record
+from ftkit.runs.metrics_file import read_last_record, scan_records
 from ftkit.runs.records import EndRecord
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def report_command(references: tuple[str, ...], *, output: Path | None, live: bo
         _serve(partial(_render, folders, refresh_seconds=15), port, terminal)
         return
     for folder in folders:
-        if problem := find_damage(folder.layout.metrics):
+        if problem := scan_records(folder.layout.metrics):
             terminal.warn(f"{folder.id}: {problem}")
     path = output or (folders[0].layout.report if len(folders) == 1 else Path("comparison.html"))
     save_page(_render(folders), path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,7 +19,7 @@ from ftkit.config.context import Context
 from ftkit.config.image_reference import NamedImage, parse_image
 from ftkit.config.load import find_image
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, SubmitError, TrainingError, plural
-from ftkit.files import read_json_if_valid
+from ftkit.files import read_json_if_valid, sha256_of
 from ftkit.images.image_store import find_removable, remove_all
 from ftkit.launch.job_states import observe
 from ftkit.launch.prune import find_dependents, find_prunable, folder_bytes, prune, remove_folder
@@ -247,6 +246,6 @@ def _find_lock(layout: RunLayout) -> Path | None:
         image = parse_image(str(manifest["image"]), ctx.project) if manifest.get("image") else None
         if isinstance(image, NamedImage):
             lock = find_image(image.reference, ctx).lock_file
-            digest = hashlib.sha256(lock.read_bytes()).hexdigest()
+            digest = sha256_of(lock)
             return lock if manifest.get("image_lock_sha256", digest) == digest else None
     return None

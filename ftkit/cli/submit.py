@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, TypeVar
 
 from ftkit.checkout import own_checkout, read_changes
@@ -9,13 +10,14 @@ from ftkit.cli.commands import current_context
 from ftkit.cli.follow import follow
 from ftkit.cli.image_check import check_image
 from ftkit.cli.terminal.console import Styled, Terminal
-from ftkit.cli.terminal.plan_view import show_findings
+from ftkit.cli.terminal.plan_view import say_overridden, show_findings
 from ftkit.data.staging import needs_preparation, prepare_here
 from ftkit.launch.code import files_of
 from ftkit.launch.model import pin_revision
 from ftkit.launch.preflight import run_checks
 from ftkit.launch.render import render_job, render_preparation
 from ftkit.launch.resolve import resolve_image_link
+from ftkit.launch.side_jobs import submit
 from ftkit.launch.submission import NewJob
 from ftkit.launch.templates import OVERRIDDEN_PARTS, find_overrides
 from ftkit.launch.user_script import accelerate_json
@@ -24,6 +26,7 @@ from ftkit.runs.manifest import build_manifest
 
 if TYPE_CHECKING:
     from ftkit.cli.arguments import SubmitRequest
+    from ftkit.launch.render import SideJob
     from ftkit.runs.job import SubmittedRun
     from ftkit.runs.metrics_file import RecordTail
 
@@ -49,6 +52,14 @@ def make_ready(plan: PlanT, request: SubmitRequest, terminal: Terminal) -> NewJo
     files = files_of(request.copies) | {name: text for name, text in texts.items() if text}
     script = render_job(plan, project, prepares=where == "with-training")
     return NewJob(plan, script, manifest | {OVERRIDDEN_PARTS: find_overrides(project)}, environment, preparation, files)
+
+
+def submit_job(job: SideJob, terminal: Terminal, *, dry_run: bool) -> str:
+    """Submit a job besides training, and return its id; only print its script for a dry run, and return no id."""
+    say_overridden(terminal, current_context().project)
+    if dry_run:
+        terminal.data(job.script)
+    return "" if dry_run else submit(job, os.environ)
 
 
 def report_submission(

@@ -49,8 +49,8 @@ class ImageSpec(Spec):
     imports: tuple[str, ...] = ()
     """Modules that the self-check after a build imports."""
     families: tuple[ModelType, ...] = ()
-    """Model families of a training image. If one of the four exactly planned families is not listed, it is refused; any
-    other unlisted family gets a note."""
+    """Model families of a training image. If one of the four measured families is not listed, it is refused; any other
+    unlisted family gets a note."""
     default_recipe: Name | None = None
     """Default recipe of `ftkit run --image NAME:TAG`; required for a training image."""
     environment: dict[VariableName, OneLine] = Field(default_factory=dict)

@@ -26,6 +26,7 @@ ENTRY_BYTES = 6  # bytes of a token of a teacher's distribution on disk
 DISTILL_METRICS = ("kl", "next_token_loss", "agreement")
 """Metrics of distillation, means over tokens: the divergence from the teacher, without the factor T²; the next-token
 loss; and how often the student's likeliest token is the teacher's."""
+OBJECTIVE_METRICS = {*PREFERENCE_METRICS, *DISTILL_METRICS, "kl_per_token", "desirable"}
 
 
 class DistillSpec(Spec):

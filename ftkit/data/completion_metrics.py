@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ftkit.config.recipe import SCORES
 from ftkit.data.cases import Case
 from ftkit.data.tasks import score_row
 from ftkit.errors import DataError, NotFoundError, one_line
@@ -96,18 +97,14 @@ def _compare_calls(at_least: int, case: Case, completion: Completion, *, by_name
     return float(not expected)
 
 
-METRICS: dict[str, tuple[Metric, ...]] = {
-    "calls": (
-        Metric("calls", partial(_compare_calls, 1)),
-        Metric("call_names", partial(_compare_calls, 1, by_name=True)),
-        Metric("parallel_calls", partial(_compare_calls, 2)),
-        Metric("no_call", no_call),
-    ),
-    "exact_match": (Metric("exact_match", exact_match),),
-    "repetition": (Metric("repetition", repetition, is_lower_better=True),),
-}
-"""Metrics of completions by their name in `--metrics` and recipes (`ftkit.config.recipe.SCORES`). The first metric of
-a result decides which examples count as changed."""
+_METRICS = (
+    Metric("calls", partial(_compare_calls, 1)), Metric("call_names", partial(_compare_calls, 1, by_name=True)),
+    Metric("parallel_calls", partial(_compare_calls, 2)), Metric("no_call", no_call),
+    Metric("exact_match", exact_match), Metric("repetition", repetition, is_lower_better=True),
+)  # fmt: skip
+METRICS = {name: [each for each in _METRICS if each.name in scores] for name, scores in SCORES.items()}
+"""Metrics of completions by their name in `--metrics` and recipes. The first metric of a result decides which examples
+count as changed."""
 
 
 def choose_metrics(requested: Sequence[str], cases: Sequence[Case], task: TaskFile | None = None) -> list[Metric]:

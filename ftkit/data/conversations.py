@@ -22,7 +22,7 @@ PICTURE: Final = "\ufdd1"
 JsonObject = Mapping[str, Any]
 TemplateTurn = dict[str, Any]  # a turn as chat templates expect it
 _MAX_SHOWN = 80
-_MAX_SHOWN_ROLES = 8
+MAX_SHOWN_ROLES = 8
 _SHORT_ID = 9  # length of a tool call id for templates that require it (Mistral's)
 
 
@@ -88,7 +88,7 @@ def trained_turns(conversation: Conversation, train_on: str | list[Role]) -> lis
     ]
     if not trained:
         raise DataError(
-            f"nothing to train on in the turns {', '.join(message.role for message in messages[:_MAX_SHOWN_ROLES])}",
+            f"nothing to train on in the turns {', '.join(message.role for message in messages[:MAX_SHOWN_ROLES])}",
             meaning="data.train_on, or the weights of the turns, exclude all turns",
             fix="correct data.format or data.train_on, or skip these examples",
         )

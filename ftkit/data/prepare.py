@@ -100,7 +100,6 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], n
         num_in_both=digests.num_in_both,
         num_shared_tokens=train.writer.num_shared,
         num_validation_documents=validation.writer.num_documents,
-        num_validation_packs=validation.writer.num_packs,
         num_too_long=totals.too_long.total(),
         max_seqlen=totals.longest,
         num_row_tokens=train.num_row_tokens,

@@ -20,7 +20,7 @@ from ftkit.data.packing import IGNORED, TRAINED, DocumentBatch
 from ftkit.data.pictures import Arrays, PictureInputs, from_record
 from ftkit.data.readers import read_json_lines
 from ftkit.errors import DataError
-from ftkit.files import DamagedFileError, files_in, publish, read_json, remove, write_json
+from ftkit.files import DamagedFileError, files_in, publish, read_json, remove, sha256_of, write_json
 from ftkit.paths import is_path
 from ftkit.planning.layout import DataLayout
 
@@ -54,7 +54,6 @@ class DataManifest:
     num_train_tokens: int
     num_train_targets: int
     num_validation_documents: int
-    num_validation_packs: int
     num_too_long: int
     max_seqlen: int
     num_in_both: int = 0  # validation documents, or pairs, that are also trained on
@@ -295,9 +294,7 @@ class PreparedData:
         for folder in (self.train, self.validation, self.tokenizer):
             combined = hashlib.sha256()
             for path in files_in(folder):
-                with path.open("rb") as file:
-                    content = hashlib.file_digest(file, "sha256").hexdigest()
-                combined.update(f"{content}  {path.relative_to(folder)}\n".encode())
+                combined.update(f"{sha256_of(path)}  {path.relative_to(folder)}\n".encode())
             digests[folder.name] = combined.hexdigest()
         return digests
 

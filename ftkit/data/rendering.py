@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from ftkit.config.data import Role
 from ftkit.data import template_probes as probes
 from ftkit.data.conversations import (
+    MAX_SHOWN_ROLES,
     PICTURE,
     Conversation,
     JsonObject,
@@ -38,7 +39,6 @@ _TODAY = datetime(2025, 1, 1, tzinfo=UTC)
 """Date for templates that write the current date (gpt-oss, Llama 3), so that data prepared twice are equal, and exports
 render as in training on any day."""
 _WINDOW = 16
-_MAX_SHOWN_ROLES = 8
 _CUT = "\ufdd0"
 """Mark inside a special token in the text of the data: a Unicode noncharacter, which texts don't contain."""
 
@@ -267,7 +267,7 @@ class ChatRenderer(Template):
         except MemoryError:
             raise
         except Exception as error:  # a template may raise anything: Jinja's errors, its own, Python's
-            roles = [turn["role"] for turn in turns[:_MAX_SHOWN_ROLES]] + ["…"] * (len(turns) > _MAX_SHOWN_ROLES)
+            roles = [turn["role"] for turn in turns[:MAX_SHOWN_ROLES]] + ["…"] * (len(turns) > MAX_SHOWN_ROLES)
             raise probes.explain_failure(error, ", ".join(roles) or "(none)") from error
         if len(text) > MAX_TEXT:
             raise LimitReachedError(f"writes {len(text):,} characters")

@@ -224,7 +224,7 @@ def _read(columns: Columns, data: DataSpec, form: Format) -> Example:  # noqa: P
         case AlpacaFormat():
             return _read_alpaca(columns)
         case DollyFormat():
-            return _conversation(None, _joined(columns, "instruction", "context"), _required(columns, "response"))
+            return _conversation(None, _joined(columns, "context"), _required(columns, "response"))
         case PromptCompletionFormat():
             return _read_pair(columns, form, data.ignore_columns)
         case JinjaFormat():
@@ -295,13 +295,13 @@ def _read_alpaca(columns: Columns) -> Conversation:
             raise DataError(f"history is not a list of question and answer: {str(turn)[:80]}", fix="correct the data")
         earlier += [Message("user", turn[0]), Message("assistant", turn[1])]
     system = _text(columns.get("system"), "system") or None
-    whole = _conversation(system, _joined(columns, "instruction", "input"), _required(columns, "output"))
+    whole = _conversation(system, _joined(columns, "input"), _required(columns, "output"))
     *before, user, assistant = whole.messages
     return Conversation((*before, *earlier, user, assistant), num_prompt=len(before) + len(earlier) + 1)
 
 
-def _joined(columns: Columns, first: str, second: str) -> str:
-    return "\n\n".join(filter(None, (_required(columns, first), _text(columns.get(second), second))))
+def _joined(columns: Columns, second: str) -> str:
+    return "\n\n".join(filter(None, (_required(columns, "instruction"), _text(columns.get(second), second))))
 
 
 def _read_pair(columns: Columns, form: PromptCompletionFormat, ignored: Collection[str]) -> Conversation:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
 from ftkit.data.readers import COMPRESSIONS, IN_FOLDERS, READERS, START_BYTES, check_kind, cut_error, suffix_of
-from ftkit.errors import DataError, NotFoundError, PrerequisiteError, UnreachableError, one_line
+from ftkit.errors import DataError, NotFoundError, PrerequisiteError, one_line
 from ftkit.paths import is_address, is_pattern, neighbor_of
-from ftkit.runs.storage import ADVICE, is_unreachable, open_driver
+from ftkit.runs.storage import ADVICE, driver_errors, open_driver
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -107,7 +107,7 @@ def walk(folder: Path, key: str) -> list[Path]:
 
 def stamp(place: str, key: str) -> str:
     """Return a value that changes when the files at an address do. Raises as `find_files` does."""
-    with _remote_errors(place, key):
+    with driver_errors(place, "read", f"{key}: "):
         files, system = _find_remote(place, key), _file_system(place, key)
         infos = [(file, system.info(file)) for file in files]
     keys = ("size", "ETag", "etag", "md5Hash", "mtime", "LastModified", "blob_id")
@@ -138,7 +138,7 @@ def _train_files(folder: str, files: list[str], key: str) -> list[str]:
 
 def _find_remote(place: str, key: str) -> list[str]:
     system, scheme = _file_system(place, key), place.partition("://")[0]
-    with _remote_errors(place, key):
+    with driver_errors(place, "read", f"{key}: "):
         if has_magic(place):
             found = [file for file in system.glob(place) if not Path(file).name.startswith(".")]
         elif system.isdir(place):
@@ -162,24 +162,6 @@ def _file_system(place: str, key: str) -> AbstractFileSystem:
         raise type(error)(f"{key}: can't read {place}: {error.what}", meaning=error.meaning, fix=error.fix) from error
 
 
-@contextmanager
-def _remote_errors(place: str, key: str) -> Iterator[None]:
-    """Turn an error of any class from a storage library into a DataError."""
-    try:
-        yield
-    except (DataError, NotFoundError, PrerequisiteError):
-        raise
-    except FileNotFoundError as error:
-        raise NotFoundError(f"{key}: there is nothing at {place}", fix="check the address") from error
-    except Exception as error:
-        scheme = place.partition("://")[0]
-        raise (UnreachableError if is_unreachable(error, scheme) else PrerequisiteError)(
-            f"{key}: can't read {place}: {one_line(error) or type(error).__name__}",
-            meaning="credentials are missing or lack access to this address, or there is no network",
-            fix=ADVICE.get(scheme, "check the address"),
-        ) from error
-
-
 def read_file(path: str, key: str = "data.source") -> Iterator[RawRow]:
     suffix = suffix_of(path)
     name, read = READERS.get(suffix, READERS[".jsonl"])
@@ -191,7 +173,7 @@ def read_file(path: str, key: str = "data.source") -> Iterator[RawRow]:
         raise cut_error(path, error) from error
     except OSError as error:
         if is_address(path):
-            with _remote_errors(path, key):
+            with driver_errors(path, "read", f"{key}: "):
                 raise
         if not error.errno:  # raised by a decompressor
             raise cut_error(path, error) from error
@@ -216,7 +198,7 @@ def count_rows(path: str, key: str = "data.source") -> int:
 @contextmanager
 def _open(path: str, key: str) -> Iterator[io.BufferedReader]:
     if is_address(path):
-        with _remote_errors(path, key):
+        with driver_errors(path, "read", f"{key}: "):
             # The file object of a driver reads lines slowly and without a limit.
             opened = io.BufferedReader(_file_system(path, key).open(path, "rb"), _BUFFER)
     else:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from ftkit import process
 from ftkit.errors import NotFoundError, PrerequisiteError, one_line
-from ftkit.files import atomic_folder, read_json_if_valid, remove, write_json
+from ftkit.files import atomic_folder, read_json_if_valid, remove, sha256_of, write_json
 from ftkit.hub.client import find_folder, is_fetched
 from ftkit.hub.readiness import check_weights, download_weights
 from ftkit.models.folder import SMALL_FILES
@@ -87,7 +87,7 @@ def export_weights(plan: RunPlan, report: Callable[[str], None]) -> None:
     if trained is None:
         return
     marker = RunLayout(Path(trained.folder).parents[1]).checkpoint(trained.step) / MARKER
-    if not marker.is_file() or hashlib.sha256(marker.read_bytes()).hexdigest() != trained.sha256:
+    if not marker.is_file() or sha256_of(marker) != trained.sha256:
         raise NotFoundError(
             f"the checkpoint of step {trained.step} of {trained.run} no longer exists",
             meaning="the run deleted it (training.keep_checkpoints), or trained that step again, after this run's plan",
@@ -170,15 +170,8 @@ def _verify(folder: Path) -> list[str] | None:
     staged = read_json_if_valid(folder / _MARKER, StagedFiles)
     if staged is None:
         return [_MARKER] if folder.is_dir() else []
-
-    def is_intact(name: str) -> bool:
-        try:
-            return SavedFile.of(folder / name) == staged.files[name]
-        except OSError:
-            return False
-
     with ThreadPoolExecutor(_THREADS) as threads:
-        intact = threads.map(is_intact, staged.files)
+        intact = threads.map(lambda name: staged.files[name].is_content_of(folder / name), staged.files)
         return [name for name, is_same in zip(staged.files, intact, strict=True) if not is_same] or None
 
 

@@ -106,6 +106,7 @@ class Engine(ABC):
     """A server that serves an export in the block of `serve`."""
 
     name: ClassVar[str]
+    version_at: ClassVar[tuple[str, str]]  # path of the server's version, and its key
     model = _MODEL
     address = ""
     parses_calls = True
@@ -118,8 +119,9 @@ class Engine(ABC):
     def command(self, length: int) -> list[str]:
         """Return the command line to serve texts of up to `length` tokens (0: the model's limit), without the port."""
 
-    @abstractmethod
-    def version(self) -> str: ...
+    def version(self) -> str:
+        path, key = self.version_at
+        return str(self.call(path)[key])
 
     @abstractmethod
     def logprobs(self, tokens: Sequence[int]) -> list[float]:
@@ -245,7 +247,7 @@ def _wait_until_ready(engine: Engine, program: subprocess.Popen[bytes]) -> None:
 
 
 class Vllm(Engine):
-    name = "vllm"
+    name, version_at = "vllm", ("/version", "version")
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -266,9 +268,6 @@ class Vllm(Engine):
             return [*words, "--served-model-name", _MODEL]
         lora = json.dumps({"name": _MODEL, "path": str(setup.folder)})
         return [*words, "--enable-lora", "--max-lora-rank", str(setup.rank), "--lora-modules", lora]
-
-    def version(self) -> str:
-        return str(self.call("/version")["version"])
 
     def logprobs(self, tokens: Sequence[int]) -> list[float]:
         found = self.distributions(tokens, range(len(tokens) - 1), 0)
@@ -294,7 +293,7 @@ class Vllm(Engine):
 
 
 class Sglang(Engine):
-    name = "sglang"
+    name, version_at = "sglang", ("/server_info", "version")
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -310,9 +309,6 @@ class Sglang(Engine):
         lora = ["--lora-paths", f"{_MODEL}={setup.folder}", "--max-lora-rank", str(setup.rank)]
         return [*words, *(lora if setup.rank else ())]
 
-    def version(self) -> str:
-        return str(self.call("/server_info")["version"])
-
     def logprobs(self, tokens: Sequence[int]) -> list[float]:
         body = {
             "input_ids": list(tokens), "sampling_params": {"max_new_tokens": 1, "temperature": 0},
@@ -323,7 +319,7 @@ class Sglang(Engine):
 
 
 class LlamaCpp(Engine):
-    name = "llama.cpp"
+    name, version_at = "llama.cpp", ("/props", "build_info")
 
     @property
     def dtype(self) -> str:
@@ -352,9 +348,6 @@ class LlamaCpp(Engine):
         run_converter("llama.cpp's converter", [*convert, "--outfile"], adapter, adapter)
         words += ["--chat-template-file", str(template)] if template.is_file() else []  # the base may have another
         return [*words, "--lora", str(adapter)]
-
-    def version(self) -> str:
-        return str(self.call("/props")["build_info"])
 
     def prompt_of(self, body: dict[str, Any], answer: dict[str, Any]) -> list[int]:
         """Render and tokenize the request as the chat endpoint does, which returns only the number of tokens."""

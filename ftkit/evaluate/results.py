@@ -148,9 +148,7 @@ def to_record(step: int, data: EvaluationSet, metrics: Sequence[Metric], measure
             targets[source] += int(num_targets)
     sources = {source: SourceLoss(values["loss", source], count) for source, count in targets.items()}
     scores = {metric.name: values[metric.name, ""] for metric in metrics if (metric.name, "") in values}
-    return EvaluationRecord(
-        time.time(), step, "job", loss, math.exp(min(loss, 700.0)), scores.get("sql"), (), sources, scores
-    )
+    return EvaluationRecord(time.time(), step, "job", loss, math.exp(min(loss, 700.0)), (), sources, scores)
 
 
 # --- Confidence intervals --------------------------------------------------------------------------

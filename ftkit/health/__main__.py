@@ -22,7 +22,7 @@ from typing import Any, Final, get_args
 
 from ftkit.config.cluster import GpuModel
 from ftkit.errors import UnfitMachineError, one_line
-from ftkit.health.findings import Finding, Status, failures
+from ftkit.health.findings import REPORT_PREFIX, Finding, Status, failures
 from ftkit.health.node import check_disk, check_gpus, check_interfaces, check_shared_disk, open_nvml
 from ftkit.health.rates import (
     SLOW_GPU,
@@ -44,7 +44,6 @@ _PAIR_ROUNDS: Final = 3
 """Rounds of pairs. A slow node is slow with all of its partners; the partners are slow only with it."""
 _FAST_NETWORK_GBPS: Final = 100
 _POLL_SECONDS: Final = 0.1
-REPORT_PREFIX = "ftkit-report "
 VERDICT_PREFIX = "ftkit-node "
 WARNING_PREFIX = "ftkit-warning "
 

@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 from ftkit.process import in_thread
 
 ResultT = TypeVar("ResultT")
+REPORT_PREFIX = "ftkit-report "  # of the line with a node's report as JSON
 Status = Literal["ok", "warning", "failed", "unknown"]
 """`failed`: a run would not work, or not at full speed. `unknown`: the check was not possible."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import PrerequisiteError, one_line
-from ftkit.files import files_in
+from ftkit.files import files_in, sha256_of
 from ftkit.hub.client import endpoint_of, read_token
 
 if TYPE_CHECKING:
@@ -76,10 +76,9 @@ def _is_same(path: Path, info: Any) -> bool:
     """
     if info is None or info.size != path.stat().st_size:
         return False
-    with path.open("rb") as file:
-        if info.lfs is not None:
-            return bool(info.lfs.sha256 == hashlib.file_digest(file, "sha256").hexdigest())
-        content = file.read()
+    if info.lfs is not None:
+        return bool(info.lfs.sha256 == sha256_of(path))
+    content = path.read_bytes()
     header = f"blob {len(content)}\0".encode()
     return bool(info.blob_id == hashlib.sha1(header + content, usedforsecurity=False).hexdigest())
 

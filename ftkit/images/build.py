@@ -23,7 +23,7 @@ from ftkit.images.inside import PASSED
 from ftkit.images.oci.connection import find_credentials
 from ftkit.images.oci.registry import Registry
 from ftkit.images.transfer import pull
-from ftkit.process import without_colors
+from ftkit.process import without_control
 
 if TYPE_CHECKING:
     from docker import APIClient
@@ -219,7 +219,7 @@ def follow_build(events: Iterable[Mapping[str, object]], report: Report) -> Dige
             output = "\n".join(f"    {line}" for line in (*lines, str(event["error"]).strip()))
             fix = next(advice for text, advice in _ADVICE.items() if text in output.lower())
             raise ImageError(f"the build failed in {step}\n{output}", fix=fix)
-        for line in without_colors(str(event.get("stream", ""))).splitlines():
+        for line in without_control(str(event.get("stream", ""))).splitlines():
             if line.startswith("Step "):
                 step = " ".join(line.split())
                 step = step if len(step) <= _STEP_WIDTH else step[: _STEP_WIDTH - 1] + "…"

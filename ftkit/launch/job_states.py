@@ -19,7 +19,7 @@ from ftkit.launch.scheduler import scheduler_for
 from ftkit.runs.ends import find_slurms_words, find_wait
 from ftkit.runs.job import FAILURES, STATES, Cause, Job, RunState, SubmittedRun
 from ftkit.runs.lease import current_holder, last_touch
-from ftkit.runs.manifest import mappings
+from ftkit.runs.manifest import read_starts
 from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.records import EndRecord, Seconds
 
@@ -80,7 +80,7 @@ def observe_all(runs: Sequence[SubmittedRun], *, asks_again: bool = False) -> Ov
             preparations = scheduler_for(name).observe([*_unclear_preparations(open_runs, seen)])
         except FtkitError as error:
             warnings.append(error.what)
-            may_be_active = asks_again and isinstance(error, NoAnswerError | process.ProgramTimeoutError)
+            may_be_active = asks_again and isinstance(error, NoAnswerError)
             for run in open_runs:
                 known = None if may_be_active else _read_final(run, even_if_old=True)
                 states[run.id] = known or _judge_alone(run, error, is_certain=not may_be_active)
@@ -212,9 +212,7 @@ def _completed_from_files(run: SubmittedRun) -> Job | None:
     end = _end(run) if _exit_code(run) == 0 else None
     if end is None or end.outcome != "completed":
         return None
-    starts = mappings((read_json_if_valid(run.layout.manifest, dict[str, object]) or {}).get("starts"))
-    times = [time for start in starts if isinstance(time := start.get("time"), float)]
-    began = min((time for time in times if time > run.submission.submitted), default=None)
+    began = next((time for time, _ in read_starts(run.layout) if time > run.submission.submitted), None)
     seen = Job(run.job_id, RunState.COMPLETED, is_final=True, exit_code=0, started=began, ended=end.time)
     _write_final(run, seen)
     return seen

@@ -7,7 +7,7 @@ of processes. A changed `training.seed` does not change the order.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -27,6 +27,7 @@ from ftkit.launch.user_script import copy_script
 from ftkit.planning.layout import SCRIPT_CODE, Workspace
 from ftkit.planning.plan import RunPlan, ScriptPlan
 from ftkit.planning.planner import plan_run
+from ftkit.runs.manifest import flat
 
 if TYPE_CHECKING:
     from ftkit.config.context import Context
@@ -115,7 +116,8 @@ def replan(
 
     The keys `allowed` may change although they affect the result; `default_image` is for a run without a container.
     """
-    typed = list(dict.fromkeys(key for each in args.overrides for key in _leaves(parse_override(each).values)))
+    values = [parse_override(each).values for each in args.overrides]
+    typed = list(dict.fromkeys(key for each in values for key, _ in flat(each, with_empty=True)))
     _check_sections(typed)
     known = open_values(plan.recipe, plan.execution.chosen, plan.engine.name)
     if {_SEED, _DATA_SEED} & {*typed}:  # a changed seed keeps the order of the data, which has its own seed
@@ -177,14 +179,6 @@ def open_values(recipe: RecipePlan, chosen: Collection[str], engine: str) -> dic
     if "activation_checkpointing" in chosen:  # it includes the numbers of layers
         values["training"] |= {"checkpointed_layers": None, "offloaded_layers": None}
     return {name: getattr(recipe, name) for name in RecipeSpec.model_fields} | values
-
-
-def _leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[str]:
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
 
 
 def _check_sections(keys: Sequence[str]) -> None:

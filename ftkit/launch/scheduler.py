@@ -173,7 +173,7 @@ def _sbatch_or_find(args: list[str], layout: RunLayout, environment: Mapping[str
     """Return the job id, and sbatch's other output. If Slurm's answer is lost, look for the job."""
     try:
         return sbatch(args, layout, environment)
-    except (UncertainSubmitError, process.ProgramTimeoutError) as error:
+    except NoAnswerError as error:
         job_id = None
         with suppress(FtkitError):
             job_id = find_job(layout, environment)

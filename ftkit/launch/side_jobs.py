@@ -27,6 +27,7 @@ from ftkit.errors import (
     plural,
 )
 from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, read_small, write_file
+from ftkit.health.findings import REPORT_PREFIX
 from ftkit.launch.job_states import observe
 from ftkit.launch.render import NodeChecks, SideJob, render_checks, render_side_job
 from ftkit.launch.resolve import resolve_image_link
@@ -162,7 +163,7 @@ def wait_for_server(job: SideJob, job_id: str, report: Callable[[str], None]) ->
         except OSError:
             pass
         seen = None
-        with suppress(NoAnswerError, process.ProgramTimeoutError):  # the job runs on while Slurm's controller restarts
+        with suppress(NoAnswerError):  # the job runs on while Slurm's controller restarts
             seen = observe_jobs([run]).get(run.id)
         if seen is not None and seen.is_final:
             log = job.log.read_text(encoding="utf-8", errors="replace") if job.log.is_file() else ""
@@ -235,7 +236,6 @@ def submit(job: SideJob, environment: Mapping[str, str]) -> str:
 
 _QUEUE_SECONDS: Final = 24 * 3600.0
 _JOB_MINUTES: Final = 10
-_REPORT: Final = "ftkit-report "
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ def idle_nodes(cluster: ClusterProfile) -> tuple[list[str], int]:
 
 def _report(path: Path) -> dict[str, Any] | None:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    found = [line.removeprefix(_REPORT) for line in lines if line.startswith(_REPORT)]
+    found = [line.removeprefix(REPORT_PREFIX) for line in lines if line.startswith(REPORT_PREFIX)]
     try:
         return parse_json(found[0], dict[str, Any]) if found else None
     except InvalidJsonError:

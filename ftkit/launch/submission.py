@@ -23,7 +23,6 @@ from ftkit.launch.slurm import find_job
 from ftkit.launch.templates import OVERRIDDEN_PARTS, find_overrides
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import PlanError, RunPlan, ScriptPlan, plan_to_json, read_job_plan
-from ftkit.process import ProgramTimeoutError
 from ftkit.runs.ends import End, note_end
 from ftkit.runs.job import Cause, Job, RunState, Submission, SubmittedRun, read_submission
 from ftkit.runs.lease import current_holder, revoke
@@ -267,7 +266,7 @@ def _submit(
         submission = scheduler.submit(
             plan.layout, environment, has_preparation=has_preparation, tasks=tasks, after=after
         )
-    except (UncertainSubmitError, ProgramTimeoutError, KeyboardInterrupt) as error:
+    except (NoAnswerError, KeyboardInterrupt) as error:
         with suppress(OSError):
             if earlier:
                 write_json(plan.layout.submission, replace(earlier, superseded=time.time()))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ftkit.errors import ConfigError, NotFoundError, Problem
-from ftkit.files import read_json_if_valid
+from ftkit.files import read_json_if_valid, sha256_of
 from ftkit.models.architecture import ArchitectureFields, ModelPlan, ModelSpec, TokenizerSpec, TrainedWeights
 from ftkit.models.folder import ADAPTER_CONFIG, ADAPTER_FILE, EXPORT_RECORD, check_adapters, read_adapter_config
 from ftkit.models.parameters import count_model
@@ -79,7 +78,7 @@ def _export_of(layout: RunLayout) -> TrainedWeights:
             meaning="the file was deleted or changed, or ftkit did not export this folder",
             fix=f"export the run again: ftkit export {name}",
         )
-    return TrainedWeights(run=name, step=step, sha256=_sha256(export / EXPORT_RECORD), folder=str(export))
+    return TrainedWeights(run=name, step=step, sha256=sha256_of(export / EXPORT_RECORD), folder=str(export))
 
 
 def _checkpoint_of(layout: RunLayout, wanted: str) -> TrainedWeights:
@@ -92,13 +91,9 @@ def _checkpoint_of(layout: RunLayout, wanted: str) -> TrainedWeights:
             meaning="some of its files were deleted or moved",
             fix=f"give another step: ftkit runs checkpoints {layout.root.name} lists them",
         )
-    digest = _sha256(checkpoint / MARKER)
+    digest = sha256_of(checkpoint / MARKER)
     folder = layout.exports / f"step-{step:06d}-{digest[:12]}"
     return TrainedWeights(run=layout.root.name, step=step, sha256=digest, folder=str(folder))
-
-
-def _sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _on_base(model: ModelSpec, base: ModelPlan, folder: str) -> ModelSpec:

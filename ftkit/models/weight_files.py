@@ -12,7 +12,7 @@ from operator import eq
 from pathlib import Path
 from typing import Any
 
-from ftkit.errors import NotFoundError, plural
+from ftkit.errors import NotFoundError, first_few, plural
 from ftkit.files import MAX_JSON_BYTES, load_json, open_regular, read_small
 from ftkit.models.architecture import ArchitectureFields, ArchitecturePlan, Linear
 from ftkit.models.families import family_of
@@ -162,8 +162,7 @@ def check_tensors(shape: ArchitectureFields, config: Mapping[str, Any], folder: 
         found_layers = f"the files have {plural(num, 'decoder layer')}"
         wrong.insert(0, f"{found_layers}, {CONFIG_FILE} says {of_config} (num_hidden_layers)")
     if wrong:
-        shown = wrong[:_SHOWN] + ([f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else [])
-        what = f"{folder / CONFIG_FILE} contradicts the weight files: {'; '.join(shown)}"
+        what = f"{folder / CONFIG_FILE} contradicts the weight files: {first_few(wrong, _SHOWN, '; ')}"
         if not family_of(shape.family).has_formula:
             return f"{what}: the trainer will refuse them if {CONFIG_FILE} is not that of these files"
         raise NotFoundError(

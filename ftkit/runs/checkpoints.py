@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Iterable
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from ftkit.errors import NotFoundError
-from ftkit.files import DamagedFileError, open_regular, read_json
+from ftkit.files import DamagedFileError, read_json, sha256_of
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
@@ -59,9 +58,7 @@ class SavedFile:
 
     @classmethod
     def of(cls, path: Path) -> SavedFile:
-        with open_regular(path) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return cls(path.stat().st_size, digest)
+        return cls(path.stat().st_size, sha256_of(path))
 
     def is_content_of(self, path: Path) -> bool:
         """Return whether a file has this content; False if it is missing or unreadable."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from math import isfinite, sqrt
 from statistics import fmean
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from ftkit.config.objectives import DISTILL_METRICS, OPTIONS, PREFERENCE_METRICS, ReferencedSpec
+from ftkit.config.objectives import OBJECTIVE_METRICS, OPTIONS, ReferencedSpec
 from ftkit.config.recipe import BestSpec
 from ftkit.errors import NotFoundError
 from ftkit.files import mapping, read_json_if_valid
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _SECTIONS = ("recipe", "data", "image", "versions", "cluster")
 _DERIVED = re.compile(r"(model|teacher)\.architecture\.counts\.|teacher\.(?!weights$|revision$|trained\.sha256$)")
 """Keys of a resolved recipe that are derived from other keys."""
-_OF_OBJECTIVE = {"loss", "kl_per_token", *PREFERENCE_METRICS, *DISTILL_METRICS}
+_OF_OBJECTIVE = {"loss", *OBJECTIVE_METRICS}
 """Metrics of an evaluation whose definitions depend on the objective and its options."""
 
 
@@ -50,7 +50,6 @@ class RunResults:
     loss: float | None = None
     validated_step: int | None = None  # of the last evaluation; with `evaluation.best`, after training, of the best one
     validation_loss: float | None = None
-    execution_accuracy: float | None = None
     accuracy: float | None = None  # like `margin` and `kl_per_token`, of preferences: in the last evaluation or step
     margin: float | None = None
     kl_per_token: float | None = None
@@ -70,6 +69,7 @@ class RunResults:
     gpu_utilization: float | None = None
     gpu_power: float | None = None
     energy_kwh: float | None = None
+    scores: dict[str, float] = field(default_factory=dict)  # of completions, in the last evaluation
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,6 @@ def read_run(layout: RunLayout) -> ComparedRun:
         loss=last.loss if last else None,
         validated_step=after.step if after else None,
         validation_loss=after.loss if after else None,
-        execution_accuracy=after.execution_accuracy if after else None,
         **{name: scores.get(name) for name in ("accuracy", "margin", "kl_per_token", "agreement")},
         kl=scores.get("kl") if "agreement" in scores else None,  # `kl` of kto is its reference point
         selected=after.value_of(selection) if after and isinstance(selection, str) else None,
@@ -161,6 +160,7 @@ def read_run(layout: RunLayout) -> ComparedRun:
         gpu_utilization=gpus.utilization if gpus else None,
         gpu_power=gpus.power if gpus else None,
         energy_kwh=gpus.energy_kwh if gpus else None,
+        scores={name: score for name, score in scores.items() if name not in OBJECTIVE_METRICS},
     )
     curve = tuple(LossPoint(step, each.tokens, each.loss) for step, each in history.steps.items())
     return ComparedRun(

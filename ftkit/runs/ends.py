@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from ftkit.errors import MemoryExhaustedError, one_line
 from ftkit.files import open_regular, read_small, write_file
-from ftkit.process import without_colors
+from ftkit.process import without_control
 from ftkit.runs.failure import first_error
 from ftkit.runs.job import CAUSES, Cause, Job
 from ftkit.runs.metrics_file import read_last_step, read_records
@@ -184,7 +184,7 @@ def log_tail(layout: RunLayout, num_lines: int | None = 20, num_bytes: int = 2**
     try:
         with open_regular(layout.job_log) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
-            text = without_colors(file.read().decode("utf-8", errors="replace"))
+            text = without_control(file.read().decode("utf-8", errors="replace"))
             return text.splitlines()[-(num_lines or 0) :]
     except OSError:
         return []

@@ -10,12 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from ftkit.errors import NotFoundError, PrerequisiteError, one_line
+from ftkit.errors import NotFoundError, PrerequisiteError, first_few, one_line
 from ftkit.files import PrivateFileError, load_json, read_small
 from ftkit.planning.layout import RunLayout, Workspace
 
 RUN_ID = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)-(?P<created>\d{8}T\d{6}Z)-(?P<suffix>[0-9a-f]+)")
-_NUM_CANDIDATES_SHOWN = 8
 
 
 class RunFolder(NamedTuple):
@@ -99,11 +98,9 @@ def _select(reference: str, runs: list[RunFolder], workspace: Workspace) -> RunF
         if len(found) == 1:
             return found[0]
         if found:
-            more = len(found) - _NUM_CANDIDATES_SHOWN
-            shown = [*(run.id for run in found[:_NUM_CANDIDATES_SHOWN]), *([f"and {more} more"] if more > 0 else [])]
             raise NotFoundError(
                 f"'{reference}' matches {len(found)} runs",
-                meaning=", ".join(shown),
+                meaning=first_few([run.id for run in found]),
                 fix="give the full id of one of them, or its name for the newest run of that name",
             )
     words = list(dict.fromkeys([*(run.name for run in runs), *(run.id for run in runs)]))

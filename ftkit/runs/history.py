@@ -9,16 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
-from operator import itemgetter
 from statistics import median
 from typing import TYPE_CHECKING, TypeVar
 
-from ftkit.files import read_json_if_valid
 from ftkit.runs.ends import End
 from ftkit.runs.job import Job, RunState
 from ftkit.runs.lease import current_holder
-from ftkit.runs.manifest import Values, mappings
-from ftkit.runs.metrics_file import find_damage, read_last_record, read_last_step
+from ftkit.runs.manifest import Start, read_starts
+from ftkit.runs.metrics_file import read_last_record, read_last_step, scan_records
 from ftkit.runs.records import (
     AnomalyRecord,
     CheckpointRecord,
@@ -190,14 +188,14 @@ class History(RunSummary):
 def read_history(layout: RunLayout) -> History:
     """Read a run's history from the files in its folder. Damaged records are skipped."""
     found: list[Record] = []
-    problem = find_damage(layout.metrics, records=found)
+    problem = scan_records(layout.metrics, records=found)
     return _history_of(layout, found, problem)
 
 
 def read_summary(layout: RunLayout) -> RunSummary:
     """Read a run's history without the steps between the first of each start and the last; six times as fast."""
     found: list[Record] = []
-    problem = find_damage(layout.metrics, records=found, skips_steps=True)
+    problem = scan_records(layout.metrics, records=found, skips_steps=True)
     if (last_step := read_last_step(layout.metrics)) and last_step not in found:
         found.append(last_step)
     history = _history_of(layout, found, problem)
@@ -206,7 +204,7 @@ def read_summary(layout: RunLayout) -> RunSummary:
 
 def _history_of(layout: RunLayout, found: list[Record], problem: str) -> History:
     records = tuple(each for each in found if not (isinstance(each, EvaluationRecord) and each.when == "job"))
-    manifest_starts = _read_manifest_starts(layout)
+    manifest_starts = read_starts(layout)
     steps: dict[int, StepRecord] = {}
     steady: list[tuple[StepRecord, float]] = []
     trained: list[tuple[float, float]] = []
@@ -274,16 +272,7 @@ def _all(records: Sequence[Record], kind: type[RecordT]) -> tuple[RecordT, ...]:
     return tuple(each for each in records if isinstance(each, kind))
 
 
-_Start = tuple[float, Values]  # a start in a manifest, with the time when its processes began
-
-
-def _read_manifest_starts(layout: RunLayout) -> list[_Start]:
-    starts = mappings((read_json_if_valid(layout.manifest, Values) or {}).get("starts"))
-    timed = [(time, start) for start in starts if isinstance(time := start.get("time"), float)]
-    return sorted(timed, key=itemgetter(0))
-
-
-def _restarts(starts: Sequence[_Start], records: Sequence[StartRecord]) -> tuple[Restart, ...]:
+def _restarts(starts: Sequence[Start], records: Sequence[StartRecord]) -> tuple[Restart, ...]:
     return tuple(
         Restart(
             time,

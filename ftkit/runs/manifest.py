@@ -12,12 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from operator import itemgetter
 from pathlib import Path
 
 import ftkit
 from ftkit.checkout import own_checkout, read_commit
 from ftkit.errors import TrainingError, redact_command
-from ftkit.files import mapping, read_json_if_valid, write_json
+from ftkit.files import mapping, read_json_if_valid, sha256_of, write_json
 from ftkit.paths import is_path
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 from ftkit.planning.plan import RunPlan, ScriptPlan, plan_to_json
@@ -26,6 +27,7 @@ from ftkit.runs.ends import excluded_nodes, find_end
 from ftkit.runs.job import own_job_id
 
 Values = dict[str, object]  # values of a manifest, or of an object in it
+Start = tuple[float, Values]  # with the time when its processes began
 _PACKAGES = (
     "torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "flash-attn-4", "nvidia-cudnn-frontend",
 )  # fmt: skip
@@ -40,11 +42,18 @@ def mappings(value: object) -> list[Values]:
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
-def flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the values of nested objects by dotted keys; empty objects yield nothing."""
+def read_starts(layout: RunLayout) -> list[Start]:
+    """Return the starts of a run in the order of time."""
+    starts = mappings((read_json_if_valid(layout.manifest, Values) or {}).get("starts"))
+    timed = [(time, start) for start in starts if isinstance(time := start.get("time"), float)]
+    return sorted(timed, key=itemgetter(0))
+
+
+def flat(values: Mapping[str, object], prefix: str = "", *, with_empty: bool = False) -> Iterator[tuple[str, object]]:
+    """Yield the values of nested objects by dotted keys; also empty objects, if wanted."""
     for key, value in values.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{key}.")
+        if isinstance(value, dict) and (value or not with_empty):
+            yield from flat(value, f"{prefix}{key}.", with_empty=with_empty)
         else:
             yield f"{prefix}{key}", value
 
@@ -252,7 +261,7 @@ def _describe_image(image: Path) -> dict[str, str]:
     if not {"name", "tag"} <= definition.keys():
         return {}
     files = {"lock_sha256": image / "requirements.lock", "sbom_sha256": image / "sbom.cdx.json"}
-    digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}
+    digests = {name: sha256_of(path) for name, path in files.items() if path.is_file()}
     return {"reference": f"{definition['name']}:{definition['tag']}", **digests}
 
 

@@ -37,9 +37,9 @@ _STEP_LINE, _START_LINE = b'{"event": "step"', b'{"event": "start"'
 
 
 def read_records(path: Path, *, skips_steps: bool = False) -> list[Record]:
-    """Read the records of a run as `find_damage` does; empty if there are none yet."""
+    """Read the records of a run as `scan_records` does; empty if there are none yet."""
     found: list[Record] = []
-    find_damage(path, records=found, skips_steps=skips_steps)
+    scan_records(path, records=found, skips_steps=skips_steps)
     return found
 
 
@@ -55,15 +55,14 @@ def read_job_evaluations(metrics: Path, evaluations: Path) -> list[EvaluationRec
     return [record for record in records if (record.step, record.time) not in known]
 
 
-def find_damage(
+def scan_records(
     path: Path, *, tail_bytes: int | None = None, records: list[Record] | None = None, skips_steps: bool = False
 ) -> str:
-    """Return which records can't be read, and why; empty if all can, or if there is no file yet.
+    """Append readable records to `records`; return which can't be read, and why: empty if all can, or without a file.
 
     Readers skip such records, so a run with an unreadable file would look as if it had not started. With `tail_bytes`,
-    only lines in that many bytes at the end of the file are checked. Readable records are appended to `records`; with
-    `skips_steps`, without the steps after the first one of each start. In a large file with an index, only some steps
-    are checked and appended.
+    only lines in that many bytes at the end of the file are checked; with `skips_steps`, not the steps after the first
+    one of each start. In a large file with an index, only some steps are checked and appended.
     """
     num_damaged, where, has_step = 0, "", False
     thinned = _thinned(path, skips_steps=skips_steps) if records is not None else None

@@ -160,9 +160,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _scores(record: EvaluationRecord) -> dict[str, float]:
-    scores = {name.replace("_", " "): score for name, score in record.scores.items() if name != "sql"}
-    accuracy = record.execution_accuracy
-    return scores if accuracy is None else {"SQL execution": accuracy} | scores
+    return {name.replace("_", " "): score for name, score in record.scores.items()}
 
 
 def _repeat(layout: RunLayout, recipe: RecipePlan) -> str:

@@ -163,7 +163,6 @@ class EvaluationRecord(Record, event="evaluation"):
     when: Literal["before", "during", "after", "job"]  # `job`: of a checkpoint, by `ftkit eval --as-job`
     loss: float
     perplexity: float
-    execution_accuracy: float | None  # the score `sql`, in [0, 1]
     samples: tuple[Sample, ...]
     sources: dict[str, SourceLoss] = field(default_factory=dict)  # of a mixture
     scores: dict[str, float] = field(default_factory=dict)  # means of the metrics of completions and of pairs

@@ -104,7 +104,7 @@ def _without_idle_experts(params: Sequence[ParamFacts]) -> list[ParamFacts]:
 
 
 @_check("gradients")
-def _(ranks: Ranks) -> Result:
+def _check_gradients(ranks: Ranks) -> Result:
     trained = _without_idle_experts([param for param in _merged(ranks) if param.is_trained])
     adapters = [param for param in trained if ADAPTER.search(param.name)]
     if missing := [p for p in trained if not p.has_received and (p.is_called or p in adapters)]:
@@ -118,7 +118,7 @@ def _(ranks: Ranks) -> Result:
 
 
 @_check("zero gradients")
-def _(ranks: Ranks) -> Result:
+def _check_zero_gradients(ranks: Ranks) -> Result:
     received = [p for p in _merged(ranks) if p.is_trained and p.has_received and p.num_dims > 1]
     pairs = defaultdict(list)
     for param in received:
@@ -133,7 +133,7 @@ def _(ranks: Ranks) -> Result:
 
 
 @_check("optimizer")
-def _(ranks: Ranks) -> Result:
+def _check_optimizer(ranks: Ranks) -> Result:
     _need(not ranks[0].has_masters, "the optimizer holds copies of the parameters")
     trained = [param for param in _merged(ranks) if param.is_trained and param.is_nonzero]
     outside = [param for param in trained if not param.in_optimizer]
@@ -149,7 +149,7 @@ def _(ranks: Ranks) -> Result:
 
 
 @_check("zero_grad")
-def _(ranks: Ranks) -> Result:
+def _check_zero_grad(ranks: Ranks) -> Result:
     facts = ranks[0]
     can_look = any(call.step and call.backward for call in facts.calls) and not facts.has_masters
     _need(can_look, "no second step of the model's own gradients was seen")
@@ -161,7 +161,7 @@ def _(ranks: Ranks) -> Result:
 
 
 @_check("adapters")
-def _(ranks: Ranks) -> Result:
+def _check_adapters(ranks: Ranks) -> Result:
     params = ranks[0].params
     adapters = [param for param in params if ADAPTER.search(param.name)]
     _need(adapters, "the model has no adapters")
@@ -174,7 +174,7 @@ def _(ranks: Ranks) -> Result:
 
 
 @_check("frozen parameters")
-def _(ranks: Ranks) -> Result:
+def _check_frozen_parameters(ranks: Ranks) -> Result:
     frozen, names = [param for param in ranks[0].params if not param.is_trained], ranks[0].statistics
     _need(frozen, "no parameter is frozen")
     if changed := [param for param in frozen if param.has_changed]:
@@ -186,7 +186,7 @@ def _(ranks: Ranks) -> Result:
 
 
 @_check("rounding")
-def _(ranks: Ranks) -> Result:
+def _check_rounding(ranks: Ranks) -> Result:
     facts = ranks[0]
     _need(not facts.has_masters and not facts.corrects_rounding, "the optimizer keeps copies or corrects rounding")
     seen = [param for param in facts.params if param.rounded is not None and param.num_dims > 1]
@@ -199,7 +199,7 @@ def _(ranks: Ranks) -> Result:
 
 
 @_check("learning rate")
-def _(ranks: Ranks) -> Result:
+def _check_learning_rate(ranks: Ranks) -> Result:
     facts = ranks[0]
     if len(facts.rates) > 1 and not any(facts.rates):
         fix = "Check the scheduler's warmup, its number of steps, and that it belongs to this optimizer."
@@ -224,7 +224,7 @@ def _counts(ranks: Ranks) -> Counter[str]:
 
 
 @_check("targets")
-def _(ranks: Ranks) -> Result:
+def _check_targets(ranks: Ranks) -> Result:
     n = _counts(ranks)
     if n["empty micro-batches"] or n["empty rows"] * 2 >= n["rows"]:
         what = f"{n['empty rows']} of {plural(n['rows'], 'row')} have no target: nothing in them influences the loss."
@@ -240,7 +240,7 @@ def _(ranks: Ranks) -> Result:
 
 
 @_check("shift")
-def _(ranks: Ranks) -> Result:
+def _check_shift(ranks: Ranks) -> Result:
     n = _counts(ranks)
     _need(n["compared"] >= _FEWEST, f"fewer than {_FEWEST} targets can be compared with the input")
     same, following, second = (n[key] / n["compared"] for key in ("same token", "next token", "second token"))
@@ -254,7 +254,7 @@ def _(ranks: Ranks) -> Result:
 
 
 @_check("ends of sequences")
-def _(ranks: Ranks) -> Result:
+def _check_ends_of_sequences(ranks: Ranks) -> Result:
     n = _counts(ranks)
     if n["double beginnings"]:
         what = f"{plural(n['double beginnings'], 'row')} begin with two beginning-of-sequence tokens."
@@ -266,7 +266,7 @@ def _(ranks: Ranks) -> Result:
 
 
 @_check("accumulation")
-def _(ranks: Ranks) -> Result:
+def _check_accumulation(ranks: Ranks) -> Result:
     steps = defaultdict(list)
     for rank in ranks:
         for call in (call for call in rank.calls if call.backward):
@@ -296,7 +296,7 @@ def _(ranks: Ranks) -> Result:
 
 
 @_check("modes")
-def _(ranks: Ranks) -> Result:
+def _check_modes(ranks: Ranks) -> Result:
     count, calls = plural(ranks[0].num_dropouts, "dropout module"), ranks[0].calls
     if ranks[0].num_dropouts and any(call.backward and not call.is_training for call in calls):
         fix = "Call model.train() before the loop and after each evaluation, or set dropout to 0."
@@ -350,7 +350,7 @@ def _need_all(ranks: Ranks) -> None:
 
 
 @_check("samples of ranks")
-def _(ranks: Ranks) -> Result:
+def _check_samples_of_ranks(ranks: Ranks) -> Result:
     _need_all(ranks)
     rows = [{row for call in rank.calls if call.backward for row in call.rows} for rank in ranks]
     for one, other in combinations(range(len(ranks)), 2):
@@ -361,7 +361,7 @@ def _(ranks: Ranks) -> Result:
 
 
 @_check("replicas")
-def _(ranks: Ranks) -> Result:
+def _check_replicas(ranks: Ranks) -> Result:
     _need_all(ranks)
     own = {param.name: param.digest for param in ranks[0].params if param.is_comparable}
     _need(own, "the parameters are sharded")

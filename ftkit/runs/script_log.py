@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ftkit.process import without_control
 from ftkit.runs.ends import log_tail
 from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.records import EndRecord, ScriptStepRecord
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
 
 _MAX_LINE = 2_000  # characters; longer lines are ignored
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _RANK = re.compile(r"^(?:\[\w{1,20}\]:? ?)+")  # torchrun's and accelerate's prefix of a line
 _FLOAT = r"""\s{0,9}[:=]?\s{0,9}\[?(?:tensor\()?['"]?([-+]?(?:\d{1,30}\.?\d{0,30}(?:e[-+]?\d{1,3})?|nan|inf)\b)"""
 _INTEGER = r"(\d{1,3}(?:,\d{3}){1,5}|\d{1,18})"
@@ -89,11 +89,6 @@ def parse_progress(lines: Iterable[str], num_counted: int = 0) -> ScriptStepReco
     if learning_rate is not None and not math.isfinite(learning_rate):
         learning_rate = None
     return ScriptStepRecord(0, max(best.step, num_counted), best.total, loss, learning_rate, best.seconds_left)
-
-
-def without_control(text: str) -> str:
-    """Remove colors, and the control codes that nested bars use to move the cursor."""
-    return _CONTROL.sub("", text)
 
 
 def _read_count(text: str, number: int, *, has_loss: bool) -> _Count | None:

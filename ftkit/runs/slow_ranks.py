@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import TYPE_CHECKING
 
+from ftkit.errors import first_few
 from ftkit.files import read_json_if_valid
 from ftkit.runs.records import Count, Seconds
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 MIN_STEPS = 20  # steps before ranks are compared: document lengths make single steps differ
 _MIN_SLOWDOWN = 0.1
-_MAX_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,7 @@ class RankTiming:
     step: Count
     num_steps: Count
     step_seconds: Seconds  # without checkpoints and evaluations
-    data_wait_seconds: Seconds  # of a step, waiting for its batch
     compute_seconds: Seconds  # of the forward of all decoder layers, for the first micro-batch, without collectives
-    collective_wait_seconds: Seconds  # between these layers, waiting for their all-gathers
 
 
 @dataclass(frozen=True)
@@ -161,6 +159,4 @@ def _others(reports: Mapping[int, HangReport], causes: list[int]) -> str:
 
 def _listed(noun: str, numbers: Sequence[int]) -> str:
     """Format numbers with their noun: the first few, and how many more there are."""
-    more = len(numbers) - _MAX_SHOWN
-    shown = ", ".join(map(str, numbers[:_MAX_SHOWN])) + (f" and {more} more" if more > 0 else "")
-    return f"{noun}{'s' if len(numbers) > 1 else ''} {shown}"
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {first_few(numbers)}"

@@ -8,8 +8,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -159,28 +159,8 @@ class Store:
     def _call(
         self, verb: str, call: Callable[[Progress], ResultT], unseen_bytes: int = 0, local: Path | None = None
     ) -> ResultT:
-        """Call a driver and convert its various errors, except that a local file no longer exists."""
-        try:
+        with driver_errors(self.address, verb, local=local):
             return call_patiently(call, unseen_bytes)
-        except FtkitError:
-            raise
-        except TimeoutError as error:
-            raise PrerequisiteError(
-                f"can't {verb} {self.address}: {one_line(error) or 'no answer'}",
-                meaning="the store or a proxy accepts connections but does not answer, or the file system hangs",
-                fix="check whether other machines reach it; then repeat the command: copied files are not copied again",
-            ) from error
-        except FileNotFoundError as error:
-            if local is not None and not local.exists():
-                raise
-            what = f"there is nothing at {self.address}: {one_line(error)}"
-            raise NotFoundError(what, fix="check the address") from error
-        except Exception as error:
-            what = f"can't {verb} {self.address}: {one_line(error) or type(error).__name__}"
-            meaning = "the disk is full, not mounted, or not writable"
-            if self._scheme in ADVICE:
-                meaning = "there are no credentials, they lack access to this address, or there is no network"
-            raise PrerequisiteError(what, meaning=meaning, fix=ADVICE.get(self._scheme, "check the folder")) from error
 
 
 def upload_folder(folder: Path, store: Store, last: str, report: Callable[[str], None]) -> None:
@@ -272,7 +252,33 @@ def open_driver(scheme: str, **options: object) -> AbstractFileSystem:
     return found(**options)
 
 
-def is_unreachable(error: BaseException, scheme: str) -> bool:
+@contextmanager
+def driver_errors(address: str, verb: str, about: str = "", local: Path | None = None) -> Iterator[None]:
+    """Convert errors of a driver, which may be of any class, except that a local file no longer exists."""
+    scheme = address.partition("://")[0] if is_address(address) else "file"
+    try:
+        yield
+    except FtkitError:
+        raise
+    except FileNotFoundError as error:
+        if local is not None and not local.exists():
+            raise
+        what = f"{about}there is nothing at {address}: {one_line(error)}"
+        raise NotFoundError(what, fix="check the address") from error
+    except Exception as error:
+        meaning, fix = "the disk is full, not mounted, or not writable", "check the folder"
+        if isinstance(error, TimeoutError):
+            meaning = "the store or a proxy accepts connections but does not answer, or the file system hangs"
+            fix = "check whether other machines reach it; then repeat the command: copied files are not copied again"
+        elif scheme != "file":
+            meaning = "there are no credentials, they lack access to this address, or there is no network"
+            fix = ADVICE.get(scheme, "check the address")
+        kind = UnreachableError if _is_unreachable(error, scheme) else PrerequisiteError
+        what = f"{about}can't {verb} {address}: {one_line(error) or type(error).__name__}"
+        raise kind(what, meaning=meaning, fix=fix) from error
+
+
+def _is_unreachable(error: BaseException, scheme: str) -> bool:
     """Return whether an error of a driver is due to the network; without one, even credentials seem missing."""
     cause: BaseException | None = error
     while cause is not None:

@@ -314,7 +314,7 @@ def model_inputs(module: PreTrainedModel, batch: MicroBatch) -> dict[str, object
         if is_row := has_recurrent_layers(module.config):
             input_ids, positions = input_ids.view(1, -1), positions.view(1, -1)
             inputs["seq_idx"] = ((positions == 0).int().cumsum(1) - 1).int()
-        mark_dynamic(batch.cu_seqlens, 0)  # one compiled graph for any number of documents
+        mark_dynamic(batch.cu_seqlens)  # one compiled graph for any number of documents
         inputs |= {
             "attention_mask": packed_masks(module, positions, batch.visible_until),
             "cu_seq_lens_q": batch.cu_seqlens,

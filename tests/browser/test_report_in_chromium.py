@@ -69,7 +69,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
             StepRecord(10.0 + n, n, 90, 0.5, 5 / n, 1e-3, 1.0, n * 8192, n * 4096, 12345.6, 0.5, 0.1, 0.01, 0.4, None)
             for n in range(1, 90)
         ),
-        EvaluationRecord(300.0, 90, "after", 0.5, 1.6, 1.0, samples),
+        EvaluationRecord(300.0, 90, "after", 0.5, 1.6, samples, scores={"sql": 1.0}),
     ]
     (folder / "metrics.jsonl").write_text("".join(to_line(each) + "\n" for each in records))
     RunLayout(folder).gpu_samples.mkdir()

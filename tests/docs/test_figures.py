@@ -202,4 +202,4 @@ def test_the_record_of_the_demo_is_the_run_in_its_picture() -> None:
     (row,) = read_record(FOLDER / "demo.json").rows
     minutes, seconds = divmod(int(row.medians["training, s"] or 0), 60)
     assert f"{minutes}min{seconds}softraining" in shown("result.svg")
-    assert f"executionaccuracy{row.medians['accuracy after, %']:.0f}%" in shown("result.svg")
+    assert f"sql{row.medians['accuracy after, %']:.0f}%" in shown("result.svg")

@@ -45,9 +45,9 @@ def _whole(name: str) -> Case:
     records = (
         StageRecord(0.0, "s"),
         StartRecord(1.0, 400, 0, 2, "fsdp2", "cpu", 951680, {"torch": "2"}),
-        EvaluationRecord(2.0, 0, "before", 6.0, 812.5, 0.0, samples),
+        EvaluationRecord(2.0, 0, "before", 6.0, 812.5, samples, scores={"sql": 0.0}),
         step,
-        EvaluationRecord(3.0, 400, "after", 6.0, 812.5, 0.0, samples),
+        EvaluationRecord(3.0, 400, "after", 6.0, 812.5, samples, scores={"sql": 0.0}),
         EndRecord(1e9, "completed", 400, 75.0, "/w/export"),
     )
     values: dict[str, Any] = {

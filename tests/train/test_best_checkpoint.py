@@ -115,7 +115,7 @@ def test_commands_show_the_best_checkpoint(
 
 
 def record(step: int, loss: float) -> EvaluationRecord:
-    return EvaluationRecord(0.0, step, "during", loss, math.nan, None, ())
+    return EvaluationRecord(0.0, step, "during", loss, math.nan, ())
 
 
 def progress_with(state: TrainState, threshold: float = 0.0, criterion: BestSpec | None = None) -> Progress:

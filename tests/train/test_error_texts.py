@@ -68,7 +68,7 @@ def not_finite() -> None:
 
 def test_error_texts(world: World, tmp_path: Path) -> None:
     llama: Any = AutoConfig.for_model("llama")
-    evaluated = EvaluationRecord(0.0, 1, "during", 1.0, 2.7, None, ())
+    evaluated = EvaluationRecord(0.0, 1, "during", 1.0, 2.7, ())
     copying = TRAINING.model_copy(update={"collectives": "copy_engine"})
     causes: list[Callable[[], object]] = [
         lambda: verify_sharding(STATS, TRAINING, ParameterCounts(1000, 1000)),

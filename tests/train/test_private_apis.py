@@ -131,7 +131,7 @@ def test_a_dynamic_dimension_is_compiled_once() -> None:
     forward = torch.compile(lambda values: values * 2, backend=compiles, fullgraph=True)
     for size in (6, 2, 9):
         values = torch.zeros(size)
-        mark_dynamic(values, 0)
+        mark_dynamic(values)
         forward(values)
     assert compiles.frame_count == 1
 

@@ -67,7 +67,7 @@ def test_checkpoints_record_the_version_that_prepared_their_data(finished_run: A
 @pytest.mark.oldest
 def test_validation_rows_get_completions_and_scores(finished_run: Any) -> None:
     before, after = finished_run.records(EvaluationRecord)
-    assert before.execution_accuracy == 0.0
+    assert before.scores["sql"] == 0.0
     assert len(after.samples) == 5
     assert len({sample.question for sample in after.samples}) == 5
     assert after.perplexity == pytest.approx(math.exp(after.loss))

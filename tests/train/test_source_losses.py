@@ -90,7 +90,7 @@ def test_loss_sums_per_source_stay_in_fp32_when_fsdp2_casts_inputs(world: World)
 
 def test_source_names_are_valid_in_every_tracker() -> None:
     sources = {name: SourceLoss(1.0, 1) for name in ("*.parquet", "..", "data-set/a b", "chats.jsonl.0")}
-    scalars = scalars_of(EvaluationRecord(0.0, 0, "before", 1.0, 2.7, None, (), sources))
+    scalars = scalars_of(EvaluationRecord(0.0, 0, "before", 1.0, 2.7, (), sources))
     names = ("_.parquet", "_", "data-set_a_b", "chats.jsonl.0")
     assert [name for name in scalars if name.startswith("eval/loss/")] == [f"eval/loss/{name}" for name in names]
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ftkit.train.world import World
 
 
-def test_a_slow_rank_is_reported_and_the_others_waiting_time_is_recorded(
+def test_a_slow_rank_is_found_by_the_time_between_collectives(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(
@@ -35,7 +35,6 @@ def test_a_slow_rank_is_reported_and_the_others_waiting_time_is_recorded(
     first, second = timings = read_timings(run.layout)
     assert (first.num_steps, second.num_steps) == (24, 24)
     assert second.compute_seconds > 1.5 * first.compute_seconds
-    assert first.collective_wait_seconds > second.collective_wait_seconds
     assert "slower than" not in run.layout.rank_log(0).read_text()  # of a CPU, that is no finding
     assert run.layout.stragglers.read_text() == ""
     (found,) = find_stragglers(replace(each, device="cuda") for each in timings)
@@ -52,7 +51,7 @@ def test_slow_gpus_are_logged_and_their_node_is_left_to_the_job_script(
     plan = SimpleNamespace(layout=layout, recipe=SimpleNamespace(resources=resources))
     times = RankTimes(SimpleNamespace(plan=plan), world, ())  # type: ignore[arg-type]
     for rank, seconds in enumerate((1.0, 1.5)):
-        write_json(layout.rank_timing(rank), RankTiming(rank, hosts[rank], "cuda", 24, 24, 2.0, 0.0, seconds, 0.1))
+        write_json(layout.rank_timing(rank), RankTiming(rank, hosts[rank], "cuda", 24, 24, 2.0, seconds))
     times.report_stragglers()
     times.report_stragglers()
     (found,) = find_stragglers(read_timings(layout))

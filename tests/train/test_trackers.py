@@ -38,7 +38,7 @@ def step(number: int, loss: float) -> StepRecord:
 
 
 def evaluation(number: int, accuracy: float | None) -> EvaluationRecord:
-    return EvaluationRecord(1.0, number, "after", 2.0, 7.4, accuracy, ())
+    return EvaluationRecord(1.0, number, "after", 2.0, 7.4, (), scores={} if accuracy is None else {"sql": accuracy})
 
 
 def end(outcome: Any, number: int) -> EndRecord:
@@ -86,7 +86,7 @@ def test_tensorboard_shows_a_resumed_run_without_duplicate_steps(
     events = EventAccumulator(str(plan.layout.tensorboard))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 4), (2, 3), (3, 2), (4, 1)]
-    assert [event.value for event in events.Scalars("eval/execution_accuracy")] == [0.5]
+    assert [event.value for event in events.Scalars("eval/sql")] == [0.5]
     assert {
         "train/learning_rate", "train/grad_norm", "train/tokens_per_second", "train/data_wait_ratio",
         "eval/loss", "eval/perplexity",
@@ -117,7 +117,7 @@ def test_mlflow_resumes_the_same_run(
     assert run.data.params["versions.torch"] == "2"
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert [(metric.step, metric.value) for metric in history] == [(1, 4), (2, 3), (3, 9), (3, 2), (4, 1)]
-    assert run.data.metrics["eval/execution_accuracy"] == 0.5
+    assert run.data.metrics["eval/sql"] == 0.5
 
 
 def test_wandb_offline_writes_to_the_run_folder(

@@ -58,4 +58,4 @@ def test_the_rank_that_the_others_wait_for_is_reported(report: HangReport | None
 
 def test_only_some_of_many_ranks_are_listed() -> None:
     silent = dict.fromkeys(range(64), "n1")
-    assert describe_hang({}, silent) == "no report from ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more on n1"
+    assert describe_hang({}, silent) == "no report from ranks 0, 1, 2, 3, 4, 5, 6, 7, and 56 more on n1"

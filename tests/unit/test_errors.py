@@ -57,7 +57,6 @@ def test_no_error_borrows_the_exit_code_of_an_unrelated_one() -> None:
         "ftkit/launch/scheduler.py": [
             "class InterruptedSubmitError(UncertainSubmitError, exit_code=130"
         ],  # sbatch was interrupted
-        "ftkit/process.py": ["class ProgramTimeoutError(FtkitError, exit_code=NoAnswerError.exit_code"],
     }
 
 

@@ -167,10 +167,8 @@ def bars_height(num_bars: int) -> int:
     return 36 * num_bars + 32
 
 
-def bar_chart(
-    name: str, description: str, bars: Sequence[tuple[str, float]], *, marks: Sequence[tuple[str, float]] = ()
-) -> str:
-    """Draw amounts of memory in GiB as horizontal bars, with vertical lines at `marks`; empty without bars."""
+def memory_chart(bars: Sequence[tuple[str, float]], marks: Sequence[tuple[str, float]]) -> str:
+    """Draw peaks of stages in GiB as horizontal bars, with vertical lines at `marks`; empty without bars."""
     if not bars:
         return ""
 
@@ -187,10 +185,11 @@ def bar_chart(
         axes.set_xlim(0, max([*values, *(value for _, value in marks)]) * 1.14 or 1)
         axes.set_axis_off()
 
-    return _svg(name, description, draw, _NARROW, bars_height(len(bars)))
+    description = "Peak memory of each stage, maximum over all processes"
+    return _svg("memory", description, draw, _NARROW, bars_height(len(bars)))
 
 
-def timeline(name: str, description: str, spans: Sequence[Span]) -> str:
+def timeline(description: str, spans: Sequence[Span]) -> str:
     if not spans:
         return ""
     begin, end = spans[0].begin, spans[-1].end
@@ -204,7 +203,7 @@ def timeline(name: str, description: str, spans: Sequence[Span]) -> str:
         axes.set_yticks([])
         _format_time(axes, end - begin)
 
-    return _wide_and_narrow(name, description, draw, 70)
+    return _wide_and_narrow("time", description, draw, 70)
 
 
 def _format_time(axes: Axes, total: float) -> None:

@@ -10,7 +10,7 @@ from itertools import islice
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ftkit.cli.page.charts import Chart, Line, bar_chart, bars_height, draw_lines, timeline
+from ftkit.cli.page.charts import Chart, Line, bars_height, draw_lines, memory_chart, timeline
 from ftkit.cli.terminal.format import count, duration, energy, gib
 from ftkit.errors import FtkitError, plural
 from ftkit.files import read_json_if_valid
@@ -62,8 +62,7 @@ def read_report(layout: RunLayout, state: str) -> dict[str, object]:
         "charts": _draw_charts(plan, history, facts.samples),
         "comparisons": _comparisons(plan, history) if plan else [],
         "time_use": _time_use(history.time_use),
-        # SQL accuracy has a column of its own.
-        "score_names": sorted({name for each in history.evaluations for name in each.scores} - {"sql"}),
+        "score_names": sorted({name for each in history.evaluations for name in each.scores}),
         "examples": _examples(history),
         "inputs": _inputs(plan, manifest, history) if plan else {},
         "command": " ".join(map(str, manifest.get("command", []))),
@@ -94,13 +93,8 @@ def _tiles(plan: RunPlan | None, history: History) -> list[_Tile]:
         tiles.append(("Training loss", f"{last.loss:.4g}", f"from {next(iter(history.steps.values())).loss:.4g}"))
     if after := history.last_evaluation:
         before = validation[0]
-        has_before = before is not after
-        detail = f"from {before.loss:.4g}" if has_before else f"{after.when} training"
+        detail = f"{after.when} training" if before is after else f"from {before.loss:.4g}"
         tiles.append(("Validation loss", f"{after.loss:.4g}", detail))
-        if after.execution_accuracy is not None:
-            known = has_before and before.execution_accuracy is not None
-            detail = f"from {before.execution_accuracy:.1%}" if known else ""
-            tiles.append(("SQL execution", f"{after.execution_accuracy:.1%}", detail))
     if last and last.routers:
         tiles.append(("Busiest expert", f"{last.routers.max_utilization:.2f} ×", "the mean load of its layer"))
     device = "process" if plan and plan.placement.device == "cpu" else "GPU"
@@ -299,11 +293,8 @@ def _draw_charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSamp
         expected=plan.speed.tokens_per_second / plan.placement.world_size if plan and plan.speed else None,
         form=count, from_zero=True, height=bars_height(len(history.memory)),
     )  # fmt: skip
-    memory = bar_chart(
-        "memory", "Peak memory of each stage, maximum over all processes",
-        [(each.stage, each.largest_peak_gib) for each in history.memory],
-        marks=[("plan", plan.memory.total)] if plan else [],
-    )  # fmt: skip
+    stages = [(each.stage, each.largest_peak_gib) for each in history.memory]
+    memory = memory_chart(stages, [("plan", plan.memory.total)] if plan else [])
     spans = history.spans
     visible = merge_spans(spans, (spans[-1].end - spans[0].begin) * _NARROWEST) if spans else []
     kinds = ", ".join(dict.fromkeys(span.kind for span in spans))
@@ -316,7 +307,7 @@ def _draw_charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSamp
         Chart("Memory by stage", memory),
         Chart("Load of the busiest expert", _draw_experts(history)),
         *_gpu_charts(gpus, history),
-        Chart("Timeline", timeline("time", f"Time by activity: {kinds}", visible), is_wide=True),
+        Chart("Timeline", timeline(f"Time by activity: {kinds}", visible), is_wide=True),
     ]
     return [chart for chart in charts if chart.svg]
 

@@ -21,7 +21,6 @@ _RESULTS: dict[str, tuple[str, Callable[[float], str]]] = {
     "training loss": ("loss", "{:.4f}".format),
     "validated step": ("validated_step", str),
     "validation loss": ("validation_loss", "{:.4f}".format),
-    "execution accuracy": ("execution_accuracy", "{:.1%}".format),
     "accuracy": ("accuracy", "{:.1%}".format),
     "margin": ("margin", "{:.3g}".format),
     "log-ratio per token": ("kl_per_token", "{:.3g}".format),
@@ -71,6 +70,9 @@ def compare_runs(runs: Sequence[compare.ComparedRun]) -> Comparison:
         values = [getattr(run.results, field) for run in runs]
         if any(value is not None for value in values):
             results.append((title, ["-" if value is None else form(value) for value in values]))
+    for name in sorted({name for run in runs for name in run.results.scores}):
+        scores = [run.results.scores.get(name) for run in runs]
+        results.append((name.replace("_", " "), ["-" if score is None else f"{score:.1%}" for score in scores]))
     differences = [
         (f"{each.section}: {each.key}".removeprefix("recipe: "), list(map(_short, each.values)))
         for each in compare.find_differences(runs)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import get_args
 
 from ftkit.cli.terminal.format import count, duration
-from ftkit.config.objectives import DISTILL_METRICS, PREFERENCE_METRICS
+from ftkit.config.objectives import OBJECTIVE_METRICS
 from ftkit.config.training import ActivationCheckpointing
 from ftkit.errors import plural
 from ftkit.runs import records
@@ -118,11 +118,8 @@ def early_stopping(record: records.EndRecord) -> str:
 
 
 def measured(record: records.EvaluationRecord) -> str:
-    accuracy = record.execution_accuracy
-    scores = [f"execution accuracy {accuracy:.0%}"] if accuracy is not None else []
-    hidden = ("sql", *PREFERENCE_METRICS, *DISTILL_METRICS, "kl_per_token", "desirable")
-    own = {name: score for name, score in record.scores.items() if name not in hidden}
-    scores += [f"{name.replace('_', ' ')} {score:.0%}" for name, score in own.items()]
+    own = {name: score for name, score in record.scores.items() if name not in OBJECTIVE_METRICS}
+    scores = [f"{name.replace('_', ' ')} {score:.0%}" for name, score in own.items()]
     pairs = [f"loss {record.loss:.4g}", *texts] if (texts := pair_texts(record.scores)) else []
     return ", ".join([*pairs, f"perplexity {record.perplexity:.4g}", *scores])
 

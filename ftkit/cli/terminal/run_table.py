@@ -10,7 +10,7 @@ from ftkit.cli.terminal.console import Cell, Styled, Terminal
 from ftkit.cli.terminal.format import age
 from ftkit.launch.job_states import observe_all
 from ftkit.runs.job import FAILURES, RunState
-from ftkit.runs.metrics_file import find_damage, read_last_step
+from ftkit.runs.metrics_file import read_last_step, scan_records
 from ftkit.runs.script_log import read_script_step
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def show_runs(entries: Sequence[RunEntry], terminal: Terminal, *, as_json: bool,
     objects = []
     for entry, values in zip(entries, sweeps, strict=True):
         metrics = entry.folder.layout.metrics
-        problem = "" if entry.is_private else find_damage(metrics, tail_bytes=_TAIL_BYTES)
+        problem = "" if entry.is_private else scan_records(metrics, tail_bytes=_TAIL_BYTES)
         if problem:
             terminal.warn(f"{entry.folder.id}: {problem}")
         layout, seen = entry.folder.layout, overview.state_of(entry)

@@ -60,8 +60,8 @@ class Evaluator:
         token_loss = metrics.get("next_token_loss", loss)
         if f"log_prob_{side}" in metrics:
             token_loss = -metrics[f"log_prob_{side}"] / metrics[f"length_{side}"]
-        perplexity, scores = math.exp(min(token_loss, 700.0)), metrics | scores
-        return EvaluationRecord(time.time(), step, when, loss, perplexity, scores.get("sql"), samples, sources, scores)
+        perplexity = math.exp(min(token_loss, 700.0))
+        return EvaluationRecord(time.time(), step, when, loss, perplexity, samples, sources, metrics | scores)
 
     @cached_property
     def evaluation_set(self) -> EvaluationSet:

@@ -20,7 +20,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from ftkit.config.recipe import SinkName, check_access, check_packages
-from ftkit.errors import one_line
+from ftkit.errors import one_line, redact
 from ftkit.runs.manifest import flat
 from ftkit.runs.metrics_file import RecordTail, append_record, read_job_evaluations
 from ftkit.runs.records import EndRecord, EvaluationRecord, Record, StartRecord, StepRecord
@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 Outcome = Literal["completed", "stopped", "failed"]
 CLOSE_SECONDS = 60.0  # total timeout for all trackers at the end of a run
 _DEFAULT_PROJECT = "ftkit"
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _REJECTED = re.compile(r"^[./]+|[^\w.-]+")  # by MLflow in a name, or would make a path
 _MLFLOW_STATUSES = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _NOT_MEASURED = {"time", "step", "num_steps"}
@@ -254,7 +253,7 @@ def _talk_to(name: SinkName, plan: RunPlan, records: SimpleQueue[Record | None])
                 tracker.close(outcome)
         except Exception as error:  # noqa: BLE001 - trackers may raise any exception, and training continues
             if not has_warned:
-                what = _CREDENTIALS.sub("***", f"{type(error).__name__}: {error}")
+                what = redact(f"{type(error).__name__}: {error}", os.environ)
                 log.warning("tracker %s failed, training continues: %s", name, what)
             has_warned = True
 
@@ -268,8 +267,7 @@ def scalars_of(record: StepRecord | EvaluationRecord) -> dict[str, float]:
     else:
         # Evaluations by a separate job arrive late, and use other rows of the validation split.
         prefix = "job_eval" if record.when == "job" else "eval"
-    # The record has SQL's score as a field too.
-    scalars |= {f"{prefix}/{name}": score for name, score in record.scores.items() if name != "sql"}
+    scalars |= {f"{prefix}/{name}": score for name, score in record.scores.items()}
     for source, measured in record.sources.items():
         scalars[f"{prefix}/loss/{_REJECTED.sub('_', source)}"] = measured.loss
     return scalars | {f"{prefix}/{name}": value for name, value in _numbers(record) if name not in _NOT_MEASURED}

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
-from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, ClassVar, cast
 
@@ -122,8 +121,8 @@ Mark = torch.cuda.Event | float
 class RankTimes(Observer):
     """Measures the steps of this rank, writes their medians to its file, and reports stragglers on rank 0.
 
-    Marks are recorded when the device reaches a decoder layer, begins it and ends it. FSDP2 all-gathers a layer's
-    weights in a forward pre-hook, so the time between a hook before it and a hook after it is waiting time.
+    Marks are recorded when the device begins a decoder layer and ends it. FSDP2 all-gathers a layer's weights in a
+    forward pre-hook, so a hook after it leaves out the time that the rank waits for others.
     """
 
     def __init__(self, progress: Progress, world: World, layers: Iterable[nn.Module]) -> None:
@@ -133,7 +132,7 @@ class RankTimes(Observer):
         self._is_cuda = world.device.type == "cuda"
         self._marks: list[Mark] | None = None  # of the current forward, if it is measured
         self._pending: dict[int, list[Mark]] = {}
-        self._steps: deque[tuple[float, float, float, float]] = deque(maxlen=_WINDOW)
+        self._steps: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
         self._last_step = 0
         self._num_unwritten = 0
         self._written = time.monotonic()
@@ -141,7 +140,6 @@ class RankTimes(Observer):
         # If collectives run within layers (ZeRO-3, context parallelism), waiting can't be separated from computation.
         if world.size > 1 and world.context.size == 1:
             for layer in filter(lambda each: isinstance(each, FSDPModule), layers):
-                layer.register_forward_pre_hook(self._mark, prepend=True)
                 layer.register_forward_pre_hook(self._mark)
                 layer.register_forward_hook(self._mark, prepend=True)
         old = [self._layout.rank_timing(world.rank)]  # files of earlier starts
@@ -172,9 +170,8 @@ class RankTimes(Observer):
         marks = self._pending.pop(result.step, None)
         if not marks:
             return
-        between = [_seconds_between(first, second) for first, second in pairwise(marks)]
-        computing, waiting = sum(between[1::3]), sum(between[::3])
-        self._steps.append((result.timing.seconds, result.timing.wait_seconds, computing, waiting))
+        computing = sum(map(_seconds_between, marks[::2], marks[1::2]))
+        self._steps.append((result.timing.seconds, computing))
         self._last_step = result.step
         self._num_unwritten += 1
 

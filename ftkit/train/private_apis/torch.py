@@ -217,9 +217,9 @@ def cacheable_policy(context_fn: Callable[[], Any]) -> Callable[[], Any]:
     return context_fn
 
 
-def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
-    """Let compiled functions accept any size of a dimension; by default, a second size recompiles them."""
-    torch._dynamo.maybe_mark_dynamic(tensor, dim)  # noqa: SLF001
+def mark_dynamic(tensor: torch.Tensor) -> None:
+    """Let compiled functions accept any size of the first dimension; by default, a second size recompiles them."""
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)  # noqa: SLF001
 
 
 def raise_recompile_limit(num_layers: int) -> None:

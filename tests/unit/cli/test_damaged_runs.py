@@ -12,7 +12,7 @@ from ftkit import __version__
 from ftkit.cli.page.run_report import read_report
 from ftkit.cli.page.write import run_page
 from ftkit.runs.failure import RankError, write_rank_error
-from ftkit.runs.metrics_file import find_damage
+from ftkit.runs.metrics_file import scan_records
 from ftkit.runs.records import EvaluationRecord, Sample, StageRecord, StartRecord, to_line
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ def run(make_run: RunMaker, programs: FakePrograms, records: Any, sacct_line: An
     made = make_run("victim", job_id="4711")
     start = StartRecord(1.0, 400, 0, 2, "fsdp2", "cpu", 951680, {"torch": "2"})
     samples = (Sample("q", "a", "a", True), Sample("q", "a", "b", False))
-    evaluation = EvaluationRecord(2.0, 0, "before", 6.0, 812.5, 0.0, samples)
-    after = EvaluationRecord(3.0, 400, "after", 6.0, 812.5, 0.0, samples)
+    evaluation = EvaluationRecord(2.0, 0, "before", 6.0, 812.5, samples)
+    after = EvaluationRecord(3.0, 400, "after", 6.0, 812.5, samples)
     records.write(
         made, StageRecord(0.0, "s"), start, evaluation, records.step(1), records.step(400), after, records.end()
     )
@@ -193,9 +193,9 @@ def test_a_run_whose_records_cannot_be_read_does_not_look_like_one_without_recor
 def test_a_listing_looks_for_damage_only_near_the_end_of_the_records(tmp_path: Path, records: Any) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("damaged\n" + "".join(to_line(records.step(number)) + "\n" for number in range(100)))
-    assert find_damage(path) == "metrics.jsonl has 1 damaged line"
-    assert find_damage(path, tail_bytes=1000) == ""
+    assert scan_records(path) == "metrics.jsonl has 1 damaged line"
+    assert scan_records(path, tail_bytes=1000) == ""
     with path.open("a") as file:
         file.write("damaged\n")
-    assert find_damage(path, tail_bytes=1000).startswith("metrics.jsonl has 1 damaged line")
-    assert find_damage(tmp_path / "none") == ""
+    assert scan_records(path, tail_bytes=1000).startswith("metrics.jsonl has 1 damaged line")
+    assert scan_records(tmp_path / "none") == ""

@@ -157,9 +157,9 @@ def nasty_run(make_run: RunMaker, records: Any) -> str:
     records.write(
         run,
         StageRecord(1.0, NASTY),
-        EvaluationRecord(2.0, 0, "before", 6.0, 812.5, 0.0, (sample,)),
+        EvaluationRecord(2.0, 0, "before", 6.0, 812.5, (sample,)),
         records.step(1, 6.5),
-        EvaluationRecord(3.0, 1, "after", 6.0, 812.5, 0.0, (sample,)),
+        EvaluationRecord(3.0, 1, "after", 6.0, 812.5, (sample,)),
         records.end("failed", 1, NASTY),
     )
     layout = run.layout
@@ -254,7 +254,7 @@ def test_a_log_on_a_terminal_is_escaped_without_colors_and_its_bars_are_redrawn(
     as_terminal(monkeypatch)
     run.layout.job_log.write_bytes(text.encode() + b"\xff\xe2")
     out = ftkit("logs", "last").out
-    assert out.startswith("green\r\n 10%\r 20%\r100%\nab\\x1b[2J\\x1b]0;title\\x07c\\u202ed\\u2066e")
+    assert out.startswith("green\r\n 10%\r 20%\r100%\nab\\x1b]0;title\\x07c\\u202ed\\u2066e")
     assert unsafe(out) == {"\r"}
 
 

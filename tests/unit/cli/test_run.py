@@ -49,10 +49,10 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 @pytest.fixture
 def learning(records: Any) -> str:
     """A script that writes the files of a complete training run; its export is empty."""
-    before = EvaluationRecord(1.0, 0, "before", 6.0, 812.5, 0.0, ())
+    before = EvaluationRecord(1.0, 0, "before", 6.0, 812.5, (), scores={"sql": 0.0})
     right = Sample("How many ships are there?", "SELECT COUNT(*) FROM ships", "SELECT COUNT(*) FROM ships", True)
     wrong = Sample("Which is the oldest?", "SELECT name FROM ships", "SELECT age FROM ships", False)
-    after = EvaluationRecord(3.0, 20, "after", 0.5, 1.62, 0.85, (right, right, wrong))
+    after = EvaluationRecord(3.0, 20, "after", 0.5, 1.62, (right, right, wrong), scores={"sql": 0.85})
     lines = [
         StageRecord(0.0, "packing"),
         StartRecord(0.5, 20, 0, 2, "fsdp2", "cpu", 951680, {}),
@@ -208,10 +208,10 @@ def test_a_followed_run_shows_its_results(
     for part in (
         "packing",
         "training begins, 20 steps: 2 processes, cpu, fsdp2",
-        "validation before training: perplexity 812.5, execution accuracy 0%",
+        "validation before training: perplexity 812.5, sql 0%",
         "step 10/20 loss 3.2500",
         "loss 3.2500 → 0.7500",
-        "perplexity 812.5, execution accuracy 0% → perplexity 1.62, execution accuracy 85%",
+        "perplexity 812.5, sql 0% → perplexity 1.62, sql 85%",
         "question How many ships are there?",
         "expected SELECT name FROM ships",
         "/export ",

@@ -77,7 +77,7 @@ def test_a_run_in_training_shows_its_last_evaluation(
 ) -> None:
     run = make_run("evaluated")
     evaluations = [
-        EvaluationRecord(2.0, step, when, 6.0, perplexity, None, ())
+        EvaluationRecord(2.0, step, when, 6.0, perplexity, ())
         for step, when, perplexity in ((0, "before", 812.5), (100, "during", 40.0), (200, "during", 20.0))
     ]
     records.write(run, evaluations[0])
@@ -95,7 +95,7 @@ def test_eval_comes_next_only_if_there_are_rows_to_evaluate_on(
     run = make_run()
     finish(run, records)
     if has_validation:
-        records.write(run, EvaluationRecord(2.0, 400, "after", 6.0, 400.0, None, ()), records.end())
+        records.write(run, EvaluationRecord(2.0, 400, "after", 6.0, 400.0, ()), records.end())
     commands = json.loads(ftkit("status", run.id, "--json").out)["next"]
     words = ["chat", *["eval"] * has_validation, "export", "status"]
     assert commands == [f"ftkit {word} {run.id}" for word in words]
@@ -106,7 +106,7 @@ def test_a_slow_node_is_reported(ftkit: Callable[..., Result], make_run: RunMake
     finish(run, records)
     run.layout.logs.mkdir(exist_ok=True)
     for rank, seconds in enumerate((1.0, 1.0, 1.14, 1.0)):
-        timing = RankTiming(rank, f"h{16 + rank // 2}", "cuda", 400, 100, 2.0, 0.0, seconds, 0.1)
+        timing = RankTiming(rank, f"h{16 + rank // 2}", "cuda", 400, 100, 2.0, seconds)
         write_json(run.layout.rank_timing(rank), timing)
     assert "node h17 is 14% slower" in ftkit("status", run.id).out
     (found,) = json.loads(ftkit("status", run.id, "--json").out)["stragglers"]
@@ -489,7 +489,7 @@ def test_a_wrong_sample_has_the_expected_answer_if_it_is_known(
     reference: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sample = Sample("q", reference, "SELECT 1", False)
-    _show_samples(EvaluationRecord(0.0, 1, "after", 1.0, 2.7, None, (sample,)), Terminal(), is_data=True)
+    _show_samples(EvaluationRecord(0.0, 1, "after", 1.0, 2.7, (sample,)), Terminal(), is_data=True)
     assert ("expected" in capsys.readouterr().out) == bool(reference)
 
 

@@ -42,8 +42,8 @@ def test_a_card_contains_the_license_the_losses_and_their_curve(
     make_run: RunMaker, records: Any, tmp_path: Path
 ) -> None:
     run = make_run()
-    evaluations = [EvaluationRecord(1.0, at, when, loss, 9.0, None, ()) for at, when, loss in ((0, "before", 6.0),)]
-    evaluations.append(EvaluationRecord(1.0, 20, "after", 1.25, 3.5, 0.9, ()))
+    evaluations = [EvaluationRecord(1.0, at, when, loss, 9.0, ()) for at, when, loss in ((0, "before", 6.0),)]
+    evaluations.append(EvaluationRecord(1.0, 20, "after", 1.25, 3.5, (), scores={"sql": 0.9}))
     records.write(run, *evaluations, *(records.step(number, 6 / number) for number in range(1, 31)))
     plan = resolved("demo", Context(tmp_path, tmp_path, {}))
     write_card(tmp_path, run.layout, plan, 20, "model", "mit")
@@ -62,10 +62,10 @@ def test_a_card_has_the_scores_of_its_own_weights(make_run: RunMaker, records: A
     records.write(
         run,
         *(
-            EvaluationRecord(1.0, step, "during", 2.0 - step / 100, 9.0, None, (), scores={"exact_match": step / 100})
+            EvaluationRecord(1.0, step, "during", 2.0 - step / 100, 9.0, (), scores={"exact_match": step / 100})
             for step in (10, 20)
         ),
-        EvaluationRecord(2.0, 20, "after", 1.5, 9.0, None, (), scores={"exact_match": 0.25}),
+        EvaluationRecord(2.0, 20, "after", 1.5, 9.0, (), scores={"exact_match": 0.25}),
     )
     plan = resolved("demo", Context(tmp_path, tmp_path, {}))
     cards = {}

@@ -73,7 +73,7 @@ def test_metrics_of_preferences_are_those_of_the_last_evaluation_or_else_of_the_
     records.write(run, start(10.0, 0), replace(records.step(10, 3.0), scores=steps))
     results = read_run(run.layout).results
     assert (results.accuracy, results.margin, results.kl_per_token) == (0.5, 1.5, 0.1)
-    evaluation = EvaluationRecord(20.0, 10, "during", 2.0, 7.0, None, (), {}, {"accuracy": 0.75, "kl_per_token": 0.2})
+    evaluation = EvaluationRecord(20.0, 10, "during", 2.0, 7.0, (), {}, {"accuracy": 0.75, "kl_per_token": 0.2})
     records.write(run, start(10.0, 0), replace(records.step(10, 3.0), scores=steps), evaluation)
     results = read_run(run.layout).results
     assert (results.accuracy, results.margin, results.kl_per_token) == (0.75, None, 0.2)  # of one kind of completions
@@ -149,7 +149,7 @@ def test_the_training_time_is_that_of_the_trainer(make_run: RunMaker, records: A
 
 def test_results_have_the_step_that_was_validated(make_run: RunMaker, records: Any) -> None:
     run = make_run()
-    best = EvaluationRecord(50.0, 6, "after", 1.0, 7.0, None, ())
+    best = EvaluationRecord(50.0, 6, "after", 1.0, 7.0, ())
     records.write(run, start(10.0, 0), records.step(12, 3.0), replace(best, step=12, when="during"), best)
     results = read_run(run.layout).results
     assert (results.step, results.validated_step, results.validation_loss) == (12, 6, 1.0)
@@ -350,9 +350,17 @@ def test_results_have_the_metric_that_the_recipe_selects_by(make_run: RunMaker, 
     plan["recipe"]["evaluation"]["best"] = {"metric": "kl", "mode": "auto"}
     run.layout.plan.write_text(json.dumps(plan))
     scores = {"kl": 0.5, "agreement": 0.75, "next_token_loss": 2.0}
-    records.write(run, start(10.0, 0), EvaluationRecord(20.0, 10, "during", 2.0, 7.0, None, (), {}, scores))
+    records.write(run, start(10.0, 0), EvaluationRecord(20.0, 10, "during", 2.0, 7.0, (), {}, scores))
     results = read_run(run.layout).results
     assert (results.selected, results.kl, results.agreement) == (0.5, 0.5, 0.75)
+
+
+def test_scores_of_completions_are_compared(make_run: RunMaker, records: Any) -> None:
+    runs = [make_run(), make_run()]
+    for run, scores in zip(runs, ({"exact_match": 0.5, "length_chosen": 4.0}, {"sql": 0.25}), strict=True):
+        records.write(run, EvaluationRecord(20.0, 10, "during", 2.0, 7.0, (), {}, scores))
+    rows = dict(compare_runs([read_run(run.layout) for run in runs]).results)
+    assert (rows["exact match"], rows["sql"], "length chosen" in rows) == (["50.0%", "-"], ["-", "25.0%"], False)
 
 
 def test_a_difference_within_the_noise_between_seeds_is_not_clear() -> None:

@@ -17,7 +17,7 @@ from ftkit.planning.plan import plan_to_json, read_plan
 from ftkit.runs import metrics_file
 from ftkit.runs.compare import read_run
 from ftkit.runs.history import History, read_history, read_summary
-from ftkit.runs.metrics_file import append_record, find_damage
+from ftkit.runs.metrics_file import append_record, scan_records
 from ftkit.runs.records import (
     CheckpointRecord,
     EndRecord,
@@ -43,7 +43,7 @@ def start(time: float, resumed_from: int = 0) -> StartRecord:
 
 
 def evaluation(time: float) -> EvaluationRecord:
-    return EvaluationRecord(time, 0, "during", 1.0, 2.0, None, ())
+    return EvaluationRecord(time, 0, "during", 1.0, 2.0, ())
 
 
 def test_time_is_divided_by_activity(make_run: RunMaker, records: Any) -> None:
@@ -143,7 +143,7 @@ def test_damaged_records_are_counted(make_run: RunMaker, records: Any) -> None:
     layout = make_run().layout
     layout.metrics.write_text("damaged\n" + to_line(records.step(1)) + "\n\n{half")
     found = read_history(layout)
-    assert found.problem == find_damage(layout.metrics) == "metrics.jsonl has 1 damaged line"
+    assert found.problem == scan_records(layout.metrics) == "metrics.jsonl has 1 damaged line"
     assert list(found.steps) == [1]
 
 
@@ -161,7 +161,7 @@ def test_without_the_steps_between_the_first_and_the_last_the_rest_is_the_same(
         assert [getattr(full, kind) for kind in kinds] == [getattr(brief, kind) for kind in kinds]
     with run.layout.metrics.open("a") as file:
         file.write('{"event": "step", "ti\n')
-    assert read_summary(run.layout).problem == find_damage(run.layout.metrics) != ""
+    assert read_summary(run.layout).problem == scan_records(run.layout.metrics) != ""
 
 
 kinds = st.sampled_from(["stage", "start", "step", "evaluation", "checkpoint", "end"])

@@ -36,7 +36,7 @@ STAGE = StageRecord(0.0, "packing")
 
 def evaluation(num_samples: int) -> EvaluationRecord:
     samples = tuple(Sample("question " * 20, "SELECT", f"SELECT {index}", True) for index in range(num_samples))
-    return EvaluationRecord(2.0, 10, "after", 1.0, 2.7, 0.5, samples)
+    return EvaluationRecord(2.0, 10, "after", 1.0, 2.7, samples, scores={"sql": 0.5})
 
 
 def test_a_record_round_trips_through_its_line() -> None:
@@ -52,6 +52,7 @@ def test_lines_that_are_not_records_yield_none() -> None:
     for line in ("", "{", "[]", "1", '{"event": "novelty"}', '{"event": "step"}', to_line(STEP)[:-5]):
         assert from_line(line) is None
     assert from_line(to_line(STEP)[:-1] + ', "novelty": 1}') == STEP
+    assert from_line(to_line(evaluation(1))[:-1] + ', "execution_accuracy": 0.5}') == evaluation(1)  # ftkit 0.1
 
 
 def test_the_last_step_is_found_before_records_larger_than_the_tail(
@@ -138,7 +139,7 @@ def test_damaged_or_overlong_lines_are_skipped(tmp_path: Path) -> None:
 def test_reading_the_evaluations_of_a_long_run_takes_bounded_memory(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     line = to_line(STEP) + "\n"
-    evaluation = EvaluationRecord(1.0, 400, "after", 6.0, 812.5, None, ())
+    evaluation = EvaluationRecord(1.0, 400, "after", 6.0, 812.5, ())
     path.write_text(to_line(STAGE) + "\n" + line * (2**22 // len(line)) + to_line(evaluation) + "\n")
     tracemalloc.start()
     found = read_evaluations(path)

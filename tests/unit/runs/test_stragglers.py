@@ -13,7 +13,7 @@ from ftkit.runs.slow_ranks import MIN_STEPS, RankTiming, Straggler, find_straggl
 
 
 def timing(rank: int, compute: float, *, per_host: int = 8, num_steps: int = 100) -> RankTiming:
-    return RankTiming(rank, f"h{rank // per_host}", "cuda", 500, num_steps, 2.0, 0.0, compute, 0.1)
+    return RankTiming(rank, f"h{rank // per_host}", "cuda", 500, num_steps, 2.0, compute)
 
 
 def test_only_the_host_of_a_slow_rank_is_a_straggler() -> None:
@@ -71,4 +71,4 @@ def test_damaged_files_are_ignored(tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_many_ranks_are_not_all_listed() -> None:
-    assert "(ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more)" in Straggler("h1", tuple(range(10)), 0.2).reason
+    assert "(ranks 0, 1, 2, 3, 4, 5, 6, 7, and 2 more)" in Straggler("h1", tuple(range(10)), 0.2).reason

@@ -44,12 +44,13 @@ def trained(run: SubmittedRun, records: Any, num_records: int = 80, pictures: tu
         json.dumps({"starts": [{"time": 1.0}, {"time": 60.0, "after": HOSTILE, "host": "n1"}], "command": ["ftkit"]})
     )
     samples = [Sample(HOSTILE, "SELECT 1", "SELECT 2", correct=False, picture=each) for each in pictures]
+    right = tuple(replace(each, answer="SELECT 1", correct=True) for each in samples)
     begin = StartRecord(8.0, 400, 0, 2, "fsdp2", "cpu", 1000, {"torch": "2.7"})
     records.write(
         run,
         StageRecord(2.0, "building the model"),
         MemoryRecord(4.0, "building the model", *[1.0] * 3, 1.0, 2.5, 3.0),
-        EvaluationRecord(6.0, 0, "before", 5.0, 148.0, 0.0, tuple(samples)),
+        EvaluationRecord(6.0, 0, "before", 5.0, 148.0, tuple(samples), scores={"sql": 0.0}),
         begin,
         FirstStepRecord(8.5, 1, 35.25, {"importing libraries": 14.5, "first forward": 20.75}),
         *(records.step(number, 5 / number) for number in range(1, num_records // 2)),
@@ -59,9 +60,7 @@ def trained(run: SubmittedRun, records: Any, num_records: int = 80, pictures: tu
             records.step(number, float("nan") if number == 30 else 5 / number, time=100.0 + number)
             for number in range(21, num_records)
         ),
-        EvaluationRecord(
-            300.0, 79, "after", 0.5, 1.6, 1.0, tuple(replace(each, answer="SELECT 1", correct=True) for each in samples)
-        ),
+        EvaluationRecord(300.0, 79, "after", 0.5, 1.6, right, scores={"sql": 1.0}),
         records.end(),
     )
     run.layout.job_exit_code(run.job_id).write_text("0")
@@ -136,7 +135,7 @@ def test_the_report_of_a_run_is_complete(ftkit: Callable[..., Result], make_run:
     assert ftkit("report", run.id, "-o", "again.html").code == 0
     assert without_clock(Path("again.html")) == without_clock(run.layout.report)
     for part in ("completed", "Learning rate", "Gradient norm", "Throughput", "Memory by stage", "Timeline",
-                 "repeated steps", "down between starts", "SQL execution 100.0%", "from 0.0%",
+                 "repeated steps", "down between starts", "loss perplexity sql", "1.60 1.000",
                  "before wrong SELECT 2", "after correct SELECT 1",
                  "35.2 s from torchrun to the end of step 1", "importing libraries 14.5 s",
                  f"ftkit rerun {run.id}", "Can't be repeated exactly"):  # fmt: skip
