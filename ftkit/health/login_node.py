@@ -43,12 +43,19 @@ class LoginNode:
 
 def check_login_node(node: LoginNode) -> list[Finding]:
     """Run all checks concurrently; one that takes longer than `CHECK_SECONDS` is reported as a warning."""
-    results = run_all([partial(check, node) for check in _CHECKS.values()], CHECK_SECONDS)
+    results = run_all([partial(_run, check, subject, node) for (subject, _), check in _CHECKS.items()], CHECK_SECONDS)
     findings: list[Finding] = []
     for (subject, fix), result in zip(_CHECKS, results, strict=True):
         late = [Finding(subject, "warning", f"no answer within {CHECK_SECONDS:g} s", fix)]
         findings += late if result is None else result
     return findings
+
+
+def _run(check: Callable[[LoginNode], list[Finding]], subject: str, node: LoginNode) -> list[Finding]:
+    try:
+        return check(node)
+    except OSError as error:  # a file that may not be read, a file system that is gone
+        return [Finding(subject, "failed", str(error), "check the path and its permissions")]
 
 
 def _check_slurm(node: LoginNode) -> list[Finding]:

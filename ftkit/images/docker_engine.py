@@ -55,7 +55,10 @@ def docker_sdk() -> ModuleType:
 
 @contextmanager
 def connect() -> Iterator[APIClient]:
-    """Connect to the engine that docker's variables and configuration select; PrerequisiteError if none responds."""
+    """Connect to the engine that docker's variables and configuration select; PrerequisiteError if none responds.
+
+    A request that the engine refuses in the block becomes an ImageError.
+    """
     docker = docker_sdk()
     options = docker.utils.kwargs_from_env() or {}
     if "base_url" not in options:
@@ -77,6 +80,8 @@ def connect() -> Iterator[APIClient]:
         ) from error
     try:
         yield client
+    except docker.errors.APIError as error:
+        raise as_image_error(error, "the docker engine refuses a request") from error
     finally:
         client.close()
 

@@ -17,7 +17,7 @@ from typing import Annotated, get_args
 from pydantic import Field
 
 from ftkit.config.image_reference import Digest, ImageFormat, NamedImage
-from ftkit.errors import FtkitError, PrerequisiteError, one_line
+from ftkit.errors import FtkitError, ImageError, PrerequisiteError, one_line
 from ftkit.files import file_lock, mode_of_new_files, publish, read_json_if_valid, remove, sync, write_file, write_json
 from ftkit.images import docker_engine
 from ftkit.images.docker_engine import DockerImage
@@ -242,7 +242,7 @@ def find_removable(store: ImageStore, in_use: Iterable[Path]) -> list[Removable]
         with docker_engine.connect() as client:
             docker_engine.remove_abandoned(client)  # otherwise docker refuses to remove their images
             images = client.images(filters={"label": docker_engine.REFERENCE_LABEL, "dangling": True})
-    except PrerequisiteError:
+    except (PrerequisiteError, ImageError):
         return found
     for image in images:
         reference = (image.get("Labels") or {}).get(docker_engine.REFERENCE_LABEL, "")
@@ -261,7 +261,7 @@ def remove_all(removables: Iterable[Removable]) -> int:
             try:
                 with docker_engine.connect() as client:
                     client.remove_image(removable.docker_id)
-            except docker_engine.docker_sdk().errors.APIError:
+            except ImageError:
                 continue
         freed += removable.size
     return freed
