@@ -127,6 +127,8 @@ ODD: dict[str, dict[str, Any]] = {
     "xlm": {"causal": True},
     "xlnet": {"attn_type": "uni"},
     "xmod": {"default_language": "en_XX"},
+    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},
+    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "mamba_headdim": 64},
     "zaya": {"num_experts_per_tok": 1},
 }
 """Additional settings of a family."""

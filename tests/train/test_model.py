@@ -496,6 +496,15 @@ def test_scaled_and_capped_logits_are_used_in_training(
         assert float(model(batch=batch)) == pytest.approx(float(expected), rel=1e-5)
 
 
+def test_a_class_may_scale_the_embeddings_of_a_frozen_model_in_place() -> None:
+    config = AutoConfig.for_model("ctrl", n_embd=32, dff=32, n_layer=1, n_head=2, vocab_size=32, n_positions=16)
+    model = AutoModelForCausalLM.from_config(config)
+    freeze(model, torch.float32)
+    hidden = model.transformer(torch.arange(8)[None]).last_hidden_state
+    assert hidden.requires_grad, "the first layer computes its input's gradient"
+    hidden.sum().backward()
+
+
 def test_biases_and_norms_have_no_weight_decay_even_if_they_are_stacked() -> None:
     config = AutoConfig.for_model(
         "gpt_oss", hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_local_experts=2, vocab_size=32,

@@ -86,20 +86,25 @@ def run_probe(  # noqa: PLR0913 - of each training
         torch.manual_seed(0)
         with engine.probe() as model:
             other_states, gradients = _states_and_gradients(model, second, is_kept)
+    _require_tokens(gradients, len(is_kept))
     both = (kept_states, _kept_states(other_states, is_kept))
     norms = torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float32)
     kept_norm = world.context_sum(norms[is_kept].sum()) / world.context_sum(is_kept.sum())
     return ProbeResult(is_kept, is_later, both, norms, kept_norm, own_logits, expected_logits)
 
 
-def _kept_states(states: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
-    if len(states) != len(is_kept):
+def _require_tokens(computed: torch.Tensor, num_tokens: int) -> None:
+    if len(computed) != num_tokens:
         raise TrainingError(
-            f"the model's class computes hidden states of other tokens too: {len(states):,} for {len(is_kept):,} "
+            f"the model's class computes hidden states of other tokens too: {len(computed):,} for {num_tokens:,} "
             "tokens",
             meaning="it adds special tokens that ftkit does not know",
             fix="choose another model",
         )
+
+
+def _kept_states(states: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
+    _require_tokens(states, len(is_kept))
     if not states.isfinite().all():  # host sync: before step 1
         raise TrainingError(
             "the model computes hidden states that are not finite, before any training",

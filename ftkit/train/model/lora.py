@@ -129,8 +129,9 @@ class _Needed(torch.autograd.Function):
     """Let a tensor require a gradient, which is dropped. As a leaf, it would be in memory until the backward ends."""
 
     @staticmethod
-    def forward(_: Ctx, tensor: torch.Tensor, _leaf: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(tensor)
+    def forward(ctx: Ctx, tensor: torch.Tensor, _leaf: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(tensor)  # the same tensor, not a view: some families scale embeddings in place
+        return tensor
 
     @staticmethod
     def backward(_: Ctx, _gradient: torch.Tensor) -> tuple[None, None]:
