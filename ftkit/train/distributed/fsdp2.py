@@ -89,7 +89,8 @@ class Fsdp2Engine:
         self._is_last_backward = False  # of a step
         self._anchor = torch.zeros((), requires_grad=True)
         self._chosen = chosen
-        _check_support(hf_model, world, is_sharded=not self._is_unsharded)
+        has_adapters = training.adapters is not None
+        _check_support(hf_model, world, is_sharded=not self._is_unsharded, has_adapters=has_adapters)
         is_empty = any(parameter.is_meta for parameter in hf_model.parameters())
         self._gathered_scales = GatheredScales.of(find_decoder_layers(hf_model), training, world)
         self.model = _prepare_layers(hf_model, training, world)
@@ -331,7 +332,7 @@ class ComputeCopy(torch.autograd.Function):
         return None, None, None
 
 
-def _check_support(model: nn.Module, world: World, *, is_sharded: bool) -> None:
+def _check_support(model: nn.Module, world: World, *, is_sharded: bool, has_adapters: bool) -> None:
     torch_version = f"FSDP2 of torch {TORCH[0]}.{TORCH[1]}"
     layers = [{id(parameter) for parameter in layer.parameters()} for layer in find_decoder_layers(model)]
     if world.size > 1 and world.device.type == "cpu" and not FSDP2_ON_CPUS:
@@ -346,11 +347,11 @@ def _check_support(model: nn.Module, world: World, *, is_sharded: bool) -> None:
             meaning="torch supports this from version 2.8 on",
             fix="use an image with torch 2.8 or newer, or set training.engine=zero3",
         )
-    if is_sharded and sum(map(len, layers)) > len(set().union(*layers)):
+    if (is_sharded or has_adapters) and sum(map(len, layers)) > len(set().union(*layers)):
         raise TrainingError(
-            f"decoder layers of {type(model).__name__} share weights, which FSDP2 can't shard layer by layer",
+            f"decoder layers of {type(model).__name__} share weights: they can't be sharded, nor have adapters",
             meaning="some of its layers are one layer that is computed several times, as in Zamba",
-            fix="choose another model",
+            fix="train it on one process with training.method=full, or choose another model",
         )
 
 
