@@ -23,6 +23,7 @@ from ftkit.config.training import ActivationCheckpointing, TrainingPlan
 from ftkit.data.packing import Document, build_pack
 from ftkit.data.tokenizers import learn_tokenizer, load_tokenizer
 from ftkit.errors import DataError, TrainingError
+from ftkit.models.adapters import LoraSpec
 from ftkit.models.architecture import ArchitectureSpec, ModelSpec
 from ftkit.models.config_json import read_shape
 from ftkit.models.families import MEASURED
@@ -45,7 +46,7 @@ from ftkit.train.engine import ShardingStats
 from ftkit.train.fused_loss import LogitTransform
 from ftkit.train.model.attention import choose_kernel, generation_attention, register_kernel
 from ftkit.train.model.hf_model import build_empty, find_decoder_layers, load_pretrained, make_config, read_config
-from ftkit.train.model.lora import freeze
+from ftkit.train.model.lora import freeze, prepare_method
 from ftkit.train.model.pretrained import load_weights
 from ftkit.train.model.varlen_attention import VARLEN
 from ftkit.train.param_count import count_method
@@ -494,6 +495,18 @@ def test_scaled_and_capped_logits_are_used_in_training(
         logits = model(compute=call_class, input_ids=batch.input_ids).logits.flatten(0, 1)[batch.label_index]
         expected = functional.cross_entropy(logits, batch.labels, reduction="sum")
         assert float(model(batch=batch)) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_adapters_of_layers_that_share_weights_are_refused(tokenizer: PreTrainedTokenizerBase, world: World) -> None:
+    spec = TRAINING.model_copy(update={"method": "lora", "lora": LoraSpec(rank=4)})
+    for is_refused in (False, True):
+        model = build("llama", tokenizer)
+        prepare_method(model, spec, world.device)
+        layers = find_decoder_layers(model)
+        if is_refused:
+            layers[1] = layers[0]
+        with pytest.raises(TrainingError, match="share weights") if is_refused else nullcontext():
+            Fsdp2Engine(model, spec, world)
 
 
 def test_a_class_may_scale_the_embeddings_of_a_frozen_model_in_place() -> None:
