@@ -70,8 +70,8 @@ def visible_gpus(count: int, visible: str | None) -> list[str]:
     if visible is None:
         return [str(index) for index in range(count)]
     names = [name.strip() for name in visible.split(",")]
-    known = takewhile(lambda name: int(name) in range(count) if re.fullmatch(r"-?\d+", name) else name, names)
-    return [*known][:count]
+    indices = {str(index) for index in range(count)}
+    return [*takewhile(lambda name: name in indices or name.startswith(("GPU-", "MIG-")), names)][:count]
 
 
 class ProgramOutput(NamedTuple):

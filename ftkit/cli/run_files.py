@@ -120,8 +120,8 @@ def rm_command(
 
     --unused lists what the workspace no longer needs, and removes it after asking: runs that failed or were canceled
     before their first checkpoint, prepared data that no run uses and that is older than 24 hours, imported images that
-    no name and no unfinished run refers to, leftovers of killed imports, and older builds in the docker engine.
-    With --json, nothing is removed without --yes.
+    no name and no unfinished run refers to, leftovers of killed imports and removals, and older builds in the docker
+    engine. With --json, nothing is removed without --yes.
 
     {RUN}
     """

@@ -90,6 +90,7 @@ def _find_named_datasets(it: Conversion, lists: Mapping[str, Settings]) -> None:
     """Read the entries of LLaMA-Factory's `dataset_info.json` for the datasets in the configuration."""
     note = "see the rows of dataset_info.json" if lists else "dataset_info.json defines it: give that file, too"
     named = next((row.value for row in it.rows if row.key == "dataset_dir"), None)
+    stage = next((row.value for row in it.rows if row.key == "stage"), "sft")
     used = [("info", row) for row in it.take(f"{DATASET}names", note)]
     used += [("held", row) for row in it.take("heldout_names", note)]
     for use, names in used:
@@ -101,6 +102,7 @@ def _find_named_datasets(it: Conversion, lists: Mapping[str, Settings]) -> None:
                     path = str(folder / value) if key == ".file_name" else value
                     it.sort(Row(file, name + key, path, index=index), use + key)
                 is_plain = given.get(".formatting", "alpaca") == "alpaca" and not given.get(".ranking")
+                is_plain &= stage == "sft" and ".script_url" not in given
                 if given and is_plain and not any(key.startswith(".columns.") for key in given):
                     for key, column in _COLUMNS.items():
                         it.sort(Row(file, name + key, column, is_default=True, index=index), use + key)
@@ -111,6 +113,7 @@ def _find_named_datasets(it: Conversion, lists: Mapping[str, Settings]) -> None:
 
 def _set_method(it: Conversion) -> None:
     kinds = [*it.take("method", "off"), *it.take("lora", "off")]
+    it.take("unsloth_model", "ftkit reads the model's class from its folder")
     wide = it.take("load_in_16bit", "as by default here, with training.method: lora")
     is_wide = "training.base_precision" in it.recipe or any(row.value is True for row in wide)
     bits = it.take("load_in_4bit", "off, or for 4 bits: training.method: qlora")
@@ -260,8 +263,9 @@ def _set_objective(it: Conversion) -> None:
         row = named["cpo"][0]
         problem = Problem(row.file, row.key, "ftkit has no CPO, but simpo.", "Convert with loss_type: simpo.")
         raise ConfigError([problem])
-    weight, by_weight = it.number("cpo_alpha")
-    note = f"there, {weight:g} × the chosen completion's next-token loss is added (cpo_alpha)" if weight else ""
+    weight, by_weight = it.number("cpo_alpha", "a part of CPO's losses alone")
+    by_weight = by_weight if weight and name == "simpo" else []
+    note = f"there, {weight:g} × the chosen completion's next-token loss is added (cpo_alpha)" if by_weight else ""
     if name:
         by_name = [row for rows in named.values() for row in rows]
         it.put("training.objective", name, *by_name, *by_weight, note=note, is_changed=bool(note))

@@ -42,6 +42,7 @@ def set_datasets(it: Conversion) -> None:
     sources: list[Any] = []
     forms: list[Any] = []
     notes: list[str] = []
+    differences: list[str] = []  # of formats
     train_on = ""
     for index, entry in sorted(each for each in entries.items() if each[1]):
         kind = str(entry.get("type", "")).partition(":")[0]
@@ -56,17 +57,19 @@ def set_datasets(it: Conversion) -> None:
             splits[index].note = _ALL
         forms.append(_format(entry, meaning.get("format")))
         train_on = train_on or meaning.get("train_on", "")
-        notes += [meaning["note"]] if "note" in meaning and forms[-1] == meaning["format"] else []
+        differences += [meaning["note"]] if "note" in meaning and forms[-1] == meaning["format"] else []
     by_share = _set_weights(it, sources)
     notes += [_ONCE] * any(row.value == "interleave_over" for row in by_share)
+    is_one_format = bool(forms) and forms[0] is not None and all(form == forms[0] for form in forms)
     if sources:
         rows += by_share
-        note = "; ".join(dict.fromkeys(notes))
+        note = "; ".join(dict.fromkeys(notes if is_one_format else notes + differences))
         it.put("data.source", sources[0] if len(sources) == 1 else sources, *rows, note=note, is_changed=bool(note))
     for row in [row for row in rows if not row.became]:
         row.note = row.note or "data.source is not in the input; this belongs to it"
-    if forms and forms[0] is not None and all(form == forms[0] for form in forms):
-        it.put("data.format", forms[0], *form_rows)
+    if is_one_format:
+        note = "; ".join(dict.fromkeys(differences))
+        it.put("data.format", forms[0], *form_rows, note=note, is_changed=bool(note))
     if train_on:
         it.put("data.train_on", train_on)
 
@@ -98,7 +101,7 @@ def _sources(entry: dict[str, Any], number: object) -> Iterator[Any]:
     if path in _LOADERS:
         places = listed
     elif listed:
-        places = [f"{path}/{file}" if path[0] in "/.~" else f"hf://datasets/{path}/{file}" for file in listed]
+        places = [_place_of(str(file), path) for file in listed]
     limits = [each for each in (number, entry.get("limit")) if type(each) is int]
     for place in map(str, places):
         source = expand_source(place)
@@ -112,6 +115,13 @@ def _sources(entry: dict[str, Any], number: object) -> Iterator[Any]:
         if limits or number is not None:
             extra["num_train"] = min(limits, default=number)
         yield {**source, **extra} if isinstance(source, dict) and extra else place
+
+
+def _place_of(file: str, path: object) -> str:
+    """Return the place of a file of a data set: of a folder, or of a repository on the hub."""
+    if not isinstance(path, str) or path in _LOADERS:
+        return file
+    return f"{path}/{file}" if path[0] in "/.~" else f"hf://datasets/{path}/{file}"
 
 
 def _format(entry: Mapping[str, Any], form: Any) -> Any:
@@ -142,9 +152,14 @@ def set_heldout(it: Conversion) -> None:
     sections = [row.key.rpartition(".")[0] for row in it.sources.get("data.source", ()) if row.index == 0]
     given = [(row, str(each)) for row in rows for each in (row.value if isinstance(row.value, list) else [row.value])]
     files = [(row, each) for row, each in given if DATA_FILE.search(each) and not isinstance(row.value, Code)]
+    if len(files) > 1:  # of several splits, programs evaluate on that for validation during training
+        files = [each for each in files if each[0].key.rpartition(".")[2].startswith(("val", "eval"))]
     if len(files) != 1:
         return
     row, file = files[0]
+    if ".data_files" in row.key:
+        path = f"{row.key.partition('.data_files')[0]}.path"
+        file = _place_of(file, next((each.value for each in it.rows if each.key == path), None))
     both: list[dict[str, object]] = []
     for section in (row.key.rpartition(".")[0], next(filter(None, sections), "")):
         found = {each.key.rpartition(".")[2]: each.value for each in it.rows if each.key.startswith(f"{section}.")}

@@ -203,11 +203,10 @@ def _read_python(text: str, where: str, calls: Mapping[str, Sequence[str]]) -> S
     for node in nodes:
         if isinstance(node, ast.Assign):
             names |= dict(_assigned(node.targets[0], node.value))
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            imported = [node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
-            settings |= {name: True for name in (each.partition(".")[0] for each in imported) if name in calls}
         if not isinstance(node, ast.Call) or (name := _call_name(node.func, calls)) is None:
             continue
+        owner = ast.unparse(node.func).rpartition(".")[0].rpartition(".")[2]
+        settings |= {owner: True} if owner in calls else {}
         number = numbers[name] = numbers.get(name, -1) + 1
         name += f"[{number}]" if number else ""
         settings[name] = True

@@ -30,6 +30,7 @@ MAX_LINE = 128 << 20
 _MAX_SKIPPED = 16
 """Maximum further chunks of `MAX_LINE` bytes to skip in one line; a file with a longer line has no rows."""
 _BLANKS = re.compile(r"\s*")
+_REST_OF_NUMBER = re.compile(r"[-+.\deE]*")  # what may follow in a number that the buffer's end cuts
 _WRAPPERS = ("data", "rows", "examples", "instances")
 """Keys of a JSON object that may hold the list of rows."""
 
@@ -163,8 +164,11 @@ class _JsonParser:
         self._take("[")
         while self.peek() != "]":
             yield self._value()
-            if self.peek() != "]":
-                self._take(",")
+            if self.peek() == "]":
+                break
+            self._take(",")
+            if self.peek() == "]":
+                raise cut_error(self._path, ValueError("there is no element after the last comma"))
         self._take("]")
 
     def members(self) -> Iterator[str]:
@@ -175,7 +179,7 @@ class _JsonParser:
         while self.peek() != "}":
             name = json.loads(self._value())
             self._take(":")
-            if name in _WRAPPERS and wrapper is None and self.peek() == "[":
+            if name in _WRAPPERS and wrapper is None and name not in others and self.peek() == "[":
                 wrapper = name
                 yield from self.elements()
             elif name in others or name == wrapper:
@@ -213,7 +217,7 @@ class _JsonParser:
                     raise cut_error(self._path, error) from error
                 continue
             length = end - self._at
-            if end < len(self._text) or not self._fill():  # a number may continue
+            if not _REST_OF_NUMBER.fullmatch(self._text, end) or not self._fill():
                 start, self._at = self._at, self._at + length
                 return self._text[start : self._at]
 

@@ -181,7 +181,7 @@ class ChatRenderer(Template):
             raise DataError(
                 "the chat template writes a turn with weight 0 in another way if more turns follow",
                 meaning="its tokens in the whole text, which data.train_on: all trains, are not known",
-                fix=f"set data.train_on to roles: [{', '.join(get_args(Role))}]",
+                fix=f"set data.train_on: [{', '.join(get_args(Role))}]",
             )
         edges = [0, *(edge for each in shown for span in each.spans for edge in span), len(text)]
         return tuple((begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end)

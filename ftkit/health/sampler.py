@@ -1,6 +1,6 @@
 """`python -m ftkit.health.sampler FILE`: one process per node that samples its GPUs during training.
 
-It imports neither torch nor pydantic, uses no GPU memory, and ends with its parent process.
+It does not import torch, uses no GPU memory, and ends with its parent process.
 """
 
 from __future__ import annotations

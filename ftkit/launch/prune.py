@@ -142,6 +142,7 @@ def remove_folder(root: Path) -> None:
     renamed = root.with_name(f".{root.name}.{secrets.token_hex(4)}.deleted")  # an earlier removal may have left one
     try:
         root.rename(renamed)
+        os.utime(renamed)  # `_half_removed` finds it a day later
         shutil.rmtree(renamed)
     except OSError as error:
         raise PrerequisiteError(

@@ -162,8 +162,11 @@ def begin_or_continue(folder: Path, new: ProvisionState) -> ProvisionState:
 def create(provision: Provision, state: ProvisionState, folder: Path, say: Say) -> None:
     for check in provision.checks:
         say(f"check: {check.title}")
-        output, problem = _answer(check.command, folder)
-        problem = problem or check.problem(output)
+        try:
+            output, problem = _answer(check.command, folder)
+            problem = problem or check.problem(output)
+        except PrerequisiteError as error:  # the program is missing
+            problem = error.what
         if problem is not None:
             raise ProvisionError(f"{check.title}: {problem}", fix=check.advice)
     folder.mkdir(parents=True, exist_ok=True)
@@ -259,10 +262,7 @@ def _ask(command: str, step: Step, folder: Path) -> str:
 
 def _answer(command: str, folder: Path) -> tuple[str, str | None]:
     """Return a command's output, and why it failed if it did."""
-    try:
-        done = process.run(words_of(command, folder), timeout_seconds=120)
-    except PrerequisiteError as error:
-        return "", error.what
+    done = process.run(words_of(command, folder), timeout_seconds=120)
     problem = one_line(done.stderr or done.stdout or f"exit status {done.returncode}") if done.returncode else None
     return done.stdout, problem
 

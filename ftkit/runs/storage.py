@@ -263,13 +263,12 @@ def driver_errors(address: str, verb: str, about: str = "", local: Path | None =
     except FileNotFoundError as error:
         if local is not None and not local.exists():
             raise
-        what = f"{about}there is nothing at {address}: {one_line(error)}"
-        raise NotFoundError(what, fix="check the address") from error
+        raise NotFoundError(f"{about}there is nothing at {address}", fix="check the address") from error
     except Exception as error:
         meaning, fix = "the disk is full, not mounted, or not writable", "check the folder"
         if isinstance(error, TimeoutError):
             meaning = "the store or a proxy accepts connections but does not answer, or the file system hangs"
-            fix = "check whether other machines reach it; then repeat the command: copied files are not copied again"
+            fix = "check whether other machines reach it; then repeat the command"
         elif scheme != "file":
             meaning = "there are no credentials, they lack access to this address, or there is no network"
             fix = ADVICE.get(scheme, "check the address")

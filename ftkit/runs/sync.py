@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, one_line, redact
 from ftkit.files import atomic_folder, files_in, read_json_if_valid, write_file, write_json
@@ -155,7 +155,7 @@ def fetch_run(address: str, workspace: Workspace, report: Callable[[str], None])
     Raises `PlanError` if it ran a script.
     """
     store = Store(address)
-    names = {name: size for name, size in store.sizes().items() if ".." not in Path(name).parts}
+    names = {name: size for name, size in store.sizes().items() if _is_below(name)}
     if "plan.json" not in names:
         raise missing_copy(address)
     layout = RunLayout(workspace.runs / store.address.rpartition("/")[2])
@@ -190,6 +190,12 @@ def fetch_run(address: str, workspace: Workspace, report: Callable[[str], None])
     plan = replace(plan, workspace=workspace.root, python=python)
     write_file(layout.plan, plan_to_json(plan).encode())
     return plan
+
+
+def _is_below(name: str) -> bool:
+    """Return whether a name in a store is a path below a folder: keys of objects may be any text."""
+    path = PurePosixPath(name)
+    return str(path) == name and not path.is_absolute() and ".." not in path.parts
 
 
 def missing_copy(address: str) -> NotFoundError:

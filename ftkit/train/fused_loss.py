@@ -40,6 +40,8 @@ class LogitTransform:
             [value for name in names if isinstance(value := getattr(config, name, None), int | float) and value]
             for names in (_FACTORS, _DIVISORS, _CAPS)
         )
+        if config.model_type == "hyperclovax":  # multiplies by what Granite divides by
+            factors, divisors = divisors, factors
         return cls(prod(factors) / prod(divisors), next(iter(caps), None))
 
     def apply(self, products: torch.Tensor) -> torch.Tensor:

@@ -537,6 +537,7 @@ def test_biases_and_norms_have_no_weight_decay_even_if_they_are_stacked() -> Non
     [
         ("gemma2", {}),
         ("granite", {"logits_scaling": 8.0}),
+        ("hyperclovax", {"logits_scaling": 0.125}),
         ("cohere2", {}),
         ("recurrent_gemma", {"lru_width": 32, "num_hidden_layers": 3}),
         ("falcon_h1", {"lm_head_multiplier": 0.05, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}),

@@ -130,7 +130,13 @@ def test_a_run_resumes_on_another_machine_from_its_copy_with_the_same_result(fin
 def test_names_of_a_copy_cannot_leave_the_folder_of_the_run(finished_run: Run, client: Any, tmp_path: Path) -> None:
     status = RunCopy(finished_run.layout, f"s3://{BUCKET}/leaving", quiet).update()
     prefix = status.destination.removeprefix(f"s3://{BUCKET}/")
-    for name in ("checkpoints/step-000020/../../../../evil", "code/../../../evil"):
+    outside = tmp_path / "outside" / "evil"
+    for name in (
+        "checkpoints/step-000020/../../../../evil",
+        f"checkpoints/step-000020/{outside}",
+        "code/../../../evil",
+        f"code/{outside}",
+    ):
         client.put_object(Bucket=BUCKET, Key=f"{prefix}/{name}", Body=b"")
     fetch_run(status.destination, Workspace(tmp_path / "workspace"), quiet)
     assert list(tmp_path.rglob("evil")) == []

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         ("0,-1,1", ["0"]),
         ("-1", []),
         ("", []),
+        ("NoDevFiles", []),
         ("GPU-8932f937,MIG-ab", ["GPU-8932f937", "MIG-ab"]),
     ],
 )

@@ -70,9 +70,10 @@ def compare_runs(runs: Sequence[compare.ComparedRun]) -> Comparison:
         values = [getattr(run.results, field) for run in runs]
         if any(value is not None for value in values):
             results.append((title, ["-" if value is None else form(value) for value in values]))
-    for name in sorted({name for run in runs for name in run.results.scores}):
-        scores = [run.results.scores.get(name) for run in runs]
-        results.append((name.replace("_", " "), ["-" if score is None else f"{score:.1%}" for score in scores]))
+        if title == "validation loss":
+            for name in sorted({name for run in runs for name in run.results.scores}):
+                scores = [run.results.scores.get(name) for run in runs]
+                results.append((name.replace("_", " "), ["-" if score is None else f"{score:.1%}" for score in scores]))
     differences = [
         (f"{each.section}: {each.key}".removeprefix("recipe: "), list(map(_short, each.values)))
         for each in compare.find_differences(runs)

@@ -441,6 +441,22 @@ def test_a_file_of_a_split_is_the_source(tmp_path: Path) -> None:
     assert (data["source"], data["validation"]) == ("chats.jsonl", {"file": "others.jsonl"})
 
 
+def test_of_several_splits_the_one_for_validation_is_the_validation_split(tmp_path: Path) -> None:
+    given = '"org/rows", data_files={"train": "a.jsonl", "validation": "b.jsonl", "test": "c.jsonl"}'
+    files = TRAINER.replace('"json", data_files="chats.jsonl"', given)
+    assert files != TRAINER
+    assert converted(tmp_path, {"train.py": files}).recipe["data"]["validation"] == {
+        "file": "hf://datasets/org/rows/b.jsonl"
+    }
+
+
+def test_the_note_of_a_format_is_shown_if_the_tool_knows_the_place(tmp_path: Path) -> None:
+    text = TORCHTUNE.replace("torchtune.datasets.chat_dataset, source: org/chats", "torchtune.datasets.alpaca_dataset")
+    text = text.replace("conversation_column: dialog,", "").replace("conversation_style: openai,", "")
+    rows = converted(tmp_path, {"a.yaml": text}).rows
+    assert "### Instruction" in {row.key: row.note for row in rows}["dataset._component_"]
+
+
 @pytest.mark.parametrize(
     ("loading", "method", "base_precision"),
     [
@@ -448,9 +464,10 @@ def test_a_file_of_a_split_is_the_source(tmp_path: Path) -> None:
         (", load_in_4bit=False", "lora", None),
         (", load_in_16bit=True", "lora", None),
         (", load_in_8bit=True", "lora", "fp8"),
+        (", load_in_fp8=True", "lora", "fp8"),
     ],
 )
-def test_a_program_that_imports_unsloth_has_its_defaults(
+def test_a_program_that_loads_its_model_with_unsloth_has_its_defaults(
     tmp_path: Path, loading: str, method: str, base_precision: str | None
 ) -> None:
     text = f"""
@@ -464,6 +481,9 @@ SFTTrainer(model=model, train_dataset=rows, args=SFTConfig(max_length=512)).trai
     values = training(found)
     assert (found.tool, values["method"], values["lora"]) == ("Unsloth", method, {"rank": 16, "alpha": 16})
     assert values.get("base_precision") == base_precision
+    other = text.replace("FastLanguageModel.from", "AutoModelForCausalLM.from")
+    other = other.replace("FastLanguageModel.get_peft_model(model)", "get_peft_model(model, LoraConfig(r=4))")
+    assert not loading or training(converted(tmp_path, {"train.py": other}))["method"] == "lora"
     assert not [row.key for row in found.rows if row.status == "unknown"]
 
 
@@ -480,6 +500,8 @@ def test_the_loss_that_cpo_adds_to_simpo_is_pointed_out(tmp_path: Path) -> None:
         assert {row.key for row in changed} == {"rl", "cpo_alpha"}
     found = converted(tmp_path, {"a.yml": "base_model: m\nrl: simpo\ncpo_alpha: 0"})
     assert not [row for row in found.rows if "cpo_alpha" in row.note]
+    kto = converted(tmp_path, {"a.yml": "base_model: m\nrl: kto\ncpo_alpha: 0.5"})
+    assert {row.key: row.note for row in kto.rows}["rl"] == ""
     assert found.recipe["training"]["objective"] == "simpo"
 
 
@@ -490,6 +512,9 @@ def test_default_columns_of_llamafactory_are_those_that_are_written_out(tmp_path
     for about in ({}, {"formatting": "alpaca"}):
         assert converted(tmp_path, info(**about)).recipe["data"]["format"] == spelled
     assert "format" not in converted(tmp_path, info(ranking=True)).recipe["data"]
+    of_texts = info()
+    of_texts["a.yaml"] = of_texts["a.yaml"].replace("stage: sft", "stage: pt")
+    assert "format" not in converted(tmp_path, of_texts).recipe["data"]
 
 
 def test_a_notebook_is_read_to_its_first_model(tmp_path: Path) -> None:

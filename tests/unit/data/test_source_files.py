@@ -115,6 +115,15 @@ def test_an_array_of_any_objects_is_read_element_by_element(rows: list[Any], esc
         ]
 
 
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_number_may_be_cut_by_the_end_of_what_is_read_at_once(cut: int, tmp_path: Path) -> None:
+    start, end = '{"data": [{"a": "', '"}], "version": -1.25e-10}'
+    padding = "x" * ((1 << 20) - len(start) - end.index("-1") - cut)
+    path = tmp_path / "a.json"
+    path.write_text(start + padding + end)
+    assert [row.parse().columns for row in read_file(str(path))] == [{"a": padding}]
+
+
 def test_a_text_file_is_one_row_unless_it_is_json_lines(tmp_path: Path) -> None:
     book, rows = tmp_path / "book.md", tmp_path / "rows.txt"
     book.write_bytes("\ufeff# One\r\n\nü [\n".encode())
@@ -155,6 +164,8 @@ def test_an_object_over_several_lines_is_one_row(tmp_path: Path) -> None:
         ("a.json", b'[{"a": 1} {"a": 2}]', r"a\.json"),
         ("a.json", b'[{"a": 1}] [', r"a\.json .*text after the end"),
         ("a.json", b'{"data": [{"a": 1}], "data": [{"a": 2}]}', "duplicate key 'data'"),
+        ("a.json", b'{"data": 5, "data": [{"a": 2}]}', "duplicate key 'data'"),
+        ("a.json", b'[{"a": 1},]', "no element after the last comma"),
         ("a.json", b'[{"a": 1, "a": 2}]', r"a\.json, element 1: .*duplicate key 'a'"),
         ("a.json", rb'[{"a": "\ud83d"}]', r"a\.json, element 1: \\ud83d is a lone surrogate"),
         ("a.json", b'{"data": [{"a": 1}],\n "rows": [{"a": 2}]}', "rows under 'data', and others under 'rows'"),
