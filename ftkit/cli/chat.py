@@ -178,8 +178,8 @@ def generate_command(
     Each input line has the columns that the run was trained on, or turns ("messages"), or a "prompt". The output
     adds "completion", "finish_reason" (stop or length) and "model" to the columns. An existing output file is
     continued. --as-data also writes prompts with their completions as turns, without those that reached
-    --max-new-tokens; the card has model, digests, settings and date. Its completions are in FILE.completions, unless
-    --output says another file.
+    --max-new-tokens, are blank, or call tools; the card has model, digests, this command's settings, counts and date.
+    Its completions are in FILE.completions, unless --output says another file.
 
     {MODEL}
     """
@@ -214,8 +214,9 @@ def generate_command(
     if as_data and output:
         files = weights_digests(target.source)
         card = {"model": target.source.label, "weights_sha256": files, "prompts": given, "engine": engine, **decoding}
+        card["from_earlier_commands"] = len(rows) - len(left)  # perhaps with other settings
         num_rows = write_data(as_data, output, rows, form, card)
-        terminal.say(f"{num_rows:,} of {len(rows):,} completions have an end: data.source={short_path(as_data)}")
+        terminal.say(f"{num_rows:,} of {len(rows):,} completions can be trained on: data.source={short_path(as_data)}")
 
 
 @forwarded_command(

@@ -14,6 +14,7 @@ import torch
 from transformers import GenerationConfig, TextStreamer
 
 from ftkit.data.cases import encode_prompt, encode_prompts, have_pictures, prompt_of, renderer_of
+from ftkit.data.completion_metrics import read_calls
 from ftkit.data.conversations import PICTURE, Conversation, JsonObject, Message, for_template
 from ftkit.data.readers import read_json_lines
 from ftkit.data.rows import Row
@@ -79,7 +80,7 @@ def generate_rows(
     """Yield the rows with their completions, in order, a batch at a time.
 
     Each has the row's columns, and `completion`, `finish_reason` (`stop` at an end token, `length` without one) and
-    `model`.
+    `model`. Completions of rows with tools keep special tokens, which mark calls.
     """
     prompts = []
     pictures = model.input.processor(is_needed=have_pictures(rows))
@@ -90,12 +91,16 @@ def generate_rows(
         prompts.append(prompt)
     config = decoding.config(model)
     for first in range(0, len(rows), batch_size):
+        batch = rows[first : first + batch_size]
         completions = model.complete(prompts[first : first + batch_size], config)
-        replies = [Reply.of(model, completion) for completion in completions]
+        replies = [
+            Reply.of(model, completion, is_raw=bool(prompt_of(row.columns, form).tools))
+            for row, completion in zip(batch, completions, strict=True)
+        ]
         yield [
             {**row.columns, "completion": reply.text, "finish_reason": "stop" if reply.is_ended else "length",
              "model": model.label}
-            for row, reply in zip(rows[first : first + batch_size], replies, strict=True)
+            for row, reply in zip(batch, replies, strict=True)
         ]  # fmt: skip
 
 
@@ -128,20 +133,42 @@ def count_done(output: Path, rows: Sequence[Row], label: str) -> int:
 def write_data(path: Path, completions: Path, rows: Sequence[Row], form: Format | None, card: JsonObject) -> int:
     """Write completions as a chat data set with a card next to it; return the number of rows.
 
-    Drop completions without an end token: a model trained on them would learn to stop there.
+    Leaves out completions without an end token, because a model trained on them would learn to stop there; blank ones,
+    which can't be trained on; and calls of tools, which a template may write in another way than the model did.
     """
-    conversations = []
+    conversations: list[str] = []
+    left_out = dict.fromkeys(("without_end", "blank", "with_calls"), 0)
     for row, done in zip(rows, read_json_lines(completions), strict=True):
-        if done.columns["finish_reason"] == "stop":
-            prompt = prompt_of(row.columns, form)
-            answer = {"role": "assistant", "content": done.columns["completion"]}
-            turns = [*(for_template(each, in_parts=False) for each in prompt.messages), answer]
+        prompt, text = prompt_of(row.columns, form), str(done.columns["completion"])
+        if done.columns["finish_reason"] != "stop":
+            left_out["without_end"] += 1
+        elif not text.strip():
+            left_out["blank"] += 1
+        elif prompt.tools and read_calls(text):
+            left_out["with_calls"] += 1
+        else:
+            turns = [*map(_row_turn, prompt.messages), {"role": "assistant", "content": text}]
             tools = {"tools": list(prompt.tools)} if prompt.tools else {}
             conversations.append(json.dumps({"messages": turns, **tools}, ensure_ascii=False) + "\n")
     write_file(path, "".join(conversations).encode())
-    counts = {"rows": len(conversations), "without_end": len(rows) - len(conversations)}
+    counts = {"rows": len(conversations), **left_out}
     write_json(path.with_suffix(".card.json"), {**card, **counts, "created": datetime.now(UTC).isoformat()})
     return len(conversations)
+
+
+def _row_turn(message: Message) -> JsonObject:
+    """Return a turn of a prompt as a row of data has it, with the sources of pictures, and the reasoning once."""
+    turn = for_template(message, in_parts=False)
+    sources = iter(message.pictures)
+    if message.pictures:
+        if not all(isinstance(source, str) for source in message.pictures):
+            raise DataError(
+                "a picture is in the row itself, and can't be written as text",
+                fix="write the pictures to files, and give their paths",
+            )
+        parts = [part if part["type"] == "text" else {**part, "image": next(sources)} for part in turn["content"]]
+        turn = {**turn, "content": parts}
+    return {key: value for key, value in turn.items() if key not in {"reasoning", "thinking"}}
 
 
 # --- Chat ----------------------------------------------------------------------------------------

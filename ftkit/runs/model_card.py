@@ -17,17 +17,19 @@ from typing import TYPE_CHECKING, Literal
 from ruamel.yaml import YAML
 
 from ftkit.config.data import describe_too_long
+from ftkit.config.objectives import OBJECTIVE_METRICS
 from ftkit.config.training import TrainingSpec
 from ftkit.errors import plural
 from ftkit.files import mapping, read_json_if_valid, read_small
 from ftkit.models.architecture import ArchitectureSpec, ModelSpec
 from ftkit.paths import is_path
-from ftkit.runs.manifest import Values
+from ftkit.runs.manifest import Values, mappings
 from ftkit.runs.metrics_file import read_evaluations, read_records
 from ftkit.runs.records import EvaluationRecord, StepRecord
 
 if TYPE_CHECKING:
     from ftkit.config.recipe import RecipePlan
+    from ftkit.config.training import TrainingPlan
     from ftkit.planning.layout import RunLayout
 
 CARD_FILE = "README.md"
@@ -66,7 +68,7 @@ def write_card(
     base = None if recipe.model.weights == "random" else recipe.model.weights
     head = {
         "library_name": "peft" if kind == "adapters" else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "image-text-to-text" if recipe.data.pictures else "text-generation",
         "base_model": base if base is not None and not is_path(base) else None,
         "license": license_name,
         "tags": ["ftkit", recipe.training.method],
@@ -107,16 +109,27 @@ def _facts(
     values = source.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     merged = ", with adapters merged into training's 4-bit base, dequantized" if training.method == "qlora" else ""
     data = [f"{key} {value}" for key, value in values.items() if isinstance(value, str | int | float)]
+    if recipe.data.mixed_sources:
+        data = [f"a mixture of {', '.join(recipe.data.mixed_sources)}"]
     return [
         ("Content", f"a full model{merged}" if kind == "model" else "adapters, which peft loads onto the base model"),
         ("Base model", f"{base}{revision}" if base else "none: training began with random weights"),
         ("License of the base model", license_name or "not stated in its files"),
         ("Recipe", recipe.name),
         ("Method", training.method + size),
+        ("Objective", _objective(training)),
         ("Steps", f"{step}, {plural(training.global_batch_size, 'pack')} of {training.sequence_length} tokens each"),
         ("Learning rate", f"{training.learning_rate:g}"),
         ("Data", ", ".join(data) or type(source).__name__),
     ]
+
+
+def _objective(training: TrainingPlan) -> str | None:
+    """Describe another objective than the next-token loss, with its options."""
+    if training.objective == "next_token":
+        return None
+    options = (training.preferences or training.distillation or training).model_dump(mode="json", exclude_none=True)
+    return ", ".join([training.objective, *(f"{name.replace('_', ' ')} {value}" for name, value in options.items())])
 
 
 def _too_long(layout: RunLayout) -> list[tuple[str, object]]:
@@ -139,11 +152,11 @@ def _metrics(layout: RunLayout, step: int) -> str:
     rows = [*before[:1], *these[-1:]]
     if not rows:
         return "Nothing was measured."
-    scores = sorted({name for _, record in rows for name in _scores(record)})
-    lines = [["", "loss", "perplexity", *scores]]
+    scores = sorted({name for _, record in rows for name in record.scores})
+    lines = [["", "loss", "perplexity", *(name.replace("_", " ") for name in scores)]]
     for weights, record in rows:
-        own = _scores(record)
-        measured = [f"{own[name]:.1%}" if name in own else "" for name in scores]
+        own = record.scores
+        measured = [_measured(name, own[name]) if name in own else "" for name in scores]
         lines.append([weights, f"{record.loss:.4f}", f"{record.perplexity:.2f}", *measured])
     table = _table(lines)
     return table if these else f"{table}\n\nThe weights after {plural(step, 'step')} were not evaluated."
@@ -159,8 +172,9 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
 
 
-def _scores(record: EvaluationRecord) -> dict[str, float]:
-    return {name.replace("_", " "): score for name, score in record.scores.items()}
+def _measured(name: str, value: float) -> str:
+    is_fraction = name not in OBJECTIVE_METRICS or name in {"accuracy", "agreement", "desirable"}
+    return f"{value:.1%}" if is_fraction else f"{value:.4g}"
 
 
 def _repeat(layout: RunLayout, recipe: RecipePlan) -> str:
@@ -176,7 +190,19 @@ def _repeat(layout: RunLayout, recipe: RecipePlan) -> str:
     ]
     return (
         f"[{RECIPE_FILE}]({RECIPE_FILE}) is the complete recipe: `ftkit run ./{RECIPE_FILE}`.{typed}\n\n{_list(facts)}"
+        + _changes(manifest)
     )
+
+
+def _changes(manifest: Values) -> str:
+    """Describe how resumes changed the recipe or the placement; empty if none did."""
+    lines = [
+        f"* From step {each.get('from_step')}: {key} = {values.get('after')} (before: {values.get('before')})"
+        for each in mappings(manifest.get("submissions"))
+        for key, values in ((key, mapping(change)) for key, change in mapping(each.get("changes")).items())
+    ]
+    title = "The run was resumed with other settings, which the recipe alone does not repeat:"
+    return "\n\n".join(["", title, "\n".join(lines)]) if lines else ""
 
 
 def read_license(base: Path) -> str | None:

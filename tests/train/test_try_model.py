@@ -21,7 +21,9 @@ from ftkit.config.data import AutoFormat, MessagesFormat
 from ftkit.data.prepared_data import PreparedData
 from ftkit.data.readers import read_json_lines
 from ftkit.data.row_formats import resolve_format
+from ftkit.data.rows import Row
 from ftkit.errors import NotFoundError, TrainingError
+from ftkit.evaluate.generate import write_data
 from ftkit.evaluate.loaded_model import LoadedModel, load_model
 from ftkit.evaluate.scoring import measure_target
 from ftkit.evaluate.source import MeasureSettings, ModelFolder, Target, TrainedStep, find_target
@@ -126,7 +128,7 @@ def test_completions_with_an_end_are_written_as_a_data_set_with_a_card(
     assert main(words) == 0
     card = json.loads(data.with_suffix(".card.json").read_text())
     assert card["weights_sha256"].keys() == {"model.safetensors"}
-    assert card["rows"] + card["without_end"] == 2
+    assert card["rows"] + card["without_end"] + card["blank"] == 2
     assert {"model", "prompts", "engine", "max_new_tokens", "temperature", "seed", "created"} < card.keys()
     completions = data.with_name("answers.jsonl.completions")
     done = [json.loads(line) | {"finish_reason": "stop"} for line in completions.read_text().splitlines()]
@@ -141,6 +143,31 @@ def test_completions_with_an_end_are_written_as_a_data_set_with_a_card(
         ]
     }
     assert isinstance(resolve_format(AutoFormat(), [row]), MessagesFormat)
+
+
+def test_a_data_set_of_completions_leaves_out_blank_ones_and_calls_and_keeps_pictures(tmp_path: Path) -> None:
+    picture = {"type": "image", "image": "/pictures/a.png"}
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    asked = {"role": "user", "content": [picture, {"type": "text", "text": "What?"}]}
+    before = {"role": "assistant", "content": "So.", "reasoning_content": "hm"}
+    call = '[TOOL_CALLS][{"name": "look", "arguments": {}}]'
+    given = [
+        ({"messages": [asked]}, "A cat."),
+        ({"messages": [asked, before, {"role": "user", "content": "And?"}], "tools": [tool]}, "A dog."),
+        ({"messages": [asked], "tools": [tool]}, call),
+        ({"messages": [asked]}, " "),
+    ]
+    rows, completions, data = [Row(columns, "f:1") for columns, _ in given], tmp_path / "c.jsonl", tmp_path / "d.jsonl"
+    done = [json.dumps({"completion": text, "finish_reason": "stop"}) + "\n" for _, text in given]
+    completions.write_text("".join(done))
+    assert write_data(data, completions, rows, None, {}) == 2
+    written = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
+    assert written == [
+        [asked, {"role": "assistant", "content": "A cat."}],
+        [asked, before, {"role": "user", "content": "And?"}, {"role": "assistant", "content": "A dog."}],
+    ]
+    card = json.loads(data.with_suffix(".card.json").read_text())
+    assert (card["rows"], card["without_end"], card["blank"], card["with_calls"]) == (2, 0, 1, 1)
 
 
 def test_an_output_that_is_a_pipe_gets_the_completions_of_all_batches(

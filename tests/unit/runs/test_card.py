@@ -8,6 +8,7 @@ import pytest
 
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe, shipped_config
+from ftkit.config.objectives import DpoSpec
 from ftkit.config.recipe import RecipePlan
 from ftkit.config.training import TrainingPlan
 from ftkit.planning.planner import plan_model
@@ -55,6 +56,27 @@ def test_a_card_contains_the_license_the_losses_and_their_curve(
     picture = ET.fromstring((tmp_path / "loss.svg").read_text())  # noqa: S314 - written by ftkit
     assert picture.attrib["aria-label"] == "training loss 6 to 0.3"  # nothing after step 20
     assert len(picture.findall("{*}circle")) == 2
+
+
+def test_a_card_names_the_objective_and_the_changes_of_resumes(
+    make_run: RunMaker, records: Any, tmp_path: Path
+) -> None:
+    run = make_run()
+    scores = {"accuracy": 0.75, "length_chosen": 7.0, "log_prob_chosen": -38.29, "kl_per_token": 0.492}
+    records.write(run, EvaluationRecord(1.0, 20, "after", 0.5, 2.0, (), scores=scores))
+    change = {"training.learning_rate": {"before": 0.005, "after": 0.001}}
+    run.layout.manifest.write_text(json.dumps({"submissions": [{"changes": {}}, {"from_step": 10, "changes": change}]}))
+    plan = resolved("demo", Context(tmp_path, tmp_path, {}))
+    training = plan.training.model_copy(update={"objective": "dpo", "dpo": DpoSpec(beta=0.2)})
+    write_card(tmp_path, run.layout, plan.model_copy(update={"training": training}), 20, "model")
+    card = (tmp_path / "README.md").read_text()
+    assert "* Objective: dpo, reference auto, beta 0.2, " in card
+    assert "| 75.0% | 0.492 | 7 | -38.29 |" in card
+    assert "* From step 10: training.learning_rate = 0.001 (before: 0.005)" in card
+    write_card(tmp_path, make_run("other").layout, plan, 20, "model")
+    card = (tmp_path / "README.md").read_text()
+    assert "Objective" not in card
+    assert "resumed" not in card
 
 
 def test_a_card_has_the_scores_of_its_own_weights(make_run: RunMaker, records: Any, tmp_path: Path) -> None:
