@@ -86,8 +86,8 @@ def test_a_state_that_the_provider_does_not_tell_is_an_error(made: Path) -> None
     assert "ZONE_RESOURCE_POOL_EXHAUSTED" in str(done.exception)
 
 
-def test_a_missing_program_is_reported_with_the_checks_advice(made: Path) -> None:
-    (made.parent / "bin" / "gcloud").unlink()
+def test_a_missing_program_is_reported_with_the_checks_advice(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(made))
     done = run("create", "small", "--kind", "gcp-vm-l4", *WORDS, "--yes")
     assert isinstance(done.exception, ProvisionError)
     assert "gcloud" in str(done.exception)
