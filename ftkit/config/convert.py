@@ -199,7 +199,7 @@ def _set_batch(it: Conversion, num_gpus: int | None, mean_length: int | None) ->
     parallel = [it.recipe.get(f"training.{kind}_parallel") for kind in ("context", "tensor")]
     shared = prod(degree for degree in parallel if isinstance(degree, int) and degree > 0)
     if gpus < shared:
-        gpus, assumed = shared, " (assumed: so many share each sequence)"
+        gpus, assumed = shared, f" (assumed: at least {shared})"
     replicas = gpus // shared  # GPUs that share sequences are one process of a data-parallel group
     sequences = int(total or (each or 1) * (accumulation or 1) * replicas)
     factors = f"{each or 1:g} per GPU × {accumulation or 1:g} accumulation × {plural(gpus, 'GPU')}{assumed}"

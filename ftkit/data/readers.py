@@ -179,11 +179,11 @@ class _JsonParser:
         while self.peek() != "}":
             name = json.loads(self._value())
             self._take(":")
-            if name in _WRAPPERS and wrapper is None and name not in others and self.peek() == "[":
+            if name in others or name == wrapper:
+                raise DataError(f"{self._path}: duplicate key {name[:80]!r}", fix="correct the file")
+            if name in _WRAPPERS and wrapper is None and self.peek() == "[":
                 wrapper = name
                 yield from self.elements()
-            elif name in others or name == wrapper:
-                raise DataError(f"{self._path}: duplicate key {name[:80]!r}", fix="correct the file")
             else:
                 others[name] = json.loads(self._value())
             if self.peek() != "}":

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Losses: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # losses of tokens, and the gradient of their sum
-
-
 _FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere; Falcon H1; Muse
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")  # Granite; Inkling
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma; RecurrentGemma; xLSTM

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     States = dict[str, torch.Tensor]  # of one parameter
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # names of a parameter's states in torch's AdamW
-
-
 _BIAS_OR_NORM = re.compile(r"bias|norm(\.weight)?$", re.IGNORECASE)
+"""Names of parameters without weight decay, as in transformers' Trainer."""
 
 
 def parameter_groups(model: PreTrainedModel, training: TrainingPlan) -> list[Group]:
